@@ -1,0 +1,131 @@
+"""When each action of a schedule would run, and what that costs in time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_pipeline.schedules.action import Action, Kind
+from lightning_pipeline.schedules.dataflow import needs, source_of, yields
+from lightning_pipeline.schedules.errors import ScheduleError
+from lightning_pipeline.schedules.schedule import Schedule
+
+Cost = float | Sequence[float]
+
+
+class Span(NamedTuple):
+    """One action and the time it starts and ends, in the unit of the costs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule would do with given costs.
+
+    Attributes:
+        makespan: from the first start to the last end, in the unit of the costs.
+        bubble: the share of all ranks' time that is idle, 0 to 1.
+        peak_live: for each rank, how many activations of a virtual stage it holds at most at once.
+        spans: for each rank, its compute actions with their times.
+    """
+
+    makespan: float
+    bubble: float
+    peak_live: list[int]
+    spans: list[list[Span]]
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Cost = 1.0,
+    input_grad: Cost = 1.0,
+    weight_grad: Cost = 1.0,
+    transfer: float = 0.0,
+) -> Simulation:
+    """Run the schedule on paper: each rank starts its next action as soon as it is free and the inputs are there.
+
+    Args:
+        schedule: any schedule; sends and receives take no time of a rank.
+        forward: time of F, one number or one for each virtual stage.
+        input_grad: time of I, likewise. B takes ``input_grad + weight_grad``.
+        weight_grad: time of W, likewise.
+        transfer: time until a value arrives on another rank.
+
+    Raises:
+        ScheduleError: if the schedule deadlocks, or a list of costs has not one number for each virtual stage.
+    """
+    schedule = schedule.compute()
+    f, i, w = (
+        _per_stage(name, cost, schedule.num_stages)
+        for name, cost in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
+    )
+    costs = {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: [a + b for a, b in zip(i, w, strict=True)]}
+    spans = _spans(schedule, costs, transfer)
+    makespan = max((order[-1].end for order in spans if order), default=0.0)
+    busy = sum(span.end - span.start for order in spans for span in order)
+    bubble = 1 - busy / (makespan * schedule.num_ranks) if makespan else 0.0
+    peaks = [_peak_live(order, has_backward=schedule.has_backward) for order in schedule.orders]
+    return Simulation(makespan, bubble, peaks, spans)
+
+
+def _spans(schedule: Schedule, costs: dict[Kind, list[float]], transfer: float) -> list[list[Span]]:
+    spans: list[list[Span]] = [[] for _ in schedule.orders]
+    ready: dict[Action, float] = {}
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(schedule.orders):
+            for action in order[len(spans[rank]) :]:
+                inputs = needs(action, schedule.num_stages)
+                if any(value not in ready for value in inputs):
+                    break
+                start = spans[rank][-1].end if spans[rank] else 0.0
+                for value in inputs:
+                    elsewhere = schedule.placement[value.stage] != rank
+                    start = max(start, ready[value] + transfer * elsewhere)
+                end = start + costs[action.kind][action.stage]
+                spans[rank].append(Span(action, start, end))
+                ready.update(dict.fromkeys(yields(action), end))
+                progress = True
+    stuck = {rank: len(done) for rank, done in enumerate(spans) if len(done) < len(schedule.orders[rank])}
+    if stuck:
+        raise _deadlock(schedule, stuck, ready)
+    return spans
+
+
+def _deadlock(schedule: Schedule, stuck: dict[int, int], ready: dict[Action, float]) -> ScheduleError:
+    waits = []
+    for rank, position in stuck.items():
+        action = schedule.orders[rank][position]
+        value = next(value for value in needs(action, schedule.num_stages) if value not in ready)
+        waits.append(f"rank {rank} waits in {action} for {source_of(value, schedule)}")
+    return schedule.error(f"deadlock, {'; '.join(waits)}", set(stuck.items()))
+
+
+def _peak_live(order: Sequence[Action], *, has_backward: bool) -> int:
+    """An activation lives from its F to the end of its B or W; without a backward only while F runs."""
+    if not has_backward:
+        return min(1, len(order))
+    live = peak = 0
+    for action in order:
+        if action.kind is Kind.F:
+            live += 1
+            peak = max(peak, live)
+        elif action.kind in (Kind.B, Kind.W):
+            live -= 1
+    return peak
+
+
+def _per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
+    costs = [float(c) for c in cost] if isinstance(cost, Sequence) else [float(cost)] * num_stages
+    if len(costs) != num_stages:
+        raise ScheduleError(
+            f"{name} has {len(costs)} costs for {num_stages} virtual stages; give one number, or one for each stage"
+        )
+    if any(c < 0 for c in costs):
+        raise ScheduleError(f"{name} must not be negative, got {cost}")
+    return costs
