@@ -1,1 +1,26 @@
-"""Pipeline-parallel training for PyTorch Lightning."""
+"""Pipeline-parallel training for PyTorch Lightning: `Trainer(strategy="pipeline")`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipeline._registration import register
+
+if TYPE_CHECKING:
+    from lightning_pipeline.strategy import PipelineStrategy, PipelineTimeline
+
+__all__ = ["PipelineStrategy", "PipelineTimeline"]
+
+register()
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from lightning_pipeline import strategy
+
+        return getattr(strategy, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,171 @@
+"""Interception of module calls while a step runs.
+
+Outside of a step the user's modules are as they always were: nothing of this package is on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipeline.partition.leaves import Leaf, find_leaves
+from lightning_pipeline.partition.random import Streams
+from lightning_pipeline.partition.recompute import recomputation
+from lightning_pipeline.partition.replay import Replay
+from lightning_pipeline.partition.stage_config import StageMap
+
+_Forward = Callable[..., Any]
+
+
+class Interception:
+    """Routes calls of leaf modules, and of modules that draw random numbers, through the replay that is running.
+
+    Args:
+        root: the module whose step runs.
+        stages: the stages of its modules.
+        streams: the random streams of this stage.
+    """
+
+    def __init__(self, root: nn.Module, stages: StageMap, streams: Streams) -> None:
+        self.root = root
+        self.streams = streams
+        self.leaves: list[Leaf] = find_leaves(root, stages)
+        self.current: Replay | None = None
+        self.called: set[str] = set()
+        """Names of the leaves that ran on this stage."""
+        self.modules = {name: module for name, module in root.named_modules()}
+        self.module_names = {id(module): name for name, module in self.modules.items()}
+        self._leaf_of = {id(leaf.module): leaf for leaf in self.leaves}
+
+    def tensor_names(self) -> dict[int, str]:
+        """Name of each parameter and buffer, by the tensor's id."""
+        names = {id(buffer): name for name, buffer in self.root.named_buffers()}
+        names.update({id(parameter): name for name, parameter in self.root.named_parameters()})
+        return names
+
+    @contextmanager
+    def installed(self, observing: bool) -> Iterator[None]:
+        """While entered, calls are intercepted. `observing`: find out which modules draw random numbers."""
+        undo: list[tuple[nn.Module, str, Any]] = []
+        with ExitStack() as stack:
+            stack.callback(_restore, undo)
+            for name, module in self._streamed(observing):
+                wrap = self.streams.observed if observing else self.streams.own
+                _set(undo, module, "forward", wrap(name or "(root)", module.forward))
+            for leaf in self.leaves:
+                for method in _methods(leaf.module):
+                    function = getattr(leaf.module, method)
+                    name = leaf.name if method == "forward" else f"{leaf.name}.{method}"
+                    _set(undo, leaf.module, method, self._leaf_call(leaf, name, function))
+            for owner in {_call_owner(leaf.module) for leaf in self.leaves} - {nn.Module}:
+                stack.enter_context(_patched(owner, "__call__", self._call_override(owner.__call__)))
+            apply = torch.autograd.Function.__dict__["apply"]
+            stack.enter_context(_patched(torch.autograd.Function, "apply", self._function_apply(apply)))
+            stack.enter_context(recomputation(self.streams, self))
+            yield
+
+    @contextmanager
+    def running(self, replay: Replay) -> Iterator[None]:
+        """Calls go to `replay`."""
+        self.current = replay
+        try:
+            yield
+        finally:
+            self.current = None
+
+    def between_modules(self) -> bool:
+        """Whether a replay is running, and no leaf."""
+        return self.current is not None and not self.current.inside
+
+    def checkpoint_leaves(self, more: int) -> None:
+        """Enter (1) or leave (-1) a part whose leaves are checkpointed."""
+        if self.current is not None:
+            self.current.checkpointed += more
+
+    def _streamed(self, observing: bool) -> list[tuple[str, nn.Module]]:
+        drawing = self.streams.drawing
+        return [
+            (name, module)
+            for name, module in self.modules.items()
+            if (observing or (name or "(root)") in drawing)
+            and (type(module).forward is not nn.Module.forward)
+            and not isinstance(module, torch.jit.ScriptModule)
+        ]
+
+    def _leaf_call(self, leaf: Leaf, name: str, function: _Forward) -> _Forward:
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            replay = self.current
+            if replay is None:
+                return function(*args, **kwargs)
+            if replay.inside:
+                replay.nested_call(leaf)
+                return function(*args, **kwargs)
+            result = replay.call(leaf, name, function, args, kwargs)
+            if replay.own:
+                self.called.add(leaf.name)
+            return result
+
+        return intercepted
+
+    def _call_override(self, call: _Forward) -> _Forward:
+        """A class that overrides `__call__` does its work around `forward` natively, too."""
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            replay, leaf = self.current, self._leaf_of.get(id(module))
+            if replay is None or replay.inside or leaf is None:
+                return call(module, *args, **kwargs)
+            return replay.call(leaf, leaf.name, lambda *a, **k: call(module, *a, **k), args, kwargs)
+
+        return __call__
+
+    def _function_apply(self, apply: Any) -> Any:
+        """autograd.Function.apply dispatches to no mode, so it is made an event here."""
+
+        def intercepted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            function = apply.__get__(None, cls)
+            if not self.between_modules():
+                return function(*args, **kwargs)
+            assert self.current is not None
+            return self.current.function(f"{cls.__name__}.apply", function, args, kwargs)
+
+        return classmethod(intercepted)
+
+
+def _methods(module: nn.Module) -> tuple[str, ...]:
+    """What of a leaf is called: `forward`, and of a torchmetrics object `update` as well."""
+    return ("forward", "update") if hasattr(module, "update") and hasattr(module, "compute") else ("forward",)
+
+
+def _call_owner(module: nn.Module) -> type:
+    return next(cls for cls in type(module).__mro__ if "__call__" in vars(cls))
+
+
+def _set(undo: list[tuple[nn.Module, str, Any]], module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of the instance past `nn.Module.__setattr__`."""
+    undo.append((module, name, vars(module).get(name, _restore)))
+    vars(module)[name] = value
+
+
+def _restore(undo: list[tuple[nn.Module, str, Any]]) -> None:
+    for module, name, before in reversed(undo):
+        if before is _restore:
+            vars(module).pop(name, None)
+        else:
+            vars(module)[name] = before
+
+
+@contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

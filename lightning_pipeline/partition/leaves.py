@@ -1,0 +1,78 @@
+"""Leaf modules: the parts of a model that run natively on one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_pipeline.partition.stage_config import StageMap
+
+
+@dataclass(slots=True, eq=False)
+class Leaf:
+    """A topmost module whose subtree holds no boundary.
+
+    Attributes:
+        name: its qualified name (the first one, where it has several).
+        module: the module.
+        stage: the stage that a key gives it; None takes the stage where the data is.
+        minimum: the lowest stage on which it may run, from a key before it in its list.
+    """
+
+    name: str
+    module: nn.Module
+    stage: int | None
+    minimum: int | None
+
+
+def find_leaves(root: nn.Module, stages: StageMap) -> list[Leaf]:
+    """The leaves of `root`, in the order of its tree. `root` itself is none, nor is a module that cannot be called."""
+    inside = {name.rpartition(".")[0] for name in (*stages.exact, *stages.minimum)}
+    ancestors = {""}
+    for name in inside:
+        while name:
+            ancestors.add(name)
+            name = name.rpartition(".")[0]
+    found: list[Leaf] = []
+    _descend(root, "", stages, ancestors, set(), found)
+    return found
+
+
+def certain_stages(leaves: Iterable[Leaf], num_stages: int) -> dict[str, int]:
+    """Leaves whose stage is known before any step has run: elements of a list that have a key, lie between two keys,
+    or follow a key of the last stage.
+    """
+    certain: dict[str, int] = {}
+    lists: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        parent, _, last = leaf.name.rpartition(".")
+        if last.isdigit():
+            lists.setdefault(parent, []).append(leaf)
+    for siblings in lists.values():
+        for index, leaf in enumerate(siblings):
+            followed = any(other.stage is not None for other in siblings[index + 1 :])
+            if leaf.stage is not None:
+                certain[leaf.name] = leaf.stage
+            elif leaf.minimum is not None and (followed or leaf.minimum == num_stages - 1):
+                certain[leaf.name] = leaf.minimum
+    return certain
+
+
+def _descend(
+    module: nn.Module, prefix: str, stages: StageMap, ancestors: set[str], seen: set[int], found: list[Leaf]
+) -> None:
+    for child_name, child in module.named_children():
+        name = f"{prefix}{child_name}"
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if name in ancestors or not _callable(child):
+            _descend(child, f"{name}.", stages, ancestors, seen, found)
+        else:
+            found.append(Leaf(name, child, stages.covering(name), stages.at_least(name)))
+
+
+def _callable(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward

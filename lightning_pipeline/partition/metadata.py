@@ -1,0 +1,60 @@
+"""Which torch functions read a tensor's metadata only, and which depend on its data in a way that shapes can follow."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_GETTERS = (
+    "shape dtype device layout names ndim requires_grad is_leaf grad_fn grad_dtype output_nr retains_grad name nbytes "
+    "itemsize is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse "
+    "is_sparse_csr is_vulkan is_xla is_xpu _version _base _cdata _grad_fn _backward_hooks "
+    "_post_accumulate_grad_hooks _python_dispatch _has_symbolic_sizes_strides"
+).split()
+_METHODS = (
+    "size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed "
+    "element_size __len__ get_device is_same_size is_inference is_pinned dim_order __hash__"
+).split()
+_FUNCTIONS = "is_floating_point is_complex is_nonzero numel is_inference get_device result_type can_cast".split()
+_FUNCTIONS.remove("is_nonzero")
+
+METADATA: frozenset[Any] = frozenset(
+    [getattr(Tensor, name).__get__ for name in _GETTERS if hasattr(Tensor, name)]
+    + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
+    + [getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)]
+    + [torch._C._set_grad_enabled]
+)
+"""Functions that an absent tensor answers by itself; they are no events."""
+
+PRINTED = frozenset({"__repr__", "__str__", "__format__"})
+"""Functions that turn a tensor to text; no events either, so that a print shows an absent tensor as absent."""
+
+DATA_DEPENDENT = frozenset(
+    "nonzero argwhere unique unique_consecutive masked_select bincount repeat_interleave".split()
+)
+"""Functions whose result's shape depends on data."""
+
+HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+"""Functions whose result nobody needs on another stage."""
+
+
+def function_name(function: Any) -> str:
+    """A torch function's name as events carry it; of a property's getter, the property's."""
+    name = getattr(function, "__name__", "") or type(function).__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{getattr(getattr(function, '__self__', None), '__name__', '?')}.{name}"
+    return str(name)
+
+
+def users_line() -> str:
+    """Where in the user's (or a model library's) code the running call stands."""
+    own = ("/torch/", "/lightning/", "/lightning_pipeline/", "/pytorch_lightning/", "/torchmetrics/")
+    for frame in reversed(traceback.extract_stack(sys._getframe(1))):
+        path = frame.filename.replace("\\", "/")
+        if not any(part in path for part in own) and not path.startswith("<"):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "an unknown line"

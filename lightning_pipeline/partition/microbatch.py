@@ -1,0 +1,107 @@
+"""Splitting a batch into micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Object, Sequence, Slot
+
+
+def batch_size(batch: Any) -> int | None:
+    """The number of samples: the most frequent size of the first dimension (the first of several); None without."""
+    sizes = Counter(tensor.shape[0] for tensor in tree.leaves(batch) if tensor.ndim)
+    if sizes:
+        return sizes.most_common(1)[0][0]
+    lists = [len(item) for item in tree.containers(batch) if isinstance(item, list)]
+    return lists[0] if lists else None
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
+    """Cut `batch` along its first dimension into micro-batches as even as possible, the larger ones first.
+
+    Tensors of another first dimension, tensors without dimensions and plain values are shared by all micro-batches;
+    lists of batch length without tensors are cut as well. A batch of fewer samples than `num_microbatches` makes one
+    micro-batch a sample. Micro-batches are views.
+
+    Raises:
+        ValueError: nothing in the batch says how many samples it has, or it holds an object of an unknown class.
+    """
+    size = batch_size(batch)
+    if size is None or size == 0:
+        if num_microbatches == 1:
+            return [batch]
+        raise ValueError(
+            f"cannot split a batch of type {type(batch).__name__} into {num_microbatches} micro-batches: no tensor or "
+            f"list in it says how many samples it has; define split_batch(batch, num_microbatches) on the LightningModule"
+        )
+    tensors, layout = tree.flatten(batch)
+    if isinstance(layout, Constant) and isinstance(batch, (str, bytes)):
+        return [batch]
+    parts = min(num_microbatches, size)
+    bounds = [0]
+    for part in range(parts):
+        bounds.append(bounds[-1] + size // parts + (part < size % parts))
+    return [
+        _take(layout, [_rows(t, size, a, b) for t in tensors], size, a, b)
+        for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def _rows(tensor: Tensor, size: int, start: int, stop: int) -> Tensor:
+    return tensor[start:stop] if tensor.ndim and tensor.shape[0] == size else tensor
+
+
+def _take(layout: Layout, tensors: list[Tensor], size: int, start: int, stop: int) -> Any:
+    """Rebuild `layout` with its lists cut."""
+    return tree.rebuild(_cut(layout, size, start, stop), tensors)
+
+
+def _cut(layout: Layout, size: int, start: int, stop: int) -> Layout:
+    if isinstance(layout, Slot):
+        return layout
+    if isinstance(layout, Constant):
+        if isinstance(layout.value, (list, tuple)) and len(layout.value) == size:
+            return Constant(layout.value[start:stop])
+        return layout
+    if isinstance(layout, Sequence):
+        plain = layout.type in (list, tuple) and all(_without_tensors(item) for item in layout.items)
+        if plain and len(layout.items) == size:
+            return Sequence(layout.type, layout.items[start:stop])
+    if isinstance(layout, Object) and not hasattr(layout.type, "__dataclass_fields__"):
+        raise ValueError(
+            f"cannot split an object of type {layout.type.__name__} in the batch; define "
+            f"split_batch(batch, num_microbatches) on the LightningModule"
+        )
+    assert isinstance(layout, (Sequence, Dictionary, Object))
+    return layout._replace(items=tuple(_cut(item, size, start, stop) for item in layout.items))
+
+
+def _without_tensors(layout: Layout) -> bool:
+    if isinstance(layout, Slot):
+        return False
+    return isinstance(layout, Constant) or all(_without_tensors(item) for item in layout.items)
+
+
+def signature(microbatch: Any) -> tuple[list[Tensor], Layout, tuple[Any, ...]]:
+    """The tensors of a micro-batch, its layout, and a key that is equal for micro-batches of one structure."""
+    tensors, layout = tree.flatten(microbatch)
+    shapes = tuple((tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad) for t in tensors)
+    return tensors, layout, (_structure(layout), shapes)
+
+
+def _structure(layout: Layout) -> Any:
+    """What of a layout can decide how a step runs: its containers, and constants other than text and fractions."""
+    if isinstance(layout, Slot):
+        return layout.index
+    if isinstance(layout, Constant):
+        value = layout.value
+        return ("c", value) if isinstance(value, (bool, int, type(None), torch.dtype)) else ("c", type(value).__name__)
+    keys = getattr(layout, "keys", ()) if isinstance(layout, Dictionary) else getattr(layout, "names", ())
+    if isinstance(layout, Sequence) and all(isinstance(item, Constant) for item in layout.items):
+        return (layout.type.__qualname__, "constants")
+    return (layout.type.__qualname__, tuple(map(str, keys)), tuple(_structure(item) for item in layout.items))

@@ -1,0 +1,124 @@
+"""Which stages hold each parameter and buffer, and the release of what others hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import nn
+
+
+class Ownership:
+    """The stages that hold each parameter and buffer of a module, seen from one stage.
+
+    Args:
+        num_stages: number of pipeline stages.
+        stage: the stage of this process, 0 to ``num_stages - 1``.
+        holders: name of each parameter and buffer (as ``named_parameters(remove_duplicate=False)`` and
+            ``named_buffers(remove_duplicate=False)`` give them) to the sorted stages that hold it. The first is
+            its owner. Names that are tied have equal holders.
+        unseen: names that no stage has used so far. Every stage holds them, and they do not count as shared.
+
+    Raises:
+        ValueError: if a stage is out of range, or a name has no holders or unsorted ones.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        stage: int,
+        holders: Mapping[str, tuple[int, ...]],
+        *,
+        unseen: Collection[str] = (),
+    ) -> None:
+        if not 0 <= stage < num_stages:
+            raise ValueError(f"stage must be from 0 to {num_stages - 1} (num_stages - 1), got {stage}")
+        for name, stages in holders.items():
+            if not stages or list(stages) != sorted(set(stages)) or stages[0] < 0 or stages[-1] >= num_stages:
+                raise ValueError(f"the holders of {name!r} must be sorted stages below {num_stages}, got {stages}")
+        self.num_stages = num_stages
+        self.stage = stage
+        self.holders = dict(holders)
+        self.unseen = frozenset(unseen)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.holders
+
+    def owner(self, name: str) -> int:
+        """The stage that saves and counts this parameter or buffer."""
+        return self.holders[name][0]
+
+    def is_local(self, name: str) -> bool:
+        """Whether this stage holds it."""
+        return self.stage in self.holders[name]
+
+    def is_owner(self, name: str) -> bool:
+        """Whether this stage holds it first."""
+        return self.owner(name) == self.stage
+
+    def local_names(self) -> list[str]:
+        """What this stage holds, in the order of ``holders``."""
+        return [name for name in self.holders if self.is_local(name)]
+
+    def shared_names(self) -> list[str]:
+        """What several stages use: its gradient is a sum over them. Unseen names are not among it."""
+        return [name for name, stages in self.holders.items() if len(stages) > 1 and name not in self.unseen]
+
+
+def release(module: nn.Module, ownership: Ownership) -> list[str]:
+    """Put every parameter and buffer that this stage does not hold on the meta device, and free its memory.
+
+    A tensor keeps its identity where torch can swap it, so that optimizers and the user's own references see the
+    meta tensor too. Where it cannot (a weak reference exists, for example), the module gets a new meta tensor and
+    the old object is emptied to shape ``(0,)``, so that using it is loud. Ties, ``requires_grad`` and attributes
+    set on a tensor are kept. Names that ``ownership`` does not know, and lazy parameters, stay as they are.
+
+    Returns:
+        The names that were released now; those already on the meta device are not among them.
+    """
+    released: list[str] = []
+    moved: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []  # the old objects, so that no id in `moved` is given out again
+    for slots, key, name in _slots(module):
+        tensor = slots[key]
+        if tensor is None or name not in ownership or ownership.is_local(name):
+            continue
+        if id(tensor) in moved:  # another name of a tied tensor
+            slots[key] = moved[id(tensor)]
+            released.append(name)
+        elif not tensor.is_meta and not nn.parameter.is_lazy(tensor):
+            kept.append(tensor)
+            moved[id(tensor)] = slots[key] = to_meta(tensor)
+            released.append(name)
+    return released
+
+
+@torch.no_grad()
+def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Free a leaf tensor's memory and return it on the meta device: the same object where torch can swap it.
+
+    Also for tensors outside of the module, such as the copies of a weight-averaging callback.
+    """
+    if tensor.is_meta:
+        return tensor
+    tensor.grad = None
+    empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        meta: torch.Tensor = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    else:
+        meta = empty.requires_grad_(tensor.requires_grad)
+    meta.__dict__.update(tensor.__dict__)
+    try:
+        torch.utils.swap_tensors(tensor, meta)
+        return tensor
+    except (RuntimeError, TypeError, ValueError):
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return meta
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], str, str]]:
+    """Each place of the module that holds a parameter or buffer: the dict, its key, and the dotted name."""
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        for slots in (submodule._parameters, submodule._buffers):
+            for key in list(slots):
+                yield slots, key, f"{prefix}.{key}" if prefix else key

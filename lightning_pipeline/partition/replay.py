@@ -1,0 +1,472 @@
+"""Running the user's step for one micro-batch, up to the end of this stage.
+
+Before the stage begins, every event is answered from the record: nothing is computed, absent tensors come back. With
+the call of the stage's first module, the absent tensors that were received turn into data, and from there on the step
+runs as it always does, on plain tensors. The call that reaches the next stage's first module ends it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.absent import Absent, AbsentDataError, ValueId, ValueMeta, fill
+from lightning_pipeline.partition.leaves import Leaf
+from lightning_pipeline.partition.metadata import METADATA, PRINTED, function_name, users_line
+from lightning_pipeline.partition.observer import Observer
+from lightning_pipeline.partition.random import Streams
+from lightning_pipeline.partition.record import Alias, Event, Opaque, Record
+
+BATCH = -1
+"""The event number of the batch's tensors."""
+
+
+class StageEnd(BaseException):
+    """Unwinds the user's step at the end of the stage. No Exception, so that no handler of the user's catches it."""
+
+
+class DivergenceError(RuntimeError):
+    """A step whose events differ from the record."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a stage's part of a step came to.
+
+    Attributes:
+        result: what the step returned; None before the last stage.
+        outputs: the values that cross to the next stage, in the order of the plan (or, rehearsing, all that may).
+    """
+
+    result: Any = None
+    outputs: dict[ValueId, Tensor] = field(default_factory=dict)
+
+
+class Received:
+    """Values from earlier stages for one micro-batch, and the gradients that came to them in backward."""
+
+    def __init__(self, values: dict[ValueId, Tensor], requires_grad: set[ValueId]) -> None:
+        self.values = values
+        self.requires_grad = requires_grad
+        self.attached: list[ValueId] = []
+        self.gradients: dict[ValueId, Tensor] = {}
+        self.backward_allowed = False
+
+
+class _Attach(torch.autograd.Function):
+    """Makes received tensors non-leaf tensors that are no views (modules may write into them), whose gradients are
+    handed to the `Received` they came with.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Received, anchor: Tensor, *tensors: Tensor) -> Any:
+        ctx.received = received
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*tensors)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        received: Received = ctx.received
+        if not received.backward_allowed:
+            raise RuntimeError(
+                "torch.autograd.grad or backward inside the step reached a value of an earlier stage; its graph is on "
+                "another device. Compute such a gradient from values of one stage, or cut the model elsewhere"
+            )
+        for value, gradient in zip(received.attached, gradients, strict=True):
+            if gradient is not None:
+                received.gradients[value] = gradient
+        return (None, None, *[None] * len(gradients))
+
+
+_attach = _Attach.apply
+
+
+class Replay(TorchFunctionMode):
+    """One micro-batch's run of the step on one stage.
+
+    Args:
+        stage: this stage.
+        num_stages: the number of stages.
+        record: the events before this stage and, unless an observer is given, those of this stage.
+        received: the values of earlier stages.
+        batch: the tensors of the micro-batch, absent ones where they were not delivered.
+        crossing: values that go to the next stage, in order.
+        observer: notes this stage's events (the first time a structure is seen); None where they are known.
+        modules: the modules inside leaves, by name.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        num_stages: int,
+        device: torch.device,
+        streams: Streams,
+        record: Record,
+        received: Received,
+        batch: list[Tensor],
+        crossing: tuple[ValueId, ...] = (),
+        observer: Observer | None = None,
+        modules: dict[str, nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        self.last = stage == num_stages - 1
+        self.at = 0
+        self.number = 0
+        self.inside = False
+        self.checkpointed = 0
+        self._in_function = False
+        self._device = device
+        self._streams = streams
+        self._events = record.events
+        self._start = record.starts.get(stage, 0)
+        self._record = record
+        self._received = received
+        self._observer = observer
+        self._values: dict[ValueId, Tensor] = {(BATCH, j): tensor for j, tensor in enumerate(batch)}
+        self._kept: dict[ValueId, Tensor] = {}
+        self._alive: dict[ValueId, Tensor] = {}
+        self._keep: dict[int, list[int]] = {}
+        self._crossing = crossing
+        for event, index in crossing:
+            if event >= self._start:
+                self._keep.setdefault(event, []).append(index)
+        self._modules = modules or {}
+        self._at_leaf = "the start of the step"
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def run(self, step: Callable[[], Any]) -> Outcome:
+        """Run `step` up to the end of this stage.
+
+        Raises:
+            ValueError: the data flows to a lower stage, or does not reach this stage or the next.
+            DivergenceError: the events are not those of the record.
+        """
+        result = None
+        ended = False
+        if self.stage == 0:
+            self._begin()
+        try:
+            with self:
+                result = step()
+        except StageEnd:
+            ended = True
+        if not ended:
+            self._check_reached()
+        if self._observer is not None:
+            if self.last:
+                self.uses(result)
+                self._observer.alive()
+            return Outcome(result, self._alive)
+        outputs = {}
+        for value in self._crossing:
+            outputs[value] = self._kept[value] if value[0] >= self._start else self._values[value]
+        self._values = {}
+        return Outcome(result, outputs)
+
+    def call(self, leaf: Leaf, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of a leaf module."""
+        self._move(leaf)
+        if self.at < self.stage:
+            return self._absent(name, None, args, kwargs)
+        if self.checkpointed and torch.is_grad_enabled():
+            return self._own(name, _checkpointed(function), args, kwargs, leaf.module)
+        return self._own(name, function, args, kwargs, leaf.module)
+
+    def function(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of an autograd.Function between modules."""
+        if self.at < self.stage:
+            return self._absent(name, None, args, kwargs)
+        self._in_function = True
+        try:
+            return self._own(name, function, args, kwargs, None)
+        finally:
+            self._in_function = False
+
+    def nested_call(self, leaf: Leaf) -> None:
+        """A leaf called while another event runs natively."""
+        if self._in_function and leaf.stage is not None and leaf.stage != self.at:
+            raise ValueError(
+                f"the boundary {leaf.name!r} (stage {leaf.stage}) is called inside an autograd.Function that runs on "
+                f"stage {self.at}, and such a function cannot be cut; move the boundary outside of it ({users_line()})"
+            )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA:
+            return func(*args, **(kwargs or {}))
+        name = _name(func)
+        if name in PRINTED:
+            return Absent.__repr__(args[0]) if isinstance(args[0], Absent) else func(*args, **(kwargs or {}))
+        if self.at < self.stage:
+            return self._absent(name, func, args, kwargs or {})
+        if self._observer is not None:
+            return self._own(name, func, args, kwargs or {}, None)
+        number = self.number
+        self.number = number + 1
+        if not self.last and (number >= len(self._events) or self._events[number].name != name):
+            self._diverged(number, name)
+        result = func(*args, **(kwargs or {}))
+        if number in self._keep:
+            self._hold(number, result, args, kwargs or {})
+        return result
+
+    def uses(self, value: Any) -> None:
+        """Note that this stage used the tensors in `value` other than by an event (logged, or returned)."""
+        if self._observer is not None:
+            with torch._C.DisableTorchFunction():
+                self._observer.use(tree.leaves(value))
+
+    @property
+    def own(self) -> bool:
+        """Whether the step is in this stage now."""
+        return self.at == self.stage
+
+    # -- stages -----------------------------------------------------------------------------------------------------
+
+    def _move(self, leaf: Leaf) -> None:
+        stage = leaf.stage if leaf.stage is not None else leaf.minimum
+        if stage is None or stage == self.at:
+            if stage is not None:
+                self._at_leaf = leaf.name
+            return
+        if stage < self.at:
+            if leaf.stage is None:
+                return
+            raise ValueError(
+                f"stages are out of order: {leaf.name!r} is on stage {stage} and is called after {self._at_leaf!r} of "
+                f"stage {self.at}; stages follow the data, so give it stage {self.at} or higher, or move the cut "
+                f"({users_line()})"
+            )
+        if stage > self.at + 1:
+            raise ValueError(
+                f"stage {self.at + 1} is never reached: the data goes from stage {self.at} ({self._at_leaf!r}) to "
+                f"{leaf.name!r} on stage {stage}; name the first module of stage {self.at + 1} in stage_config"
+            )
+        if self.at == self.stage:
+            if self._observer is not None:  # before the user's frames, and what they hold, are gone
+                with torch._C.DisableTorchFunction():
+                    self._alive = self._observer.alive()
+            raise StageEnd
+        self.at = stage
+        self._at_leaf = leaf.name
+        if self.at == self.stage:
+            self._begin()
+
+    def _begin(self) -> None:
+        """The stage begins: what was received takes the places of the absent tensors."""
+        if self._observer is None and self._start != self.number:
+            self._diverged(self.number, f"the call of {self._at_leaf!r}")
+        received = self._received
+        attach = []
+        with torch._C.DisableTorchFunction():
+            for value, data in received.values.items():
+                place = self._values.get(value)
+                if place is None:
+                    continue
+                if not _replaceable(place):
+                    self._values[value] = data
+                    continue
+                fill(place, data)
+                if value in received.requires_grad and torch.is_grad_enabled():
+                    attach.append(place)
+                    received.attached.append(value)
+            if attach:
+                _attach(received, torch.empty(0, requires_grad=True), *attach)
+        received.values = {}
+        if self.stage > 0:
+            self._streams.counts.update(self._record.counts)
+        if self._observer is not None:
+            self._observer.begin(self.number, self._values)
+            self._values = {}
+        else:
+            wanted = set(self._crossing)
+            self._values = {value: tensor for value, tensor in self._values.items() if value in wanted}
+
+    def _check_reached(self) -> None:
+        if self.last and self.at == self.stage:
+            return
+        missing = self.at + 1
+        raise ValueError(
+            f"stage {missing} is never reached: the step returned on stage {self.at}, after {self._at_leaf!r}; the "
+            f"modules that stage_config puts on stage {missing} were not called in this step"
+        )
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def _own(self, name: str, function: Any, args: Any, kwargs: Any, module: nn.Module | None) -> Any:
+        number = self.number
+        self.number = number + 1
+        if self._observer is None:
+            if not self.last and (number >= len(self._events) or self._events[number].name != name):
+                self._diverged(number, name)
+            with self._native():
+                result = function(*args, **kwargs)
+            if number in self._keep:
+                self._hold(number, result, args, kwargs)
+            return result
+        with torch._C.DisableTorchFunction():
+            look = self._observer.before(name, args, kwargs, module)
+        try:
+            with self._native():
+                result = function(*args, **kwargs)
+        except BaseException:
+            self._observer.abandon(look)
+            raise
+        with torch._C.DisableTorchFunction():
+            self._observer.after(look, number, result)
+        return result
+
+    def _absent(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an event of an earlier stage."""
+        number = self.number
+        self.number = number + 1
+        if number >= len(self._events) or self._events[number].name != name:
+            self._diverged(number, name)
+        event = self._events[number]
+        with torch._C.DisableTorchFunction():
+            if event.draws and function is not None:
+                _draw_again(function, args, kwargs)
+            return self._build(number, event, args, kwargs)
+
+    def _build(self, number: int, event: Event, args: Any, kwargs: Any) -> Any:
+        made: list[Tensor] = []
+        arguments: list[Tensor] | None = None
+        for index, meta in enumerate(event.tensors):
+            value = (number, index)
+            if type(meta) is ValueMeta:
+                tensor: Tensor = Absent.make(meta, self._device, value, event.name)
+            else:
+                assert isinstance(meta, Alias)
+                if meta.argument is not None:
+                    arguments = tree.leaves((args, kwargs)) if arguments is None else arguments
+                    tensor = arguments[meta.argument]
+                else:
+                    assert meta.value is not None
+                    tensor = self._values[meta.value]
+            self._values[value] = tensor
+            made.append(tensor)
+        if event.writes:
+            arguments = tree.leaves((args, kwargs)) if arguments is None else arguments
+            for offset, argument in enumerate(event.writes):
+                self._values[(number, len(made) + offset)] = arguments[argument]
+        if event.filled or event.attributes or event.hooked:
+            self._side_effects(event, made, args, kwargs)
+        result = tree.rebuild(event.layout, made)
+        if type(result) is Opaque:
+            raise AbsentDataError(
+                f"{event.name} returned {result!r} on its own stage, which cannot be sent to stage {self.stage}"
+            )
+        return result
+
+    def _side_effects(self, event: Event, made: list[Tensor], args: Any, kwargs: Any) -> None:
+        holders = list(tree.containers((args, kwargs)))
+        for index, layout in event.filled:
+            holder, content = holders[index], tree.rebuild(layout, made)
+            if isinstance(holder, list):
+                holder[:] = content
+            else:
+                holder.clear()
+                holder.update(content)
+        for module, attribute, layout in event.attributes:
+            setattr(self._modules[module], attribute, tree.rebuild(layout, made))
+        for module, layout in event.hooked:
+            hooked = self._modules[module]
+            hook_args, hook_kwargs, output = tree.rebuild(layout, made)
+            for key, hook in list(hooked._forward_hooks.items()):
+                if key in hooked._forward_hooks_with_kwargs:
+                    hook(hooked, hook_args, hook_kwargs, output)
+                else:
+                    hook(hooked, hook_args, output)
+
+    def _hold(self, number: int, result: Any, args: Any, kwargs: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            event = self._events[number]
+            if event.filled or event.attributes or event.hooked:
+                found = self._gather_side_effects(event, result, args, kwargs)
+            else:
+                found = tree.leaves(result)
+            if event.writes:
+                arguments = tree.leaves((args, kwargs))
+                found = [*found, *(arguments[index] for index in event.writes)]
+            for index in self._keep[number]:
+                self._kept[(number, index)] = found[index]
+
+    def _gather_side_effects(self, event: Event, result: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        holders = list(tree.containers((args, kwargs)))
+        parts: list[Any] = [result]
+        parts += [holders[index] for index, _ in event.filled]
+        parts += [getattr(self._modules[module], attribute) for module, attribute, _ in event.attributes]
+        return tree.leaves(parts)
+
+    @contextmanager
+    def _native(self) -> Iterator[None]:
+        """Run without this mode, and without those the user's code has put on top of it seeing another."""
+        above = []
+        while torch._C._len_torch_function_stack():
+            mode = _pop_mode()
+            above.append(mode)
+            if mode is self:
+                break
+        found = bool(above) and above[-1] is self
+        for mode in reversed(above[:-1] if found else above):
+            _push_mode(mode)
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+            if found:
+                for _ in above[:-1]:
+                    _pop_mode()
+                for mode in reversed(above):
+                    _push_mode(mode)
+
+    def _diverged(self, number: int, name: str) -> None:
+        expected = self._events[number].name if number < len(self._events) else "the end of the step"
+        raise DivergenceError(
+            f"event {number} of the step is {name!r} and was {expected!r} when this structure of micro-batch was first "
+            f"seen; the code between modules must run the same way on every stage and for every micro-batch of one "
+            f"structure, so let it depend on neither rank nor counters ({users_line()})"
+        )
+
+
+_names: weakref.WeakKeyDictionary[Any, str] | dict[Any, str] = {}
+
+
+def _name(function: Any) -> str:
+    name = _names.get(function)
+    if name is None:
+        name = _names[function] = function_name(function)
+    return name
+
+
+def _replaceable(place: Tensor) -> bool:
+    return not isinstance(place, nn.Parameter)
+
+
+def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _draw_again(function: Any, args: Any, kwargs: Any) -> None:
+    """Move the random stream as the owner of the event did: its function on data of the same shapes, for nothing."""
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    function(*tree.replace(args, stand_in), **tree.replace(kwargs, stand_in))

@@ -1,0 +1,155 @@
+"""stage_config: which module begins, or belongs to, which stage."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+_SLICE = re.compile(r"^(?P<container>.*?)\.?(?P<start>\d*):(?P<stop>\d*)$")
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """Stages of modules by name. `exact`: what a key names. `minimum`: later siblings of a key in its list."""
+
+    num_stages: int
+    exact: Mapping[str, int] = field(default_factory=dict)
+    minimum: Mapping[str, int] = field(default_factory=dict)
+
+    def covering(self, name: str) -> int | None:
+        """The stage of the nearest key at or above module `name`; None if there is none."""
+        return _nearest(self.exact, name)
+
+    def at_least(self, name: str) -> int | None:
+        """The lowest stage on which module `name` may run, from a key before it in its list."""
+        return _nearest(self.minimum, name)
+
+
+def read_stage_config(module: nn.Module, config: Mapping[str, int] | None = None) -> dict[str, int]:
+    """The keys in force: `config`, else `module.stage_config`, else the `pipeline_stage` attributes of its modules."""
+    if config is None:
+        config = getattr(module, "stage_config", None)
+    if config is None:
+        config = {
+            name: sub.pipeline_stage
+            for name, sub in module.named_modules()
+            if isinstance(getattr(sub, "pipeline_stage", None), int)
+        }
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"stage_config is a mapping from module names to stages, such as {{'layers.4': 1}}; got {config!r}"
+        )
+    return {str(key): value for key, value in config.items()}
+
+
+def resolve(module: nn.Module, config: Mapping[str, int], num_stages: int) -> StageMap:
+    """Check `config` against `module` and give each named module its stage.
+
+    Raises:
+        KeyError: a key names no module; the message lists the closest names.
+        ValueError: a value is no stage, a stage has no key, or nothing is to be cut.
+    """
+    names = {name: sub for name, sub in module.named_modules()}
+    exact: dict[str, int] = {}
+    for key, stage in config.items():
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+            raise ValueError(f"stage_config[{key!r}] is {stage!r}; a stage is a whole number from 0")
+        for name in _expand(key, names):
+            if name in exact and exact[name] != stage:
+                raise ValueError(f"stage_config gives {name!r} two stages, {exact[name]} and {stage}")
+            exact[name] = stage
+    if num_stages == 1:
+        return StageMap(1)
+    _check_stages(module, exact, num_stages)
+    return StageMap(num_stages, exact, _later_siblings(exact, names))
+
+
+def count_stages(config: Mapping[str, int]) -> int | None:
+    """The number of stages that `config` uses; None for an empty one."""
+    stages = [stage for stage in config.values() if isinstance(stage, int)]
+    return max(stages) + 1 if stages else None
+
+
+def _expand(key: str, names: Mapping[str, nn.Module]) -> list[str]:
+    if key in names and key:
+        return [key]
+    match = _SLICE.match(key)
+    if match is None:
+        raise KeyError(_unknown(key, names))
+    container = match["container"]
+    if container not in names:
+        raise KeyError(_unknown(container, names))
+    children = [name for name, _ in names[container].named_children()]
+    start = int(match["start"] or 0)
+    stop = int(match["stop"] or len(children))
+    if not 0 <= start < stop <= len(children):
+        raise ValueError(f"stage_config key {key!r}: {container!r} has {len(children)} modules, 0 to {len(children) - 1}")
+    prefix = f"{container}." if container else ""
+    return [prefix + child for child in children[start:stop]]
+
+
+def _unknown(key: str, names: Mapping[str, nn.Module]) -> str:
+    last = key.rpartition(".")[2]
+    close = difflib.get_close_matches(key, [name for name in names if name], n=4, cutoff=0.4)
+    close += [name for name in names if name.rpartition(".")[2] == last and name and name not in close][:4]
+    hint = f"; the closest names are {', '.join(map(repr, close))}" if close else ""
+    return f"stage_config names {key!r}, and the module has no submodule of that name{hint}"
+
+
+def _check_stages(module: nn.Module, exact: Mapping[str, int], num_stages: int) -> None:
+    used = set(exact.values())
+    if not used:
+        raise ValueError(
+            f"there are {num_stages} stages and no stage_config says where {type(module).__name__} is cut; "
+            f"name the first module of each later stage, for example stage_config={_suggestion(module, num_stages)}"
+        )
+    if max(used) >= num_stages:
+        key = next(key for key, stage in exact.items() if stage == max(used))
+        raise ValueError(
+            f"stage_config puts {key!r} on stage {max(used)}, and num_stages={num_stages} counts stages 0 to "
+            f"{num_stages - 1}; give num_stages={max(used) + 1} or lower the stage"
+        )
+    missing = sorted(set(range(1, num_stages)) - used)
+    if missing:
+        raise ValueError(
+            f"no module of stage_config is on stage {missing[0]} of num_stages={num_stages}, so it would never be "
+            f"reached; name the first module of that stage, or give num_stages={len(used | {0})}"
+        )
+
+
+def _suggestion(module: nn.Module, num_stages: int) -> dict[str, int]:
+    """An even cut of the longest list of modules."""
+    lists = [(name, sub) for name, sub in module.named_modules() if isinstance(sub, (nn.ModuleList, nn.Sequential))]
+    name, longest = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
+    count = len(longest)
+    if count >= num_stages:
+        prefix = f"{name}." if name else ""
+        return {f"{prefix}{stage * count // num_stages}": stage for stage in range(1, num_stages)}
+    children = [child for child, _ in module.named_children()]
+    return {children[-1] if children else "name": num_stages - 1}
+
+
+def _later_siblings(exact: Mapping[str, int], names: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Layers may be skipped at random, the first of a stage too: those after it in its list carry its stage."""
+    minimum: dict[str, int] = {}
+    for key, stage in exact.items():
+        parent, _, last = key.rpartition(".")
+        if not isinstance(names[parent], (nn.ModuleList, nn.Sequential)):
+            continue
+        siblings = [name for name, _ in names[parent].named_children()]
+        for sibling in siblings[siblings.index(last) + 1 :]:
+            name = f"{parent}.{sibling}" if parent else sibling
+            minimum[name] = max(stage, minimum.get(name, 0))
+    return minimum
+
+
+def _nearest(stages: Mapping[str, int], name: str) -> int | None:
+    while name:
+        if name in stages:
+            return stages[name]
+        name = name.rpartition(".")[0]
+    return None

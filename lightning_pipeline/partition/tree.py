@@ -1,0 +1,186 @@
+"""Nested values with tensors in them: taking the tensors out and putting others in.
+
+`flatten` turns any value into its tensors and a *layout*, a plain picklable and (where its constants are) hashable
+description; `rebuild` makes an equal value around other tensors. Containers are lists, tuples, named tuples, mappings
+(including user classes such as Hugging Face's `ModelOutput` and `BatchEncoding`), dataclasses, sets without tensors,
+and objects that keep tensors in their attributes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Slot(NamedTuple):
+    """The place of tensor number `index`."""
+
+    index: int
+
+
+class Constant(NamedTuple):
+    """A value without tensors, kept as it is."""
+
+    value: Any
+
+
+class Sequence(NamedTuple):
+    """A list, tuple or named tuple."""
+
+    type: type
+    items: tuple[Any, ...]
+
+
+class Dictionary(NamedTuple):
+    """A mapping, rebuilt empty and filled in order."""
+
+    type: type
+    keys: tuple[Any, ...]
+    items: tuple[Any, ...]
+    attributes: tuple[tuple[str, Any], ...]
+
+
+class Object(NamedTuple):
+    """An object whose attributes hold tensors."""
+
+    type: type
+    names: tuple[str, ...]
+    items: tuple[Any, ...]
+
+
+Layout = Slot | Constant | Sequence | Dictionary | Object
+
+_ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type, range, slice)
+_MAX_DEPTH = 16
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Layout]:
+    """The tensors of a nested value, in order, and its layout. A tensor that occurs twice has one slot."""
+    tensors: list[Tensor] = []
+    return tensors, _flatten(value, tensors, {}, 0)
+
+
+def leaves(value: Any) -> list[Tensor]:
+    """The tensors of a nested value, in the order of `flatten`."""
+    if type(value) is Tensor:
+        return [value]
+    return flatten(value)[0]
+
+
+def rebuild(layout: Layout, tensors: list[Any] | tuple[Any, ...]) -> Any:
+    """The value that `layout` describes, around `tensors`."""
+    kind = type(layout)
+    if kind is Slot:
+        return tensors[layout.index]  # type: ignore[union-attr]
+    if kind is Constant:
+        return layout.value  # type: ignore[union-attr]
+    if isinstance(layout, Sequence):
+        items = [rebuild(item, tensors) for item in layout.items]
+        if layout.type is list:
+            return items
+        return layout.type(*items) if hasattr(layout.type, "_fields") else layout.type(items)
+    if isinstance(layout, Dictionary):
+        return _rebuild_dictionary(layout, tensors)
+    assert isinstance(layout, Object)
+    made = object.__new__(layout.type)
+    for name, item in zip(layout.names, layout.items, strict=True):
+        object.__setattr__(made, name, rebuild(item, tensors))
+    return made
+
+
+def replace(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """An equal value with `function` applied to each of its tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    tensors, layout = flatten(value)
+    return rebuild(layout, [function(tensor) for tensor in tensors]) if tensors else value
+
+
+def containers(value: Any) -> Iterator[list[Any] | MutableMapping[Any, Any]]:
+    """Every list and mutable mapping in a nested value, outermost first."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        item = todo.pop(0)
+        if isinstance(item, _ATOMS) or isinstance(item, (Tensor, nn.Module)) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, list):
+            yield item
+            todo.extend(item)
+        elif isinstance(item, Mapping):
+            if isinstance(item, MutableMapping):
+                yield item
+            todo.extend(item.values())
+        elif isinstance(item, tuple):
+            todo.extend(item)
+
+
+def _flatten(value: Any, tensors: list[Tensor], seen: dict[int, Slot], depth: int) -> Layout:
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = Slot(len(tensors))
+            tensors.append(value)
+        return seen[id(value)]
+    if isinstance(value, _ATOMS) or isinstance(value, nn.Module) or depth > _MAX_DEPTH:
+        return Constant(value)
+    before = len(tensors) + len(seen)
+    if isinstance(value, (list, tuple)):
+        items = tuple(_flatten(item, tensors, seen, depth + 1) for item in value)
+        if type(value) in (list, tuple) or hasattr(value, "_fields") or _holds_slot(items):
+            return Sequence(type(value), items)
+        return Constant(value)
+    if isinstance(value, Mapping):
+        keys = tuple(value.keys())
+        items = tuple(_flatten(value[key], tensors, seen, depth + 1) for key in keys)
+        return Dictionary(type(value), keys, items, _mapping_attributes(value))
+    attributes = getattr(value, "__dict__", None)
+    if not attributes or callable(value) or isinstance(value, torch.Generator):
+        return Constant(value)
+    names = tuple(attributes)
+    items = tuple(_flatten(attributes[name], tensors, seen, depth + 1) for name in names)
+    if dataclasses.is_dataclass(value) or len(tensors) + len(seen) > before or _holds_slot(items):
+        return Object(type(value), names, items)
+    return Constant(value)
+
+
+def _holds_slot(items: tuple[Layout, ...]) -> bool:
+    for item in items:
+        if isinstance(item, Slot):
+            return True
+        if not isinstance(item, Constant) and _holds_slot(item.items):
+            return True
+    return False
+
+
+def _mapping_attributes(value: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
+    """What a mapping class of a library keeps beside its items (`BatchEncoding` has a few), where it is plain data."""
+    if type(value) is dict:
+        return ()
+    kept = getattr(value, "__dict__", {})
+    return tuple((name, item) for name, item in kept.items() if name not in value and isinstance(item, _ATOMS))
+
+
+def _rebuild_dictionary(layout: Dictionary, tensors: list[Any] | tuple[Any, ...]) -> Any:
+    items = [(key, rebuild(item, tensors)) for key, item in zip(layout.keys, layout.items, strict=True)]
+    if layout.type is dict:
+        return dict(items)
+    if dataclasses.is_dataclass(layout.type):  # Hugging Face's ModelOutput: a dataclass that is a dictionary as well
+        return layout.type(**dict(items))
+    if hasattr(layout.type, "__missing__"):  # defaultdict, whose factory a rebuilt result does not need
+        made: Any = layout.type()
+        made.update(items)
+        return made
+    try:
+        made = layout.type(dict(items))
+    except TypeError:
+        made = layout.type()
+        for key, item in items:
+            made[key] = item
+    for name, item in layout.attributes:
+        object.__setattr__(made, name, item)
+    return made

@@ -1,0 +1,1 @@
+"""What moves tensors and failures between the processes of a pipeline."""

@@ -1,0 +1,86 @@
+"""What is known of a structure of micro-batch, once a step has run with it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from lightning_pipeline.partition.absent import ValueId
+from lightning_pipeline.partition.observer import Usage
+from lightning_pipeline.partition.record import Record
+from lightning_pipeline.runtime.transport import TensorMeta
+
+
+@dataclass(slots=True)
+class Report:
+    """What one stage saw while a structure was new; every stage gets every other's.
+
+    Attributes:
+        usage: what the stage used of what others hold.
+        start: the event with which the stage began.
+        leaves: names of the leaves it ran.
+        gradients: values of earlier stages for which its backward had a gradient.
+        dynamic: whether an event of the stage had numbers or shapes that depend on data.
+    """
+
+    usage: Usage = field(default_factory=Usage)
+    start: int = 0
+    leaves: set[str] = field(default_factory=set)
+    gradients: set[ValueId] = field(default_factory=set)
+    dynamic: bool = False
+
+    def merge(self, other: Report) -> None:
+        """Add what another micro-batch of the structure showed."""
+        self.usage.values |= other.usage.values
+        self.usage.batch |= other.usage.batch
+        self.usage.parameters |= other.usage.parameters
+        self.start = other.start
+        self.leaves |= other.leaves
+        self.gradients |= other.gradients
+        self.dynamic |= other.dynamic
+
+
+@dataclass(slots=True)
+class Structure:
+    """One structure of micro-batch, as a stage knows it.
+
+    A structure is settled once every stage has reported on it: then both sides of a boundary know which values cross
+    it and nothing but these is sent. In a dynamic one, whose shapes or numbers depend on data, each micro-batch goes
+    on carrying its record.
+
+    Attributes:
+        record: the events up to the end of this stage.
+        metas: how values that cross this stage's boundaries look.
+        crossing: for each boundary (after stage 0, 1, ...), the values that cross it.
+        gradients: for each boundary, those of them whose gradient comes back.
+        batch: for each stage, numbers of the batch's tensors that it uses.
+    """
+
+    key: Hashable
+    number: int
+    record: Record = field(default_factory=Record)
+    metas: dict[ValueId, tuple[TensorMeta, bool]] = field(default_factory=dict)
+    crossing: list[tuple[ValueId, ...]] = field(default_factory=list)
+    gradients: list[tuple[ValueId, ...]] = field(default_factory=list)
+    batch: list[tuple[int, ...]] = field(default_factory=list)
+    settled: bool = False
+    dynamic: bool = False
+
+    def settle(self, reports: list[Report]) -> None:
+        """Work out from the stages' reports what crosses each boundary."""
+        used_later: set[ValueId] = set()
+        self.crossing, self.gradients = [], []
+        for stage in range(len(reports) - 1, 0, -1):
+            used_later |= reports[stage].usage.values
+            crossing = sorted(value for value in used_later if value[0] < reports[stage].start)
+            self.crossing.insert(0, tuple(crossing))
+            self.gradients.insert(0, tuple(value for value in crossing if value in reports[stage].gradients))
+        self.batch = [tuple(sorted(report.usage.batch)) for report in reports]
+        # What only the last stage's own code depends on, nobody else has to know.
+        self.dynamic = any(report.dynamic for report in reports[:-1])
+        self.settled = True
+
+    @property
+    def fixed(self) -> bool:
+        """Whether micro-batches of this structure cross boundaries without a record."""
+        return self.settled and not self.dynamic

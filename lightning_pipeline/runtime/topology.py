@@ -1,0 +1,111 @@
+"""Topology: which rank holds which stage of which replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Ranks laid out as a grid of (stage, replica), replicas of one stage side by side.
+
+        world_size=6, num_ranks_per_pipeline=3        replica 0   replica 1
+                                            stage 0   rank 0      rank 1
+                                            stage 1   rank 2      rank 3
+                                            stage 2   rank 4      rank 5
+
+    Args:
+        num_ranks_per_pipeline: ranks that make one pipeline, which is the number of stages.
+        world_size: ranks in all.
+        rank: this process.
+
+    Raises:
+        ValueError: more stages than devices, or devices that the stages do not divide.
+    """
+
+    num_ranks_per_pipeline: int
+    world_size: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        stages, world = self.num_ranks_per_pipeline, self.world_size
+        if stages < 1 or world < 1:
+            raise ValueError(f"a pipeline needs at least 1 stage and 1 device, got {stages} stages and {world} devices")
+        if stages > world:
+            raise ValueError(
+                f"{stages} stages need at least {stages} devices, got {world}: "
+                f"set devices={stages} (or num_nodes) in the Trainer, or num_stages={world} or fewer"
+            )
+        if world % stages:
+            divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+            raise ValueError(
+                f"{world} devices are not a multiple of {stages} stages: use {world - world % stages} or "
+                f"{world - world % stages + stages} devices, or a num_stages that divides {world} ({divisors})"
+            )
+        if not 0 <= self.rank < world:
+            raise ValueError(f"rank must be in 0..{world - 1}, got {self.rank}")
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks_per_pipeline
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the pipeline."""
+        return self.world_size // self.num_ranks_per_pipeline
+
+    @property
+    def stage_rank(self) -> int:
+        """This rank's stage, 0 .. num_stages - 1."""
+        return self.rank // self.data_parallel_size
+
+    @property
+    def replica(self) -> int:
+        """This rank's replica, 0 .. data_parallel_size - 1."""
+        return self.rank % self.data_parallel_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage_rank == self.num_stages - 1
+
+    @property
+    def pipeline_ranks(self) -> list[int]:
+        """Global ranks of this replica's stages, in stage order."""
+        return self.ranks_of_replica(self.replica)
+
+    @property
+    def data_ranks(self) -> list[int]:
+        """Global ranks of this stage's replicas."""
+        start = self.stage_rank * self.data_parallel_size
+        return list(range(start, start + self.data_parallel_size))
+
+    def ranks_of_replica(self, replica: int) -> list[int]:
+        """Global ranks of one replica's stages, in stage order."""
+        return list(range(replica, self.world_size, self.data_parallel_size))
+
+    def describe(self, rank: int) -> str:
+        """``"stage 1 (rank 2)"``, as error messages write it."""
+        return f"stage {rank // self.data_parallel_size} (rank {rank})"
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """A DeviceMesh with dimensions ``("stage", "data")``. Every rank calls it, as it makes process groups.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError("Topology.mesh needs torch.distributed: call init_process_group first")
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (self.num_stages, self.data_parallel_size)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("stage", "data"))

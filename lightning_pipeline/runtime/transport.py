@@ -1,0 +1,414 @@
+"""Transport: tensors and small objects between the stages of one pipeline."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeline.runtime.failure import FailureNotice
+from lightning_pipeline.runtime.topology import Topology
+
+# What every backend sends as it is. Other dtypes travel as their bytes.
+NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool})
+
+CONTROL_WINDOW = 64  # objects to one peer that may be underway before the oldest is waited for
+
+
+class Channel(IntEnum):
+    """Streams of tensors that do not wait for one another."""
+
+    FORWARD = 0  # activations
+    BACKWARD = 1  # gradients
+    BATCH = 2  # batch tensors, from stage 0
+    SHARED = 3  # parameters that several stages hold, and their gradients
+
+
+class Route(NamedTuple):
+    """One direction of a channel between two stages."""
+
+    channel: Channel
+    source: int
+    destination: int
+
+
+def linear_routes(num_stages: int) -> list[Route]:
+    """The routes of a pipeline whose data passes each stage once."""
+    routes = []
+    for stage in range(1, num_stages):
+        routes.append(Route(Channel.FORWARD, stage - 1, stage))
+        routes.append(Route(Channel.BACKWARD, stage, stage - 1))
+        routes.append(Route(Channel.BATCH, 0, stage))
+        for other in range(stage):
+            routes.append(Route(Channel.SHARED, other, stage))
+            routes.append(Route(Channel.SHARED, stage, other))
+    return routes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """What a receiver has to know to make room for a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        """The meta under which `tensor` arrives."""
+        shape, stride = wire_layout(tensor)
+        return cls(shape, stride, tensor.dtype)
+
+
+def wire_layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides with which `tensor` arrives: its own if its memory is dense, else contiguous ones."""
+    shape = tuple(tensor.shape)
+    if tensor.is_contiguous() or _is_dense(tensor):
+        return shape, tensor.stride()
+    return shape, torch.empty(shape, device="meta").stride()
+
+
+class _Link:
+    """One route's end on this rank. What is being sent stays alive in `underway`."""
+
+    __slots__ = ("group", "is_gloo", "peer", "underway", "window")
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, *, is_gloo: bool, window: int | None) -> None:
+        self.group: dist.ProcessGroup | None = group
+        self.peer = peer
+        self.is_gloo = is_gloo
+        self.window = window
+        self.underway: deque[tuple[dist.Work, Tensor, str]] = deque()
+
+
+class PendingReceive:
+    """A tensor underway."""
+
+    __slots__ = ("_buffer", "_link", "_transport", "_work")
+
+    def __init__(self, transport: Transport, link: _Link, work: dist.Work | None, buffer: Tensor) -> None:
+        self._transport = transport
+        self._link = link
+        self._work = work
+        self._buffer = buffer
+
+    def wait(self, what: str) -> Tensor:
+        """The tensor, once it is there. `what` names it in errors: ``"the activations of micro-batch 3 (2F3)"``.
+
+        Raises:
+            PipelineTimeoutError: nothing came within the timeout.
+            PeerFailedError: this peer, or another rank before it, failed.
+        """
+        if self._work is not None:
+            transport = self._transport
+            transport._wait(self._work, self._link, what, "from")
+            self._work = None
+            transport._receives.discard(self)
+        return self._buffer
+
+
+class _StagedReceive(PendingReceive):
+    """A tensor underway to host memory, for a device whose tensors the backend does not take."""
+
+    __slots__ = ()
+
+    def wait(self, what: str) -> Tensor:
+        return super().wait(what).to(self._transport.device)
+
+
+class Transport:
+    """Asynchronous sends and receives between the stages of this rank's pipeline, each wait bounded by a timeout.
+
+    Peers are stages, 0 .. num_stages - 1. Messages on one route arrive in the order they were sent. Each channel has
+    one process group for each direction: a backend that runs the operations of a pair of ranks in order (NCCL, HCCL)
+    then never has a receive wait in front of the send that its peer needs. Gloo has no such order and needs fewer.
+
+    Every rank of the world makes its transports in the same order, after ``init_process_group``.
+
+    Args:
+        topology: where this rank is.
+        device: where received tensors go.
+        timeout: the longest any wait may take.
+        store: carries failure notices; the default group's store or a PrefixStore around it.
+        routes: what will be used; default ``linear_routes``. Backends that connect on first use connect here, as
+            first uses in different orders would deadlock.
+        send_window: forward or backward sends to one peer that may be underway before the oldest is waited for, on
+            a backend that cannot tell whether a send has finished (Gloo). Bounds the memory that sends hold.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device,
+        timeout: timedelta,
+        store: dist.Store | None,
+        *,
+        routes: Iterable[Route] | None = None,
+        send_window: int = 4,
+    ) -> None:
+        self.topology = topology
+        self.device = torch.empty(0, device=device).device  # with its index
+        self.timeout = timeout
+        self.stage = topology.stage_rank
+        self.pipeline_ranks = topology.pipeline_ranks
+        self.control_group: dist.ProcessGroup | None = None  # do not keep a reference: it would hold it open
+        self._outgoing: dict[tuple[Channel, int], _Link] = {}
+        self._incoming: dict[tuple[Channel, int], _Link] = {}
+        self._control: dict[int, _Link] = {}
+        self._receives: set[PendingReceive] = set()
+        self._groups: list[dist.ProcessGroup] = []
+        self._wire_device = torch.device("cpu")
+        self._pending: type[PendingReceive] = PendingReceive
+        self.notice = FailureNotice(store, topology)
+        self.notice.tear_down = self._disconnect
+        self.notice.interrupt = self._abort
+        if topology.num_stages > 1:
+            self._connect(sorted(linear_routes(topology.num_stages) if routes is None else routes), send_window)
+
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> None:
+        """Send `tensor`, which must not change until it is sent; its graph is not kept.
+
+        Returns at once, unless a full send window makes it wait for an older send (never on ``Channel.BATCH``).
+        """
+        link = self._outgoing.get((channel, peer)) or self._no_route(channel, self.stage, peer)
+        if tensor.numel():
+            self._post(link, _to_wire(tensor.detach(), self._wire_device), channel.name)
+
+    def recv(self, meta: TensorMeta, peer: int, channel: Channel) -> PendingReceive:
+        """Post the receive of the next tensor from `peer`, which has to look like `meta`."""
+        link = self._incoming.get((channel, peer)) or self._no_route(channel, peer, self.stage)
+        buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self._wire_device)
+        if not buffer.numel():  # never travels
+            return self._pending(self, link, None, buffer)
+        return self._receive(link, buffer, channel.name, self._pending)
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left, and let go of it. On an accelerator the current stream waits."""
+        for link in (*self._outgoing.values(), *self._control.values()):
+            while link.underway:
+                self._finish_oldest(link)
+
+    def send_object(self, obj: Any, peer: int) -> None:
+        """Pickle `obj` and send it without waiting, in order with the other objects to `peer`."""
+        self._send_bytes(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), peer)
+
+    def recv_object(self, peer: int, what: str) -> Any:
+        """The next object from `peer`. `what` names it in errors."""
+        link = self._control[peer]
+        size = self._receive(link, torch.empty(1, dtype=torch.int64), what).wait(what)
+        payload = self._receive(link, torch.empty(int(size), dtype=torch.uint8), what).wait(what)
+        return pickle.loads(payload.numpy().tobytes())
+
+    def broadcast_object(self, obj: Any, source: int, what: str) -> Any:
+        """`obj` of the stage `source`, on every stage. What the other stages pass is ignored."""
+        if self.stage != source:
+            return self.recv_object(source, what)
+        payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+        for peer in self._control:
+            self._send_bytes(payload, peer)
+        return obj
+
+    def all_gather_vector(self, values: Tensor, what: str) -> Tensor:
+        """Every stage's `values` (float64, [n], the same n everywhere), as [num_stages, n] on the CPU."""
+        # Point to point rather than a collective: an error then names the peer, and none is left running at exit.
+        values = values.detach().to("cpu", torch.float64, copy=True)
+        gathered = values.new_empty(len(self.pipeline_ranks), len(values))
+        gathered[self.stage] = values
+        pending = [self._receive(link, gathered[peer], what) for peer, link in self._control.items()]
+        for link in self._control.values():
+            self._post(link, values, what)
+        for receive in pending:
+            receive.wait(what)
+        return gathered
+
+    def barrier(self, what: str) -> None:
+        """Return once every stage of this pipeline has called this."""
+        self.all_gather_vector(torch.zeros(1, dtype=torch.float64), what)
+
+    def close(self) -> None:
+        """End an orderly run: flush, wait for the other stages, drop the process groups.
+
+        After a failure call ``notice.fail`` instead; then this does nothing.
+        """
+        if self._control:
+            self.barrier("the end of the run")
+            self.flush()
+        self.notice.close()
+        self._disconnect()
+
+    def _connect(self, routes: list[Route], send_window: int) -> None:
+        backend = _backend_of(self.device.type)
+        is_gloo = backend == dist.Backend.GLOO
+        if not is_gloo:
+            self._wire_device = self.device
+        elif self.device != self._wire_device:
+            self._pending = _StagedReceive
+        self.control_group = control = self._new_group(dist.Backend.GLOO)
+        others = (stage for stage in range(self.topology.num_stages) if stage != self.stage)
+        self._control = {peer: _Link(control, peer, is_gloo=True, window=CONTROL_WINDOW) for peer in others}
+        groups: dict[tuple[Channel, bool], dist.ProcessGroup] = {}
+        for channel, source, destination in routes:
+            direction = (channel, destination > source)
+            if is_gloo and channel is Channel.BACKWARD:
+                # The two ways between a pair do not wait for one another, and one thread for both wakes up less.
+                direction = (Channel.FORWARD, source > destination)
+            if direction not in groups:
+                groups[direction] = self._new_group(backend)
+            if self.stage == source:
+                # Gloo cannot tell which sends have finished, so old ones are waited for; not those of a batch, as
+                # its receivers may not ask for the last micro-batch before this stage has computed the first.
+                window = send_window if is_gloo and channel is not Channel.BATCH else None
+                link = _Link(groups[direction], destination, is_gloo=is_gloo, window=window)
+                self._outgoing[channel, destination] = link
+            elif self.stage == destination:
+                self._incoming[channel, source] = _Link(groups[direction], source, is_gloo=is_gloo, window=None)
+        if not is_gloo:
+            self._warm_up(routes)
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        """This pipeline's ranks as a group; every rank of the world makes those of all replicas."""
+        for replica in range(self.topology.data_parallel_size):
+            group = dist.new_group(self.topology.ranks_of_replica(replica), timeout=self.timeout, backend=backend)
+            if replica == self.topology.replica:
+                own = group
+        self._groups.append(own)
+        return own
+
+    def _warm_up(self, routes: list[Route]) -> None:
+        """Use every route once. All ranks follow one order, so the first uses cannot wait in a ring; even sources
+        come first, so that neighbouring pairs connect side by side."""
+        for channel, source, destination in sorted(routes, key=lambda r: (r.channel, r.source % 2, r)):
+            if self.stage == source:
+                self.send(torch.zeros(1, device=self.device), destination, channel)
+                self.flush()
+            elif self.stage == destination:
+                meta = TensorMeta((1,), (1,), torch.float32)
+                self.recv(meta, source, channel).wait(f"the first connection on {channel.name}")
+
+    def _post(self, link: _Link, tensor: Tensor, name: str) -> None:
+        underway = link.underway
+        try:
+            underway.append((link.group.send([tensor], link.peer, 0), tensor, name))  # type: ignore[union-attr]
+        except RuntimeError as error:
+            self._broken(error, link, f"the receipt of {name}", "by", None)
+        if link.window is not None:
+            if len(underway) > link.window:
+                self._finish_oldest(link)
+        elif not link.is_gloo:
+            while underway and underway[0][0].is_completed():
+                underway.popleft()
+
+    def _finish_oldest(self, link: _Link) -> None:
+        underway = link.underway  # no local for the work: in a traceback it would keep its connection open
+        self._wait(underway[0][0], link, f"the receipt of an earlier send ({underway[0][2]})", "by")
+        underway.popleft()
+
+    def _send_bytes(self, payload: bytes, peer: int) -> None:
+        link = self._control[peer]
+        self._post(link, torch.tensor([len(payload)]), "an object")
+        self._post(link, torch.frombuffer(bytearray(payload), dtype=torch.uint8), "an object")
+
+    def _receive(
+        self, link: _Link, buffer: Tensor, what: str, pending: type[PendingReceive] = PendingReceive
+    ) -> PendingReceive:
+        try:
+            work = link.group.recv([_flat(buffer)], link.peer, 0)  # type: ignore[union-attr]
+        except RuntimeError as error:
+            self._broken(error, link, what, "from", None)
+        receive = pending(self, link, work, buffer)
+        self._receives.add(receive)
+        return receive
+
+    def _wait(self, work: dist.Work, link: _Link, what: str, preposition: str) -> None:
+        started = time.monotonic()
+        try:
+            if link.is_gloo:
+                work.wait(self.timeout)
+            else:  # the stream waits, not this thread
+                work.wait()
+                if self.notice.failure is not None:
+                    raise RuntimeError("aborted")
+        except RuntimeError as error:
+            del work  # the traceback would keep its connection open
+            self._broken(error, link, what, preposition, time.monotonic() - started)
+
+    def _broken(self, error: RuntimeError, link: _Link, what: str, preposition: str, waited: float | None) -> NoReturn:
+        rank = self.pipeline_ranks[link.peer]
+        limit = self.timeout.total_seconds()
+        timed_out = waited is not None and waited >= 0.99 * limit
+        raise self.notice.explain(
+            error,
+            waiting_for=f"{what} {preposition} {self.topology.describe(rank)}",
+            peer=rank,
+            timed_out_after=limit if timed_out else None,
+        ) from error
+
+    def _no_route(self, channel: Channel, source: int, destination: int) -> NoReturn:
+        raise ValueError(
+            f"no {Channel(channel).name} route from stage {source} to stage {destination}: "
+            f"name it in the `routes` of the transport"
+        )
+
+    def _abort(self) -> None:
+        """End operations on an accelerator that wait for a failed rank. Gloo has nothing to abort."""
+        for group in list(self._groups):
+            group.abort()
+
+    def _disconnect(self) -> None:
+        """Drop the process groups. Gloo closes its connections, which wakes the peers, when nothing refers to them
+        any more: no work, no link, no group."""
+        for receive in self._receives:
+            receive._work = None
+        self._receives.clear()
+        for link in (*self._outgoing.values(), *self._incoming.values(), *self._control.values()):
+            link.underway.clear()
+            link.group = None
+        self._outgoing, self._incoming, self._control = {}, {}, {}
+        groups, self._groups, self.control_group = self._groups, [], None
+        while groups and dist.is_initialized():
+            dist.destroy_process_group(groups.pop())
+
+
+def _backend_of(device_type: str) -> str:
+    """The default group's backend for a device type, from its ``"cpu:gloo,cuda:nccl"``."""
+    by_device = dict(item.split(":", 1) for item in dist.get_backend_config().split(",") if ":" in item)
+    return by_device.get(device_type) or dist.get_default_backend_for_device(device_type)
+
+
+def _to_wire(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` (without graph) as the contiguous tensor that is sent: its memory, in the order of its storage."""
+    if not tensor.is_contiguous() and not _is_dense(tensor):
+        tensor = tensor.contiguous()
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_neg().resolve_conj()
+    if tensor.device != device:
+        tensor = tensor.to(device)  # a copy to the host waits for the device
+    return _flat(tensor)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The dense memory of `tensor` as a contiguous tensor that a backend takes."""
+    if not tensor.is_contiguous():
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    if tensor.dtype not in NATIVE_DTYPES:
+        tensor = tensor.reshape(-1).view(torch.uint8)
+    return tensor
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlaps, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

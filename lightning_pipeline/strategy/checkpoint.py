@@ -1,0 +1,195 @@
+"""One full, plain state dict out of the parts that the stages hold, and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipeline.partition.ownership import Ownership
+
+if TYPE_CHECKING:
+    from lightning_pipeline.runtime.transport import Transport
+
+
+def gather_module_state(
+    module: nn.Module,
+    ownership: Ownership,
+    transport: Transport | None,
+    *,
+    stage_of_module: Callable[[str], int | None] = lambda name: None,
+) -> dict[str, Any]:
+    """``module.state_dict()`` of the whole model on stage 0. Every stage must call it.
+
+    Keys, order, shapes, dtypes and ties are those of one process, and all tensors are on the CPU. What stage 0
+    holds is not sent; the rest comes from its owners, one tensor at a time.
+
+    Args:
+        module: the module, of which each stage holds a part.
+        ownership: who holds which parameter and buffer.
+        transport: the connection to the other stages, or None with one stage.
+        stage_of_module: stage of the submodule with this dotted name, None where it is not known. Decides where
+            entries that are neither parameters nor buffers come from, such as ``_extra_state`` and persistent
+            states of metrics; where it is not known, stage 0's are taken.
+
+    Returns:
+        The state dict on stage 0, {} on the others.
+
+    Raises:
+        RuntimeError: if an entry is on the meta device on every stage.
+    """
+    state = module.state_dict()
+    if transport is None:
+        return _localised(state, module, {})
+    received: dict[str, Any] = {}
+    for key, source in _requests(state, module, ownership, transport, stage_of_module):
+        if ownership.stage == 0:
+            received[key] = recv_tree(transport, source, f"checkpoint entry {key!r}")
+        elif ownership.stage == source:
+            send_tree(state[key], transport, 0)
+    return _localised(state, module, received) if ownership.stage == 0 else {}
+
+
+def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Load this stage's part of a full state dict; entries whose tensors are on the meta device here are skipped.
+
+    Keys and shapes are checked for skipped entries as well.
+
+    Returns:
+        What ``module.load_state_dict`` returns: missing and unexpected keys.
+
+    Raises:
+        RuntimeError: torch's own, if ``strict`` and keys differ, or if shapes differ.
+    """
+    with warnings.catch_warnings():
+        # Copying into a meta tensor is just what skips it.
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
+        return module.load_state_dict(state_dict, strict=strict)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands in a tree for a tensor that follows as bytes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def send_tree(tree: Any, transport: Transport, peer: int) -> None:
+    """Send nested dicts, lists and tuples with tensors to a stage: their structure, then one tensor at a time."""
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> Any:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+            return tensor.detach().cpu()  # has no plain bytes: travels pickled
+        tensors.append(tensor)
+        return _Slot(tuple(tensor.shape), tensor.dtype)
+
+    transport.send_object(_map_tensors(tree, take), peer)
+    for tensor in tensors:
+        if tensor.numel():
+            data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+            dist.send(_as_bytes(data), dst=transport.pipeline_ranks[peer], group=transport.control_group)
+
+
+def recv_tree(transport: Transport, peer: int, what: str) -> Any:
+    """Receive what ``send_tree`` sent from stage ``peer``, with tensors on the CPU."""
+
+    def fill(slot: _Slot) -> torch.Tensor:
+        tensor = torch.empty(slot.shape, dtype=slot.dtype)
+        if tensor.numel():
+            dist.recv(_as_bytes(tensor), src=transport.pipeline_ranks[peer], group=transport.control_group)
+        return tensor
+
+    return _map_tensors(transport.recv_object(peer, what), fill, kind=_Slot)
+
+
+def to_cpu(tree: Any) -> Any:
+    """The same nesting in plain dicts, lists and tuples, with detached tensors on the CPU."""
+    return _map_tensors(tree, lambda tensor: tensor.detach().cpu())
+
+
+def _map_tensors(tree: Any, function: Callable[[Any], Any], *, kind: type = torch.Tensor) -> Any:
+    if isinstance(tree, kind):
+        return function(tree)
+    if type(tree) in (dict, OrderedDict, defaultdict):
+        return {key: _map_tensors(value, function, kind=kind) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_map_tensors(value, function, kind=kind) for value in tree)
+    return tree
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous tensor's memory, of any dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _requests(
+    state: Mapping[str, Any],
+    module: nn.Module,
+    ownership: Ownership,
+    transport: Transport,
+    stage_of_module: Callable[[str], int | None],
+) -> list[tuple[str, int]]:
+    """The entries that stage 0 lacks with the stage that sends each, the same list on every stage.
+
+    Stage 0 asks, a tied tensor by one of its names only. The sender is the owner; for a key that is no parameter's
+    name (a module may rename what it saves) it is the first stage that has the data.
+    """
+    wanted: dict[Any, tuple[str, int | None]] = {}
+    if ownership.stage == 0:
+        tied = _tied_names(module)
+        for key, value in state.items():
+            source: int | None = ownership.owner(key) if key in ownership else None
+            if source is None and not _is_meta(value):
+                source = stage_of_module(key.rpartition(".")[0]) or 0
+            if source != 0:
+                wanted.setdefault(tied.get(key, key), (key, source))
+    asked: list[tuple[str, int | None]] = transport.broadcast_object(list(wanted.values()), 0, "checkpoint keys")
+    if not asked:
+        return []
+    has_data = [float(key in state and not _is_meta(state[key])) for key, _ in asked]
+    table = transport.all_gather_vector(torch.tensor(has_data, dtype=torch.float64), "checkpoint keys").tolist()
+    requests = []
+    for index, (key, source) in enumerate(asked):
+        holders = [stage for stage in range(ownership.num_stages) if table[stage][index]]
+        if not holders:
+            raise RuntimeError(f"cannot save {key!r}: its data is on the meta device on every stage")
+        requests.append((key, source if source in holders else holders[0]))
+    return [(key, source) for key, source in requests if source != 0]
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Each name of a parameter or buffer that has several, with all of them."""
+    names: dict[int, list[str]] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            names.setdefault(id(tensor), []).append(name)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
+
+
+def _localised(state: Mapping[str, Any], module: nn.Module, received: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with what was received and all tensors on the CPU: same order and metadata, ties still tied."""
+    tied = _tied_names(module)
+    twins: dict[tuple[str, ...], Any] = {}
+    result: dict[str, Any] = OrderedDict()
+    for key, value in state.items():
+        if key in tied and tied[key] in twins:
+            result[key] = twins[tied[key]]
+        else:
+            result[key] = received[key] if key in received else to_cpu(value)
+            if key in tied:
+                twins[tied[key]] = result[key]
+    if hasattr(state, "_metadata"):
+        result._metadata = state._metadata  # type: ignore[attr-defined]
+    return result

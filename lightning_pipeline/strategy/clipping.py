@@ -1,0 +1,131 @@
+"""Gradient norms and clipping over all stages, with the bits of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.strategy.optimizers import OptimizerLayout
+
+if TYPE_CHECKING:
+    from lightning_pipeline.runtime.transport import Transport
+
+_NO_GRADIENT = -1.0  # no norm is negative, and NaN stays free for gradients that are
+
+
+def clip_by_norm(
+    layout: OptimizerLayout,
+    max_norm: float,
+    *,
+    ownership: Ownership,
+    transport: Transport | None,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale an optimizer's gradients so that their norm over all stages is at most ``max_norm``, in place.
+
+    As ``torch.nn.utils.clip_grad_norm_`` over the whole model's optimizer in one process. Every stage must call it.
+
+    Returns:
+        The norm before clipping, the same on every stage.
+
+    Raises:
+        RuntimeError: if ``error_if_nonfinite`` and the norm is NaN or infinite, on every stage.
+    """
+    local = layout.local_parameters()
+    total_norm = global_grad_norm(local, layout.dtypes, ownership=ownership, transport=transport, norm_type=norm_type)
+    if error_if_nonfinite and not torch.isfinite(total_norm):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {total_norm.item()}, so they cannot be clipped; "
+            "pass error_if_nonfinite=False to scale them by it anyway"
+        )
+    torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in local], max_norm, total_norm)
+    return total_norm
+
+
+def clip_by_value(layout: OptimizerLayout, clip_value: float) -> None:
+    """Clamp each gradient of this stage to ``[-clip_value, clip_value]``, in place."""
+    torch.nn.utils.clip_grad_value_([parameter for _, parameter in layout.local_parameters()], clip_value)
+
+
+@torch.no_grad()
+def global_grad_norm(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    ownership: Ownership,
+    transport: Transport | None,
+    norm_type: float = 2.0,
+) -> torch.Tensor:
+    """The norm of the gradients of all stages, each shared parameter counted once. Every stage must call it.
+
+    torch takes each gradient's norm and then the norm of those, in the model's order. Each stage does the first
+    part for its own gradients; the second part is done everywhere on all norms, in that same order.
+
+    Args:
+        named_parameters: this stage's parameters.
+        dtypes: name and dtype of every parameter of the whole model, in the order in which one process lists them.
+        ownership: who holds which parameter.
+        transport: the connection to the other stages, or None with one stage.
+        norm_type: order of the norm, may be ``inf``.
+
+    Returns:
+        A 0-d tensor on the device of this stage's gradients.
+    """
+    named_grads = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
+    if transport is None:
+        return torch.nn.utils.get_total_norm([grad for _, grad in named_grads], norm_type)
+    columns = {name: column for column, name in enumerate(dtypes)}
+    vector = torch.full((len(columns),), _NO_GRADIENT, dtype=torch.float64)
+    if named_grads:
+        norms = _norms([grad for _, grad in named_grads], float(norm_type))
+        vector[[columns[name] for name, _ in named_grads]] = norms.cpu()
+    table = transport.all_gather_vector(vector, "gradient norms").tolist()
+
+    found: dict[str, float] = {}
+    for name, column in columns.items():
+        first = next((stage for stage in ownership.holders[name] if table[stage][column] != _NO_GRADIENT), None)
+        if first is not None:
+            found[name] = table[first][column]
+    device = named_grads[0][1].device if named_grads else torch.device("cpu")
+    return _norm_of_norms(found, dtypes, device, float(norm_type))
+
+
+def _norms(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Each gradient's norm as float64 (exact), by the kernels that torch's own clipping uses."""
+    result = torch.empty(len(grads), dtype=torch.float64, device=grads[0].device)
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, grad in enumerate(grads):
+        kinds.setdefault((grad.device, grad.dtype), []).append(index)
+    for (device, _), indices in kinds.items():
+        group = [grads[index] for index in indices]
+        if _has_foreach_support(group, device):
+            norms = list(torch._foreach_norm(group, norm_type))
+        else:
+            norms = [torch.linalg.vector_norm(grad, norm_type) for grad in group]
+        result[indices] = torch.stack(norms).to(result)
+    return result
+
+
+def _norm_of_norms(
+    norms: Mapping[str, float], dtypes: Mapping[str, torch.dtype], device: torch.device, norm_type: float
+) -> torch.Tensor:
+    """The norm of all gradients' norms, in the order and dtype in which torch puts them together."""
+    if not norms:
+        return torch.tensor(0.0)
+    order = list(norms)
+    if len({dtypes[name] for name in order}) > 1:
+        # torch lines the norms up dtype by dtype; which comes first is known to its own grouping only.
+        samples: list[torch.Tensor | None] = [torch.empty(0, dtype=dtypes[name], device=device) for name in order]
+        groups = _group_tensors_by_device_and_dtype([samples], True).values()
+        order = [order[index] for _, indices in groups for index in indices]
+    dtype = dtypes[order[0]].to_real()
+    for name in order:
+        dtype = torch.promote_types(dtype, dtypes[name].to_real())
+    vector = torch.tensor([norms[name] for name in order], dtype=torch.float64).to(device=device, dtype=dtype)
+    return torch.linalg.vector_norm(vector, norm_type)

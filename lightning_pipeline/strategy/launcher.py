@@ -1,0 +1,157 @@
+"""Starts the processes of a run by running the script again; under Hydra, with the composed run."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.utils import get_original_cwd, to_absolute_path
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from omegaconf import OmegaConf
+from typing_extensions import override
+
+# What a launch leaves in this process's environment. The next job of a sweep must not find it: with LOCAL_RANK set,
+# Lightning takes the processes as started by somebody else.
+_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+@dataclass
+class _Launch:
+    """The processes that one Hydra job started, and the environment as it was before."""
+
+    job: str
+    environment: dict[str, str | None]
+    procs: list[subprocess.Popen]
+
+
+class PipelineLauncher(_SubprocessScriptLauncher):
+    """Lightning's sub-process launcher, which also knows Hydra.
+
+    Without Hydra it does what Lightning's does. In a script under ``@hydra.main`` the other processes get the overrides
+    of *this* job and its output folder, never the sweep, so ``-m a=1,2`` runs two jobs one after the other, each with
+    processes of its own, and a run has one folder however many processes it has.
+
+    Construct it whatever ``cluster_environment.creates_processes_externally`` says: in the second job of a sweep the
+    answer is right only afterwards.
+    """
+
+    exit_timeout: ClassVar[float] = 60.0
+    """Seconds that the next job of a sweep waits for the processes of the one before."""
+
+    # A process has one environment and one default process group, so this belongs to the class.
+    _launched: ClassVar[_Launch | None] = None
+
+    def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        launched = PipelineLauncher._launched
+        if launched is not None and launched.job != _hydra_job():
+            _forget(launched)
+
+    @override
+    def _call_children_scripts(self) -> None:
+        job = _hydra_job()
+        if job is None:
+            super()._call_children_scripts()
+            return
+
+        self._check_can_spawn_children()
+        before = {name: os.environ.get(name) for name in _VARIABLES}
+        os.environ.update(
+            MASTER_ADDR=self.cluster_environment.main_address,
+            MASTER_PORT=str(self.cluster_environment.main_port),
+            NODE_RANK=str(self.cluster_environment.node_rank()),
+            LOCAL_RANK=str(self.cluster_environment.local_rank()),
+            WORLD_SIZE=str(self.num_processes * self.num_nodes),
+        )
+        for local_rank in range(1, self.num_processes):
+            environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
+            command = hydra_command(local_rank)
+            self.procs.append(subprocess.Popen(command, env=environment, cwd=get_original_cwd()))
+        PipelineLauncher._launched = _Launch(job, before, self.procs)
+
+
+def hydra_command(local_rank: int) -> list[str]:
+    """The command that runs the current Hydra job in another process, as ``local_rank``.
+
+    It composes the same configuration from the job's own overrides, writes to the job's output folder, saves no second
+    ``.hydra`` folder, and logs to a file of its own. It is to be started in Hydra's original working directory.
+    """
+    hydra = HydraConfig.get()
+    return [
+        *_program(),
+        *_config_flags(),
+        *hydra.overrides.hydra,
+        *hydra.overrides.task,
+        # The last override of a key counts, so these follow the user's.
+        "hydra.mode=RUN",
+        f"hydra.run.dir={_quoted(hydra.runtime.output_dir)}",
+        "hydra.output_subdir=null",
+        f"hydra.job.name={_quoted(f'{hydra.job.name}_rank{local_rank}')}",
+        *_job_identity(),
+    ]
+
+
+def _program() -> list[str]:
+    import __main__  # only now is it surely the user's script
+
+    if __main__.__spec__ is not None:
+        return [sys.executable, "-m", __main__.__spec__.name]
+    return [sys.executable, to_absolute_path(sys.argv[0])]
+
+
+def _config_flags() -> list[str]:
+    """``--config-name``, ``--config-path`` and ``--config-dir``, as Hydra understood them."""
+    hydra = HydraConfig.get()
+    flags = [] if hydra.job.config_name is None else ["--config-name", hydra.job.config_name]
+    names = {"main": "--config-path", "command-line": "--config-dir"}
+    for source in hydra.runtime.config_sources:
+        if source.provider in names and source.path:
+            path = source.path if source.schema == "file" else f"{source.schema}://{source.path}"
+            flags += [names[source.provider], path]
+    return flags
+
+
+def _job_identity() -> list[str]:
+    """The number and id of a sweep's job, which a configuration may refer to and a single run would not have."""
+    job = HydraConfig.get().job
+    number = [] if OmegaConf.is_missing(job, "num") else [f"hydra.job.num={job.num}"]
+    return number if OmegaConf.is_missing(job, "id") else [*number, f"hydra.job.id={_quoted(job.id)}"]
+
+
+def _hydra_job() -> str | None:
+    """What tells the running Hydra job from the other jobs of a sweep, or None without Hydra."""
+    if not HydraConfig.initialized():
+        return None
+    return " ".join([HydraConfig.get().runtime.output_dir, *_job_identity()])
+
+
+def _quoted(text: str) -> str:
+    """The text as a Hydra override writes it, whatever characters it holds."""
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def _forget(launched: _Launch) -> None:
+    """Waits for the processes of an earlier job, then takes back what its launch left in this process."""
+    for process in launched.procs:
+        try:
+            process.wait(PipelineLauncher.exit_timeout)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(
+                f"Process {process.pid} of the earlier job ({launched.job}) still runs"
+                f" {PipelineLauncher.exit_timeout} s after that job ended on rank 0; the sweep's next job cannot start."
+                " Let the script end alike on all ranks."
+            ) from error
+    # The group's other members are gone; Lightning would take it for the next job's.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name, value in launched.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    PipelineLauncher._launched = None

@@ -1,0 +1,65 @@
+"""The private parts of Lightning that a pipeline cannot do without, all in one place.
+
+Read in Lightning 2.5 and 2.6; each function says why the public interface does not serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+
+
+def connect_processes(
+    environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta
+) -> str:
+    """Make the default process group as DDP does; returns its backend. No public function does it."""
+    reset_seed()
+    backend = backend or _get_default_process_group_backend_for_device(device)
+    _init_dist_connection(environment, backend, timeout=timeout)
+    return backend
+
+
+def note_device(module: LightningModule, device: torch.device) -> None:
+    """Let `module.device` tell the truth; the public way is `module.to`, which refuses tensors on the meta device."""
+    for sub in module.modules():
+        if isinstance(sub, _DeviceDtypeModuleMixin):
+            sub._device = device
+
+
+def skip_before_transfer(module: LightningModule) -> Callable[[], None]:
+    """Keep `on_before_batch_transfer` from running where there is no data. Returns a function that undoes it.
+
+    The loops call the hook before they ask the strategy for anything.
+    """
+    vars(module)["_on_before_batch_transfer"] = lambda batch, dataloader_idx=0: batch
+
+    def undo() -> None:
+        vars(module).pop("_on_before_batch_transfer", None)
+
+    return undo
+
+
+def total_batches(trainer: Trainer) -> int:
+    """Training batches since the run began, across epochs and resumptions; the public `global_step` counts optimizer
+    steps, which several batches share.
+    """
+    return trainer.fit_loop.epoch_loop.total_batch_idx
+
+
+def uses_dataloader_iter(module: LightningModule, step: str) -> bool:
+    """Whether the user's step takes the iterator instead of batches, as Lightning decides it."""
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+    function: Any = getattr(module, step, None)
+    return function is not None and is_param_in_hook_signature(function, "dataloader_iter", explicit=True)

@@ -1,0 +1,170 @@
+"""Optimizers over the whole model of which each stage keeps its own part."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.strategy.checkpoint import recv_tree, send_tree, to_cpu
+
+if TYPE_CHECKING:
+    from lightning_pipeline.runtime.transport import Transport
+
+
+class OptimizerLayout:
+    """Where each parameter of the model stands in an optimizer, in one process and on this stage.
+
+    Made from the optimizer as ``configure_optimizers`` returned it, that is over all parameters, of which some may
+    be on the meta device. State dicts that it gives and takes have the layout of that optimizer, whatever the
+    number of stages.
+
+    Args:
+        optimizer: the optimizer over the whole model.
+        module: the module whose parameters it optimizes, for their names.
+
+    Attributes:
+        groups: parameter names of each group, over the whole model.
+        dtypes: name to dtype of each parameter, in the optimizer's own order.
+
+    Raises:
+        ValueError: if the optimizer holds a tensor that is not a parameter of the module.
+    """
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        self.optimizer = optimizer
+        self.groups: list[list[str]] = []
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._local: list[list[str]] = []
+        self._param_names: list[list[str] | None] = []  # those that the user gave, if any
+        self.note_new_groups(module)
+
+    def note_new_groups(self, module: nn.Module) -> None:
+        """Take in the groups that were added to the optimizer since, as finetuning callbacks do.
+
+        To be followed by ``drop_remote``.
+        """
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for index, group in enumerate(self.optimizer.param_groups[len(self.groups) :], start=len(self.groups)):
+            missing = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
+            if missing:
+                raise ValueError(
+                    f"group {index} of {type(self.optimizer).__name__} holds tensors of shapes {missing} that are not "
+                    "parameters of the LightningModule: make them attributes of it, so that a stage can own them"
+                )
+            group_names = [names[id(parameter)] for parameter in group["params"]]
+            self.groups.append(group_names)
+            self._local.append(list(group_names))
+            self._param_names.append(list(group["param_names"]) if "param_names" in group else None)
+            self.dtypes.update((names[id(parameter)], parameter.dtype) for parameter in group["params"])
+
+    @property
+    def names(self) -> list[str]:
+        """Parameter names over the whole model; the index is the positional id in a state dict."""
+        return list(chain.from_iterable(self.groups))
+
+    def local_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Name and parameter of what the optimizer still holds on this stage, in its own order."""
+        return [
+            (name, parameter)
+            for names, group in zip(self._local, self.optimizer.param_groups, strict=True)
+            for name, parameter in zip(names, group["params"], strict=True)
+        ]
+
+    def drop_remote(self, ownership: Ownership) -> None:
+        """Take the parameters of other stages, and their state, out of the optimizer in place.
+
+        Groups that become empty stay, so that schedulers and monitors find the groups they know. May be called
+        again as ownership settles.
+        """
+        for index, group in enumerate(self.optimizer.param_groups):
+            names = self._local[index]
+            keep = [ownership.is_local(name) for name in names]
+            if all(keep):
+                continue
+            for parameter, kept in zip(group["params"], keep, strict=True):
+                if not kept:
+                    self.optimizer.state.pop(parameter, None)
+            group["params"][:] = [parameter for parameter, kept in zip(group["params"], keep, strict=True) if kept]
+            if "param_names" in group:
+                group["param_names"] = [name for name, kept in zip(group["param_names"], keep, strict=True) if kept]
+            self._local[index] = [name for name, kept in zip(names, keep, strict=True) if kept]
+
+    def gather_state(self, ownership: Ownership, transport: Transport | None) -> dict[str, Any]:
+        """The state dict that one process would have, of builtins and CPU tensors. Every stage must call it.
+
+        Returns:
+            The full state dict on stage 0, where each parameter's state comes from its owner; {} on other stages.
+        """
+        state_dict = self.optimizer.state_dict()
+        local_names = list(chain.from_iterable(self._local))
+        full_ids = {name: index for index, name in reversed(list(enumerate(self.names)))}
+        state: dict[Any, Any] = {}
+        for key, value in state_dict["state"].items():
+            if not isinstance(key, int):
+                state[key] = value  # belongs to no parameter: stage 0's is kept
+            elif ownership.is_owner(local_names[key]):
+                state[full_ids[local_names[key]]] = value
+        if ownership.stage != 0:
+            assert transport is not None
+            send_tree({key: value for key, value in state.items() if isinstance(key, int)}, transport, 0)
+            return {}
+        if transport is not None:
+            for stage in range(1, ownership.num_stages):
+                state.update(recv_tree(transport, stage, "optimizer state"))
+        ordered = sorted(state, key=lambda key: key if isinstance(key, int) else len(full_ids))
+        return {
+            **to_cpu({key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}),
+            "state": {key: to_cpu(state[key]) for key in ordered},
+            "param_groups": self._full_groups(state_dict["param_groups"]),
+        }
+
+    def load_state(self, state_dict: dict[str, Any]) -> None:
+        """Load this stage's part of a full state dict, as ``gather_state`` or plain Lightning wrote it.
+
+        Raises:
+            ValueError: if its groups are not those of this optimizer.
+        """
+        saved_groups = state_dict["param_groups"]
+        saved_sizes = [len(group["params"]) for group in saved_groups]
+        sizes = [len(names) for names in self.groups]
+        if saved_sizes != sizes:
+            raise ValueError(
+                f"the checkpoint's optimizer state has {len(saved_sizes)} groups with {saved_sizes} parameters, but "
+                f"{type(self.optimizer).__name__} has {len(sizes)} with {sizes}: resume with the model and the "
+                "configure_optimizers that wrote it, or load the weights only"
+            )
+        groups: list[dict[str, Any]] = []
+        saved_state = state_dict["state"]
+        saved_ids = set(chain.from_iterable(group["params"] for group in saved_groups))
+        state: dict[Any, Any] = {key: value for key, value in saved_state.items() if key not in saved_ids}
+        next_id = 0
+        for saved, names, local in zip(saved_groups, self.groups, self._local, strict=True):
+            kept = set(local)
+            positions = [position for position, name in enumerate(names) if name in kept]
+            local_ids = list(range(next_id, next_id + len(positions)))
+            next_id += len(positions)
+            for local_id, position in zip(local_ids, positions, strict=True):
+                if saved["params"][position] in saved_state:
+                    state[local_id] = saved_state[saved["params"][position]]
+            group = {**saved, "params": local_ids}
+            if "param_names" in saved:
+                group["param_names"] = [saved["param_names"][position] for position in positions]
+            groups.append(group)
+        self.optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+
+    def _full_groups(self, local_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """This stage's options of each group with the positional ids of the whole model."""
+        groups = []
+        next_id = 0
+        for group, names, param_names in zip(local_groups, self.groups, self._param_names, strict=True):
+            full = {**to_cpu(group), "params": list(range(next_id, next_id + len(names)))}
+            if param_names is not None:
+                full["param_names"] = list(param_names)
+            next_id += len(names)
+            groups.append(full)
+        return groups

@@ -1,0 +1,527 @@
+"""PipelineStrategy: a LightningModule that nobody rewrote, one stage of it on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeline.partition.interception import Interception
+from lightning_pipeline.partition.leaves import certain_stages
+from lightning_pipeline.partition.ownership import Ownership, release
+from lightning_pipeline.partition.random import Streams
+from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
+from lightning_pipeline.runtime.gradients import GradientHold
+from lightning_pipeline.runtime.pipeline import Pipeline
+from lightning_pipeline.runtime.placement import Placement
+from lightning_pipeline.runtime.shared import (
+    Holders,
+    shared_parameters,
+    spread_from_owner,
+    sum_shared_gradients,
+)
+from lightning_pipeline.runtime.structure import Report
+from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.schedules import build, check
+from lightning_pipeline.strategy import refusals
+from lightning_pipeline.strategy.checkpoint import gather_module_state, load_module_state
+from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value
+from lightning_pipeline.strategy.dataloading import share_loader
+from lightning_pipeline.strategy.launcher import PipelineLauncher
+from lightning_pipeline.strategy.lightning_private import (
+    connect_processes,
+    note_device,
+    skip_before_transfer,
+    total_batches,
+)
+from lightning_pipeline.strategy.metrics import share_metrics
+from lightning_pipeline.strategy.optimizers import OptimizerLayout
+from lightning_pipeline.strategy.steps import Steps
+
+
+class PipelineStrategy(ParallelStrategy):
+    """Trains a LightningModule over several devices, each holding one stage of it.
+
+    Args:
+        stage_config: names of modules and their stages; a module without a key takes the stage where the data is when
+            it is called, so the first module of each later stage is enough: ``{"layer3": 1}``. None takes the
+            module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules.
+        num_stages: number of stages; default: as many as the stage_config uses. 1 runs the same path on one device.
+        num_microbatches: micro-batches a step, at least ``num_stages``; default ``4 * num_stages``.
+        schedule: "1f1b" or "gpipe".
+        loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
+        output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
+            stage.
+        process_group_backend: default: what fits the device, such as "nccl" for cuda and "gloo" for cpu.
+        timeout: the longest that a stage waits for another.
+
+    Raises:
+        ValueError: arguments that do not go together; each message names the value and the way out.
+    """
+
+    strategy_name = "pipeline"
+
+    def __init__(
+        self,
+        *,
+        stage_config: Mapping[str, int] | None = None,
+        num_stages: int | None = None,
+        num_microbatches: int | None = None,
+        schedule: str = "1f1b",
+        loss_reduction: str = "mean",
+        output_broadcast: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = default_pg_timeout,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
+        _check_count("num_stages", num_stages)
+        _check_count("num_microbatches", num_microbatches)
+        build(schedule, 1, 1)  # an unknown name is told here
+        self.stage_config = stage_config
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
+        self.schedule = schedule
+        self.loss_reduction = loss_reduction
+        self.output_broadcast = output_broadcast
+        self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self.topology: Topology | None = None
+        self.pipeline: Pipeline | None = None
+        self.ownership: Ownership | None = None
+        self.process_group_backend = process_group_backend
+        self._num_nodes = 1
+        self._transport: Transport | None = None
+        self._steps: Steps | None = None
+        self._placement: Placement | None = None
+        self._layouts: list[OptimizerLayout] = []
+        self._gradients = GradientHold()
+        self._shared: Holders = []
+        self._accumulating = False
+        self._failed = False
+        self._in_step = False
+        self._undo: list[Callable[[], None]] = []
+        self._set_up_for: tuple[int, int] | None = None
+
+    # -- processes --------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several replicas see different data, so that Lightning shares it out and reduces over them."""
+        return self.topology is not None and self.topology.data_parallel_size > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        assert self.topology is not None
+        return {"num_replicas": self.topology.data_parallel_size, "rank": self.topology.replica}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        launcher = PipelineLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = launcher
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        environment = self.cluster_environment
+        assert environment is not None
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+        self.process_group_backend = connect_processes(
+            environment, self.root_device, self.process_group_backend, self.timeout
+        )
+
+    # -- setup ------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        refusals.check_module(module, trainer)
+        refusals.check_precision(self.precision_plugin)
+        self.precision_plugin.convert_module(module)
+        self._set_up_pipeline(module)
+        self._transfer(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            refusals.check_optimizers(self.optimizers)
+            self._layouts = [OptimizerLayout(optimizer, module) for optimizer in self.optimizers]
+            self._drop_remote()
+        self.setup_precision_plugin()
+        self._install(module)
+
+    def _set_up_pipeline(self, module: LightningModule) -> None:
+        """Topology, transport and partition; kept from one trainer function to the next on the same module."""
+        config = read_stage_config(module, self.stage_config)
+        num_stages = self.num_stages or count_stages(config) or self.world_size
+        if self._set_up_for == (id(module), num_stages):
+            return
+        num_microbatches = self.num_microbatches or 4 * num_stages
+        if num_microbatches < num_stages:
+            raise ValueError(
+                f"num_microbatches={num_microbatches} is less than num_stages={num_stages}, so some stage would "
+                f"always be idle; use num_microbatches={num_stages} or more, or fewer stages"
+            )
+        topology = Topology(num_ranks_per_pipeline=num_stages, world_size=self.world_size, rank=self.global_rank)
+        if topology.data_parallel_size > 1:
+            raise ValueError(
+                f"{self.world_size} devices and {num_stages} stages would make {topology.data_parallel_size} replicas "
+                f"of the pipeline, which this version does not train; use devices={num_stages}, or "
+                f"num_stages={self.world_size} with a stage_config that uses as many"
+            )
+        stages = resolve(module, config, num_stages)
+        check(build(self.schedule, num_stages, num_microbatches))
+        self.topology = topology
+        stage = topology.stage_rank
+        if self._transport is None and num_stages > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._transport = Transport(topology, self.root_device, self.timeout, store)
+        streams = Streams(self.root_device)
+        interception = Interception(module, stages, streams)
+        self._placement = Placement(module, num_stages, stage, certain_stages(interception.leaves, num_stages))
+        self.ownership = self._placement.ownership()
+        release(module, self.ownership)
+        self.pipeline = Pipeline(
+            stage=stage,
+            num_stages=num_stages,
+            device=self.root_device,
+            transport=self._transport,
+            interception=interception,
+            schedule=self.schedule,
+            num_microbatches=num_microbatches,
+        )
+        self._steps = Steps(
+            module,
+            self.pipeline,
+            self._transport,
+            seed=self.broadcast(torch.initial_seed()),
+            mean=self.loss_reduction == "mean",
+            output_broadcast=self.output_broadcast,
+            on_new=self._on_new,
+        )
+        self._set_up_for = (id(module), num_stages)
+
+    def _transfer(self, module: LightningModule) -> None:
+        """Move what is held here to the device, and give every stage one value of what several hold."""
+        device = self.root_device
+        module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
+        note_device(module, device)
+        assert self.ownership is not None
+        held = {id(t): (t, self.ownership.holders[n]) for n, t in _tensors(module) if n in self.ownership}
+        spread_from_owner([item for item in held.values() if len(item[1]) > 1], self._transport, self.ownership.stage)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self._transfer(self.lightning_module)
+
+    def _install(self, module: LightningModule) -> None:
+        """What hangs on the user's objects while a trainer function runs."""
+        self._uninstall()
+        assert self.topology is not None and self._placement is not None and self.pipeline is not None
+        plugin = self.precision_plugin
+        vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
+        vars(plugin)["clip_grad_by_value"] = self._clip_by_value
+        self._undo.append(lambda: [vars(plugin).pop(f"clip_grad_by_{kind}", None) for kind in ("norm", "value")] and None)
+        if self.topology.num_stages > 1:
+            self._undo.append(
+                share_metrics(module, self._stage_of_metric, self._transport, stage=self.topology.stage_rank)
+            )
+        if not self.topology.is_first_stage:
+            self._undo.append(skip_before_transfer(module))
+
+    def _uninstall(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _stage_of_metric(self, metric: nn.Module) -> int | None:
+        if self._in_step:
+            return None
+        assert self.pipeline is not None and self._placement is not None
+        name = self.pipeline.interception.module_names.get(id(metric))
+        return self._placement.stage_of_module(name) if name is not None else None
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # On the CPU: the whole model on the device is what does not fit.
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    # -- data -------------------------------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._transport is None:
+            return dataloader
+        assert self.topology is not None
+        return share_loader(dataloader, self._transport, first=self.topology.is_first_stage)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self.topology is not None and not self.topology.is_first_stage:
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None and self._steps is not None
+        trainer = self.lightning_module.trainer
+        arguments = (*args, *kwargs.values())
+        first = arguments[1] % trainer.accumulate_grad_batches == 0 if len(arguments) > 1 else True
+        first = first or trainer.accumulate_grad_batches == 1
+        self._gradients.begin(self._local_parameters(), first=first)
+        with self._stepping():
+            result = self._steps.train(
+                arguments,
+                number=total_batches(trainer),
+                accumulate=trainer.accumulate_grad_batches,
+                context=self.precision_plugin.train_step_context,
+            )
+        if not self._accumulating:
+            assert self.topology is not None
+            sum_shared_gradients(self._shared, self._transport, self.topology.stage_rank)
+        self._gradients.end()
+        return result
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, (*args, *kwargs.values()))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, (*args, *kwargs.values()))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
+
+    def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        assert self._steps is not None and self.lightning_module is not None
+        with self._stepping():
+            return self._steps.evaluate(name, getattr(self.lightning_module, name), args, context=context)
+
+    @contextmanager
+    def _stepping(self) -> Generator[None, None, None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The schedule has run the backwards; here their gradients appear, between the hooks that expect them."""
+        module = self.lightning_module
+        assert module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self._gradients.publish()
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def _on_new(self, kind: Hashable, reports: list[list[Report]]) -> None:
+        """A step showed who uses what: let go of what this stage turned out not to need."""
+        assert self._placement is not None and self.lightning_module is not None
+        for stages in reports:
+            self._placement.add(stages)
+        if self.topology is not None and self.topology.num_stages > 1 and isinstance(kind, tuple) and kind[0] == "train":
+            self.ownership = self._placement.ownership()
+            release(self.lightning_module, self.ownership)
+            self._drop_remote()
+
+    def _drop_remote(self) -> None:
+        assert self.ownership is not None and self.lightning_module is not None
+        for layout in self._layouts:
+            layout.drop_remote(self.ownership)
+        named = dict(self.lightning_module.named_parameters(remove_duplicate=False))
+        self._shared = shared_parameters(named, self.ownership)
+
+    def _local_parameters(self) -> list[nn.Parameter]:
+        assert self.lightning_module is not None
+        return [parameter for parameter in self.lightning_module.parameters() if not parameter.is_meta]
+
+    # -- clipping ---------------------------------------------------------------------------------------------------
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self.ownership is not None
+        clip_by_norm(self._layout_of(optimizer), float(clip_val), ownership=self.ownership, transport=self._transport)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_value(self._layout_of(optimizer), float(clip_val))
+
+    def _layout_of(self, optimizer: Optimizer) -> OptimizerLayout:
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return next(layout for layout in self._layouts if layout.optimizer is inner)
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Over replicas, of which there is one."""
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if not dist.is_initialized() or self.world_size == 1:
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Over replicas, of which there is one."""
+        return tensor.unsqueeze(0) if self.world_size > 1 else tensor
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and not self._failed:
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized() or self.world_size == 1 or self._failed:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._check_alive()
+        assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
+        return gather_module_state(
+            self.lightning_module,
+            self.ownership,
+            self._transport,
+            stage_of_module=self._placement.stage_of_module,
+        )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_module_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._check_alive()
+        assert self.ownership is not None
+        return self._layout_of(optimizer).gather_state(self.ownership, self._transport)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for layout, state in zip(self._layouts, checkpoint["optimizer_states"], strict=False):
+            layout.load_state(state)
+
+    def _check_alive(self) -> None:
+        if self._failed:
+            raise RuntimeError("the run has failed, so its stages cannot be gathered into a checkpoint any more")
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        if self._transport is not None:
+            self._transport.notice.fail(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._uninstall()
+        module = self.lightning_module
+        if module is not None and self.root_device.type != "cpu":
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+            note_device(module, torch.device("cpu"))
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None and self.cluster_environment is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        self.cluster_environment.teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        registered = {"pipeline": "1f1b", "pipeline_gpipe": "gpipe", "pipeline_1f1b": "1f1b"}
+        for name, schedule in registered.items():
+            if name not in strategy_registry:
+                strategy_registry.register(
+                    name, cls, description=f"Pipeline parallelism, {schedule} schedule", schedule=schedule
+                )
+
+
+def register_strategies() -> None:
+    """Make the names known to `Trainer(strategy=...)`."""
+    PipelineStrategy.register_strategies(StrategyRegistry)
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name} is a whole number from 1, got {value!r}")
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

@@ -1,0 +1,73 @@
+"""What cannot work under a pipeline, refused at setup with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import (
+    DoublePrecision,
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from torch.optim import Optimizer
+
+from lightning_pipeline.strategy.lightning_private import uses_dataloader_iter
+
+
+def check_module(module: LightningModule, trainer: Trainer) -> None:
+    """Raise for a module or Trainer that a pipeline cannot run.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    if trainer.training or trainer.state.fn == "fit":
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__} sets automatic_optimization=False, and under a pipeline the schedule runs the "
+                f"backwards; let Lightning optimize (remove that line and return the loss from training_step), or "
+                f"train this module with another strategy"
+            )
+        if trainer.profiler is not None and trainer.overfit_batches < 0:
+            raise ValueError(f"overfit_batches={trainer.overfit_batches} is negative")
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if uses_dataloader_iter(module, step):
+            raise ValueError(
+                f"{type(module).__name__}.{step} takes a dataloader_iter, and only the first stage has one; "
+                f"let it take (batch, batch_idx)"
+            )
+
+
+def check_precision(precision: Precision) -> None:
+    """Raise for a precision whose scaling or sharding the pipeline does not do.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    kind = type(precision)
+    supported = kind in (Precision, DoublePrecision, HalfPrecision) or (
+        kind is MixedPrecision and precision.precision == "bf16-mixed"
+    )
+    if isinstance(precision, FSDPPrecision) or not supported:
+        raise ValueError(
+            f"precision={precision.precision!r} is not supported by the pipeline strategy; use '32-true', "
+            f"'64-true', 'bf16-mixed', 'bf16-true' or '16-true'"
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Raise for optimizers that call the step several times, or need all parameters in one place.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(inner, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS evaluates the loss several times a step over all parameters at once, and a pipeline's are on "
+                "several devices; use a first-order optimizer such as torch.optim.AdamW"
+            )

@@ -1,0 +1,244 @@
+"""The user's steps under a pipeline: one call of Lightning's, many micro-batches, one result."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.microbatch import split_batch
+from lightning_pipeline.partition.random import mix
+from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.pipeline import Pipeline, StepReport, Work
+from lightning_pipeline.runtime.structure import Report
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.strategy.logged_values import LoggedValues
+from lightning_pipeline.strategy.outputs import combine, mean_loss
+
+_LOG_SIGNATURE = inspect.signature(LightningModule.log)
+_NEW, _LOSS, _OUTPUTS = range(3)
+
+
+class Steps:
+    """Runs the user's steps on the pipeline and brings their losses, logged values and outputs to every stage.
+
+    Args:
+        module: the LightningModule.
+        seed: from which every step's random numbers derive.
+        mean: the step's loss is the mean over micro-batches, weighted by samples; else their sum.
+        output_broadcast: outputs of evaluation steps reach every stage; else they stay on the last.
+        on_new: called on all stages after a step that showed something new, with all reports of each structure.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        pipeline: Pipeline,
+        transport: Transport | None,
+        *,
+        seed: int,
+        mean: bool,
+        output_broadcast: bool,
+        on_new: Callable[[Hashable, list[list[Report]]], None],
+    ) -> None:
+        self.peak_live = 0
+        self._module = module
+        self._pipeline = pipeline
+        self._transport = transport
+        self._seed = seed
+        self._mean = mean
+        self._output_broadcast = output_broadcast
+        self._on_new = on_new
+        self._logged = LoggedValues(module)
+        self._last = pipeline.num_stages - 1
+
+    def train(
+        self, args: tuple[Any, ...], *, number: int, accumulate: int, context: Callable[[], AbstractContextManager[Any]]
+    ) -> Any:
+        """One training step, its backward included. Returns the loss, or the step's dictionary with it.
+
+        Args:
+            args: as the user's training_step takes them, the batch first.
+            number: number of the batch since training began.
+            accumulate: number of batches over which gradients are accumulated.
+            context: the precision's context around a step.
+
+        Raises:
+            ValueError: the step returned no loss.
+        """
+        losses: list[Tensor] = []
+        sizes: list[int] = []
+
+        def loss_of(state: Microbatch, result: Any) -> Tensor:
+            loss = _loss_in(result, type(self._module).__name__)
+            losses.append(loss.detach())
+            sizes.append(state.num_samples)
+            return self._weighted(loss, state, accumulate)
+
+        work = Work(
+            kind=("train", self._module.training),
+            step=self._step_function(self._module.training_step, args[1:], context),
+            loss_of=loss_of,
+            run_backward=self._module.backward,
+            seed=mix(self._seed, 0, number),
+        )
+        report = self._run(work, args[0])
+        self.peak_live = max(self.peak_live, report.peak_live)
+        loss = torch.zeros(())
+        extra: Any = None
+        if losses:
+            loss = self._reported(losses, sizes)
+            extra = _without_loss([state.result for state in report.microbatches], sizes)
+        extras = self._finish(work.kind, report, loss=loss, has_outputs=bool(extra))
+        if self._last > 0:
+            loss = torch.tensor(extras[self._last][_LOSS], dtype=torch.float32, device=self._module.device)
+        if extras[self._last][_OUTPUTS]:
+            extra = self._spread(extra)
+        return {"loss": loss, **extra} if extra else loss
+
+    def evaluate(
+        self,
+        stage: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> Any:
+        """One validation, test or predict step. Returns its output, put together over micro-batches."""
+        numbers = [arg for arg in args[1:] if isinstance(arg, int)]
+        work = Work(
+            kind=(stage, self._module.training, *numbers[1:]),
+            step=self._step_function(function, args[1:], context),
+            loss_of=None,
+            run_backward=lambda loss: None,
+            seed=mix(self._seed, zlib.crc32(stage.encode()), *numbers),
+        )
+        report = self._run(work, args[0])
+        output = None
+        if self._pipeline.stage == self._last:
+            sizes = [state.num_samples for state in report.microbatches]
+            output = _detached(combine([state.result for state in report.microbatches], sizes))
+        has_outputs = self._output_broadcast and output is not None
+        extras = self._finish(work.kind, report, loss=torch.zeros(()), has_outputs=has_outputs)
+        return self._spread(output) if extras[self._last][_OUTPUTS] else output
+
+    # -- details ----------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Work, batch: Any) -> StepReport:
+        microbatches = None
+        if self._pipeline.stage == 0:
+            split = getattr(self._module, "split_batch", None) or split_batch
+            microbatches = split(batch, self._pipeline.num_microbatches)
+            if not isinstance(microbatches, (list, tuple)) or not microbatches:
+                raise ValueError(
+                    f"{type(self._module).__name__}.split_batch returned {type(microbatches).__name__}; it has to "
+                    f"return a list of micro-batches"
+                )
+        self._logged.clear()
+        return self._pipeline.run(work, microbatches)
+
+    def _step_function(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]
+    ) -> Callable[[Microbatch, Any], Any]:
+        attributes = vars(self._module)
+
+        def run(state: Microbatch, batch: Any) -> Any:
+            attributes["log"] = lambda *a, **k: self._capture(state.num_samples, *a, **k)
+            try:
+                with context():
+                    return function(batch, *args)
+            finally:
+                attributes.pop("log", None)
+
+        return run
+
+    def _capture(self, num_samples: int, *args: Any, **kwargs: Any) -> None:
+        replay = self._pipeline.interception.current
+        if replay is None or not replay.own:
+            return
+        bound = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        bound.pop("self")
+        name, value = bound.pop("name"), bound.pop("value")
+        replay.uses(value)
+        with torch._C.DisableTorchFunction():
+            self._logged.capture(name, value, bound, num_samples)
+
+    def _finish(
+        self, kind: Hashable, report: StepReport, *, loss: Tensor, has_outputs: bool
+    ) -> list[list[float]]:
+        """Exchange what every stage has to know, settle what was new, log."""
+        new = self._pipeline.is_new(report)
+        extra = [float(new), float(loss), float(has_outputs)]
+        items, extras = self._logged.exchange(self._transport, extra=extra, device=self._module.device)
+        if any(stage_extra[_NEW] for stage_extra in extras):
+            self._settle(kind, report)
+        self._logged.replay(self._module.log, items)
+        return extras
+
+    def _settle(self, kind: Hashable, report: StepReport) -> None:
+        own = self._pipeline.own_reports(report)
+        if self._transport is None:
+            everyone = [own]
+        else:
+            everyone = [
+                self._transport.broadcast_object(own, stage, "reports on a new structure")
+                for stage in range(self._last + 1)
+            ]
+        self._pipeline.settle(report, everyone)
+        self._on_new(kind, [[stage[number] for stage in everyone] for number in own])
+
+    def _spread(self, output: Any) -> Any:
+        if self._transport is None:
+            return output
+        moved = self._transport.broadcast_object(_to(output, torch.device("cpu")), self._last, "the step's outputs")
+        return output if self._pipeline.stage == self._last else _to(moved, self._module.device)
+
+    def _weighted(self, loss: Tensor, state: Microbatch, accumulate: int) -> Tensor:
+        """The micro-batch's share of the loss that is minimised."""
+        if not self._mean:
+            return loss / accumulate
+        if state.even:
+            return loss / (state.num_microbatches * accumulate)
+        return loss * (state.weight / accumulate)
+
+    def _reported(self, losses: list[Tensor], sizes: list[int]) -> Tensor:
+        return mean_loss(losses, sizes) if self._mean else torch.stack(losses).sum()
+
+
+def _loss_in(result: Any, module: str) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    what = "None" if result is None else f"{type(result).__name__} {list(result) if isinstance(result, Mapping) else ''}"
+    raise ValueError(
+        f"{module}.training_step returned {what.strip()}, and a pipeline needs the loss of every micro-batch: return a "
+        f"tensor with one element, or a dictionary with one under 'loss'; to skip a batch, return a loss of zero times "
+        f"the output"
+    )
+
+
+def _without_loss(results: list[Any], sizes: list[int]) -> dict[str, Any] | None:
+    if not isinstance(results[0], Mapping):
+        return None
+    extras = [{key: value for key, value in result.items() if key != "loss"} for result in results]
+    return _detached(combine(extras, sizes)) if extras[0] else None
+
+
+def _detached(value: Any) -> Any:
+    return _map(value, lambda tensor: tensor.detach())
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return _map(value, lambda tensor: tensor.detach().to(device))
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    return tree.replace(value, function)
+

@@ -1,0 +1,28 @@
+"""The default example as a user runs it: two processes, one folder a run, the same results under both schedules."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT
+
+
+@pytest.mark.multiprocess
+def test_a_sweep_over_schedules(tmp_path: Path) -> None:
+    overrides = ["trainer.strategy.schedule=gpipe,1f1b", "trainer.max_epochs=1", "hydra.sweep.dir=sweep"]
+    command = [sys.executable, str(ROOT / "examples/train.py"), "-m", *overrides]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("val/acc  ") == 2  # rank 0 reports, once a job
+
+    runs = [tmp_path / "sweep/0", tmp_path / "sweep/1"]
+    for run in runs:
+        assert (run / "checkpoints/last.ckpt").exists()
+        assert list(run.glob("*.png")) and list(run.glob("*.json"))
+        assert len(list(run.glob("**/.hydra"))) == 1
+    assert not (tmp_path / "logs").exists()
+    gpipe, one_f_one_b = ((run / "csv/metrics.csv").read_text() for run in runs)
+    assert "val/acc" in gpipe
+    assert gpipe == one_f_one_b

@@ -1,0 +1,83 @@
+"""Ownership, and the release of what other stages hold."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeline.partition.ownership import Ownership, release
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("optional", None)
+
+
+def holders_of(module: nn.Module, remote: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    return {name: (1,) if name.startswith(remote) else (0,) for name in names}
+
+
+def test_shared_names_leave_out_unseen_ones():
+    ownership = Ownership(3, 1, {"a": (0,), "b": (1, 2), "c": (0, 1, 2)}, unseen=["c"])
+    assert ownership.shared_names() == ["b"]
+    assert ownership.local_names() == ["b", "c"]
+    assert (ownership.owner("b"), ownership.is_owner("b"), ownership.is_owner("c")) == (1, True, False)
+    assert "a" in ownership and "d" not in ownership
+
+
+@pytest.mark.parametrize("stages", [(), (1, 0), (0, 0), (0, 3), (-1,)])
+def test_wrong_holders_are_refused(stages):
+    with pytest.raises(ValueError, match="holders of 'a' must be sorted stages below 3"):
+        Ownership(3, 0, {"a": stages})
+
+
+def test_a_stage_out_of_range_is_refused():
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        Ownership(2, 2, {})
+
+
+@pytest.mark.parametrize("with_weakref", [False, True])
+def test_release_keeps_ties_and_flags(with_weakref):
+    module = Model()
+    module.embed.weight.requires_grad_(False)
+    module.embed.weight.note = "kept"
+    references = [weakref.ref(module.embed.weight)] if with_weakref else []
+    held = module.embed.weight
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    ownership = Ownership(2, 0, holders_of(module, ("embed", "head", "norm.running")))
+    released = release(module, ownership)
+
+    assert sorted(released) == ["embed.weight", "head.weight", "norm.running_mean", "norm.running_var"]
+    assert module.embed.weight.is_meta and module.head.weight is module.embed.weight
+    assert module.embed.weight.shape == (7, 4) and not module.embed.weight.requires_grad
+    assert isinstance(module.embed.weight, nn.Parameter) and module.embed.weight.note == "kept"
+    assert module.norm.running_mean.is_meta and not module.norm.weight.is_meta
+    assert not module.norm.num_batches_tracked.is_meta
+    assert list(module.state_dict()) == list(Model().state_dict())
+    if with_weakref:
+        assert references[0]() is held
+        assert held.untyped_storage().nbytes() == 0  # torch cannot swap it: emptied instead
+    else:
+        assert held is module.embed.weight is optimizer.param_groups[0]["params"][0]
+    assert release(module, ownership) == []
+
+
+def test_release_frees_the_memory_and_the_gradient():
+    layer = nn.Linear(4, 4)
+    layer(torch.ones(1, 4)).sum().backward()
+    storage = weakref.ref(layer.weight.untyped_storage())
+    assert storage() is not None
+    release(layer, Ownership(2, 0, {"weight": (1,), "bias": (0,)}))
+    assert layer.weight.grad is None and layer.weight.is_meta
+    assert storage() is None
+    assert layer.bias.grad is not None and not layer.bias.is_meta

@@ -1,0 +1,270 @@
+"""Tensors and objects between real processes over Gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.transport import Channel, Route, TensorMeta, Transport, linear_routes, wire_layout
+
+TIMEOUT = timedelta(seconds=20)
+FORWARD, BACKWARD, BATCH = Channel.FORWARD, Channel.BACKWARD, Channel.BATCH
+
+
+def launch(body: Callable[[Transport], None], *, stages: int, replicas: int = 1, **options: Any) -> None:
+    """Run `body` on every rank of a grid; the first error of any rank fails the test."""
+    world = stages * replicas
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "lightning_pipeline.runtime.transport"])  # imported once
+    errors = context.SimpleQueue()
+    processes = [
+        context.Process(target=_process, args=(rank, world, stages, port, body, options, errors), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    assert errors.empty(), errors.get()
+    assert [process.exitcode for process in processes] == [0] * world
+
+
+def _process(
+    rank: int, world: int, stages: int, port: int, body: Callable[..., None], options: dict[str, Any], errors: Any
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        if "backend" in options:
+            register_backend(options["backend"])
+        dist.init_process_group(
+            options.pop("backend", "gloo"),
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=TIMEOUT,
+        )
+        topology = Topology(num_ranks_per_pipeline=stages, world_size=world, rank=rank)
+        store = dist.distributed_c10d._get_default_store()
+        transport = Transport(topology, torch.device("cpu"), TIMEOUT, store, **options)
+        try:
+            body(transport)
+        except BaseException as error:
+            transport.notice.fail(error)
+            raise
+        transport.close()
+    except BaseException:
+        errors.put(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
+
+
+def register_backend(name: str) -> None:
+    """A backend that is not Gloo by name, with Gloo inside: what the transport does for NCCL and HCCL runs on it."""
+
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    dist.Backend.register_backend(name, create, devices=["cpu"])
+
+
+def examples() -> list[Tensor]:
+    """Tensors of many kinds, the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    image = torch.randn(2, 3, 4, 5, generator=generator)
+    values = [
+        image,
+        torch.tensor(3.5),
+        torch.randn(0, 4, generator=generator),
+        image > 0,
+        image.bfloat16(),
+        image.half(),
+        image.double(),
+        (image * 9).to(torch.int16),
+        (image * 9).long(),
+        image.to(torch.float8_e4m3fn),
+        torch.complex(image, image + 1),
+        torch.complex(image, image + 1).conj(),
+        torch.complex(image, image + 1).conj().imag,
+        torch.tensor(1 + 2j),
+        image.to(memory_format=torch.channels_last),
+        image.permute(3, 1, 0, 2),
+        image.permute(3, 1, 0, 2).to(torch.complex128),
+        image[1:, :],  # dense with an offset
+        image[:, ::2],  # not dense
+        image[:, :, 0, :1].expand(2, 3, 7),
+        image.transpose(0, 1)[:, :, 1:],
+        torch.nn.Parameter(image.clone()) * 2,
+    ]
+    return [*values, torch.randn(300_000, generator=generator)]
+
+
+def check_equal(received: Tensor, sent: Tensor) -> None:
+    assert received.dtype == sent.dtype
+    assert not received.requires_grad
+    assert received.stride() == wire_layout(sent)[1]
+    same = received.float().equal(sent.float()) if "float8" in str(sent.dtype) else received.equal(sent)
+    assert same, f"{sent.dtype} {tuple(sent.shape)} {sent.stride()} arrived changed"
+
+
+def exchange(transport: Transport) -> None:
+    """Every kind of tensor up, its mirror down at once; then many underway; then objects and vectors."""
+    stage, last = transport.stage, transport.topology.num_stages - 1
+    metas = [TensorMeta.of(tensor) for tensor in examples()]
+    ups = [transport.recv(meta, stage - 1, FORWARD) for meta in metas] if stage > 0 else []
+    downs = [transport.recv(meta, stage + 1, BACKWARD) for meta in metas] if stage < last else []
+    for tensor in examples():
+        if stage < last:
+            transport.send(tensor, stage + 1, FORWARD)
+        if stage > 0:
+            transport.send(tensor, stage - 1, BACKWARD)
+    for pending in (ups, downs):
+        for handle, sent in zip(pending, examples(), strict=False):
+            check_equal(handle.wait("an example"), sent)
+            check_equal(handle.wait("an example"), sent)  # waiting twice is harmless
+    transport.flush()
+    assert not transport._receives
+    assert not any(link.underway for link in transport._outgoing.values())
+
+
+def many_underway(transport: Transport) -> None:
+    """Batch tensors do not wait for their receivers, and channels do not wait for one another."""
+    peer = 1 - transport.stage
+    meta = TensorMeta((1000,), (1,), torch.int64)
+    if transport.stage == 0:
+        for i in range(200):
+            transport.send(torch.full((1000,), i), peer, BATCH)
+        transport.send(torch.full((1000,), -1), peer, FORWARD)
+        assert transport.recv(meta, peer, BACKWARD).wait("the reply").eq(-2).all()
+    else:  # in the opposite order
+        assert transport.recv(meta, peer, FORWARD).wait("the first").eq(-1).all()
+        transport.send(torch.full((1000,), -2), peer, BACKWARD)
+        handles = [transport.recv(meta, peer, BATCH) for _ in range(200)]
+        assert all(handle.wait("a batch").eq(i).all() for i, handle in enumerate(handles))
+    transport.flush()
+
+
+def sends_hold_little_memory(transport: Transport) -> None:
+    """A sender keeps at most the send window alive, with no flush."""
+    peer = 1 - transport.stage
+    meta = TensorMeta((10,), (1,), torch.float32)
+    if transport.stage == 0:
+        for i in range(50):
+            transport.send(torch.full((10,), float(i)), peer, FORWARD)
+            assert len(transport._outgoing[FORWARD, peer].underway) <= 4
+    else:
+        for i in range(50):
+            assert transport.recv(meta, peer, FORWARD).wait("a tensor")[0] == i
+    transport.flush()
+
+
+def objects_and_vectors(transport: Transport) -> None:
+    stage, stages = transport.stage, transport.topology.num_stages
+    for peer in range(stages):
+        if peer != stage:
+            transport.send_object({"from": stage, "to": peer, "payload": bytes(100_000)}, peer)
+            transport.send_object(None, peer)
+    for peer in range(stages):
+        if peer != stage:
+            assert transport.recv_object(peer, "a dict") == {"from": peer, "to": stage, "payload": bytes(100_000)}
+            assert transport.recv_object(peer, "nothing") is None
+    for source in range(stages):
+        assert transport.broadcast_object((stage, "x"), source, "a tuple") == (source, "x")
+    for repeat in range(3):
+        values = torch.tensor([stage + 0.1, repeat], dtype=torch.float64)
+        gathered = transport.all_gather_vector(values, "norms")
+        values.zero_()
+        assert gathered.tolist() == [[other + 0.1, repeat] for other in range(stages)]
+    transport.barrier("everyone")
+    with pytest.raises(ValueError, match=f"no FORWARD route from stage {stage} to stage {stage}"):
+        transport.send(torch.zeros(1), stage, FORWARD)
+
+
+def two_stages(transport: Transport) -> None:
+    exchange(transport)
+    many_underway(transport)
+    sends_hold_little_memory(transport)
+    objects_and_vectors(transport)
+
+
+def three_stages(transport: Transport) -> None:
+    exchange(transport)
+    objects_and_vectors(transport)
+
+
+def replicas_stay_apart(transport: Transport) -> None:
+    replica, peer = transport.topology.replica, 1 - transport.stage
+    assert transport.pipeline_ranks == [replica, replica + 2]
+    transport.send_object(replica, peer)
+    assert transport.recv_object(peer, "the replica") == replica
+    mesh = transport.topology.mesh("cpu")
+    assert list(mesh.get_coordinate()) == [transport.stage, replica]
+
+
+def another_backend(transport: Transport) -> None:
+    """Warm-up connected all routes, loops included; the control group is Gloo all the same."""
+    exchange(transport)
+    peer = 1 - transport.stage
+    meta = TensorMeta((4,), (1,), torch.float32)
+    pending = transport.recv(meta, peer, FORWARD)  # both ways on one channel, receives first
+    transport.send(torch.full((4,), float(transport.stage)), peer, FORWARD)
+    assert pending.wait("the loop").eq(peer).all()
+    transport.flush()
+    assert dist.get_backend(transport.control_group) == "gloo"
+    assert dist.get_backend(transport._groups[1]) == "other"
+
+
+@pytest.mark.multiprocess
+def test_two_stages() -> None:
+    launch(two_stages, stages=2)
+
+
+@pytest.mark.multiprocess
+def test_three_stages() -> None:
+    launch(three_stages, stages=3)
+
+
+@pytest.mark.multiprocess
+def test_replicas() -> None:
+    launch(replicas_stay_apart, stages=2, replicas=2)
+
+
+@pytest.mark.multiprocess
+def test_backend_other_than_gloo() -> None:
+    loop = [Route(FORWARD, 1, 0), Route(BACKWARD, 0, 1)]
+    launch(another_backend, stages=2, backend="other", routes=[*linear_routes(2), *loop])
+
+
+def test_one_process_needs_nothing() -> None:
+    topology = Topology(num_ranks_per_pipeline=1, world_size=1, rank=0)
+    transport = Transport(topology, torch.device("cpu"), TIMEOUT, None)
+    assert transport.broadcast_object("x", 0, "x") == "x"
+    assert transport.all_gather_vector(torch.ones(2), "norms").tolist() == [[1.0, 1.0]]
+    transport.barrier("nobody")
+    transport.flush()
+    transport.notice.fail(ValueError("fine"))
+    transport.close()
+
+
+@pytest.mark.parametrize("tensor", examples(), ids=lambda t: f"{t.dtype}-{tuple(t.shape)}-{t.stride()}")
+def test_meta_keeps_dense_strides(tensor: Tensor) -> None:
+    meta = TensorMeta.of(tensor)
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    assert meta.stride == (tensor.stride() if dense else tensor.contiguous().stride())
+    assert meta == pickle.loads(pickle.dumps(meta))
+    assert hash(meta) == hash(TensorMeta.of(tensor))

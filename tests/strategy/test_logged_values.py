@@ -1,0 +1,221 @@
+"""Logged values are reduced as one batch would give them, and are the same on every stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_pipeline.strategy.logged_values import LoggedValues
+
+
+class Recorder:
+    """Stands for ``LightningModule.log``."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def __call__(self, name: str, value: Any, **kwargs: Any) -> None:
+        self.calls.append((name, value, kwargs))
+
+
+def values_of(logged: LoggedValues) -> dict[str, tuple[float, int]]:
+    return {item.name: (float(item.value), item.batch_size) for item in logged.reduced()}
+
+
+def test_means_count_samples_and_other_reductions_do_not():
+    logged = LoggedValues(nn.Module())
+    for value, num_samples in ((1.0, 3), (2.0, 3), (5.0, 2)):
+        logged.capture("loss", torch.tensor(value), {"prog_bar": True}, num_samples)
+        logged.capture("tokens", torch.tensor([value]), {"batch_size": int(value)}, num_samples)
+        logged.capture("lowest", value, {"reduce_fx": torch.min}, num_samples)
+        logged.capture("highest", value, {"reduce_fx": "MAX"}, num_samples)
+        logged.capture("count", torch.tensor(int(value)), {"reduce_fx": "sum"}, num_samples)
+    assert values_of(logged) == {
+        "loss": ((1.0 * 3 + 2.0 * 3 + 5.0 * 2) / 8, 8),
+        "tokens": ((1.0 + 4.0 + 25.0) / 8, 8),
+        "lowest": (1.0, 8),
+        "highest": (5.0, 8),
+        "count": (8.0, 8),
+    }
+    logged.clear()
+    assert logged.reduced() == []
+
+
+def test_equal_weights_give_the_plain_mean_in_the_dtype_of_the_values():
+    values = torch.rand(7, generator=torch.Generator().manual_seed(0))
+    for dtype, expected in (
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+    ):
+        logged = LoggedValues(nn.Module())
+        for value in values.to(dtype):
+            logged.capture("loss", value, {}, 4)
+        (item,) = logged.reduced()
+        assert item.value.dtype == expected
+        assert torch.equal(item.value, values.to(dtype).to(expected).sum() / 7)
+
+
+def test_a_captured_value_is_not_changed_afterwards():
+    logged = LoggedValues(nn.Module())
+    value = torch.ones((), requires_grad=True) * 2
+    logged.capture("loss", value, {}, 1)
+    value.detach().zero_()
+    (item,) = logged.reduced()
+    assert float(item.value) == 2.0 and not item.value.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("value", "kwargs", "message"),
+    [
+        (torch.ones(3), {}, "must have a single element"),
+        ({"a": 1.0}, {}, "`dict` values cannot be logged"),
+        ("text", {}, "`str` values cannot be logged"),
+        (MeanMetric(), {}, "MeanMetric that is not an attribute of the LightningModule"),
+        (1.0, {"sync_dist_group": object()}, "leave sync_dist_group out"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused(value, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        LoggedValues(nn.Module()).capture("x", value, kwargs, 1)
+
+
+def test_there_is_room_for_few_extra_numbers():
+    assert LoggedValues(nn.Module()).exchange(None, extra=[1.5])[1] == [[1.5, 0.0, 0.0, 0.0]]
+    with pytest.raises(ValueError, match="room for 4 extra numbers, got 5"):
+        LoggedValues(nn.Module()).exchange(None, extra=[0.0] * 5)
+
+
+@pytest.mark.multiprocess
+def test_every_stage_gets_the_same_values_in_one_exchange(run_stages):
+    third = torch.tensor(1.0) / 3
+    third64 = torch.tensor(1.0, dtype=torch.float64) / 3
+
+    def step(logged: LoggedValues, stage: int, transport: Any, number: int) -> tuple[list, list, int]:
+        for _ in range(2):
+            logged.capture("everywhere", 0.5, {}, 3)
+            if stage == 0:
+                logged.capture("norm", third * number, {"on_step": True, "reduce_fx": torch.max}, 3)
+            if stage == 2:
+                logged.capture("loss", third64 * number, {"prog_bar": True}, 3)
+                logged.module.metric(torch.tensor([1.0 * number, 2.0 * number]))
+                logged.capture("metric", logged.module.metric, {}, 3)
+        before = transport.num_calls
+        items, extra = logged.exchange(transport, extra=[stage + 0.25, number])
+        recorder = Recorder()
+        logged.replay(recorder, items)
+        return recorder.calls, extra, transport.num_calls - before
+
+    def body(stage, transport):
+        module = nn.Module()
+        module.metric = MeanMetric()
+        logged = LoggedValues(module)
+        for number in (1, 2):
+            calls, extra, num_calls = step(logged, stage, transport, number)
+            assert [(name, kwargs) for name, _, kwargs in calls] == [
+                ("everywhere", {"batch_size": 6}),
+                ("norm", {"on_step": True, "reduce_fx": "max", "batch_size": 6}),
+                ("loss", {"prog_bar": True, "batch_size": 6}),
+                ("metric", {"metric_attribute": "metric", "batch_size": 6}),
+            ]
+            values = [value for _, value, _ in calls]
+            assert torch.equal(values[1], third * number) and values[1].dtype == torch.float32
+            assert torch.equal(values[2], third64 * number) and values[2].dtype == torch.float64
+            assert values[3] is module.metric
+            assert float(module.metric._forward_cache) == 1.5 * number
+            assert extra == [[k + 0.25, number, 0.0, 0.0] for k in range(3)]
+            # One vector, and once the names of each of the three stages.
+            assert num_calls == (4 if number == 1 else 1)
+        assert logged.exchange(transport)[0] == []
+
+        # More values than fit into the vector.
+        logged = LoggedValues(module, capacity=2, num_extra=0)
+        for number in (1, 2):
+            for index in range(5):
+                if stage == 1:
+                    logged.capture(f"value{index}", third * (index + number), {}, index + 1)
+            before = transport.num_calls
+            items, extra = logged.exchange(transport)
+            assert [(item.name, item.batch_size) for item in items] == [(f"value{k}", k + 1) for k in range(5)]
+            assert all(torch.equal(item.value, third * (k + number)) for k, item in enumerate(items))
+            assert extra == [[], [], []]
+            assert transport.num_calls - before == (3 if number == 1 else 2)
+
+    run_stages(body, 3)
+
+
+class Plain(L.LightningModule):
+    """Logs what a whole batch gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.several = MetricCollection({"acc": MulticlassAccuracy(3), "top2": MulticlassAccuracy(3, top_k=2)})
+        self.total = SumMetric()
+        self.steps: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self.layer(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"largest": logits.max(), "count": float(len(x))}, on_epoch=True, reduce_fx="max")
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.several.update(logits, y)
+        self.log_dict(self.several, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class InMicrobatches(Plain):
+    """Takes each batch in micro-batches of 3, the last one smaller, and logs through ``LoggedValues``."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        original, logged = self.log, LoggedValues(self)
+        x, y = batch
+        losses = []
+        for start in range(0, len(x), 3):
+            num_samples = len(x[start : start + 3])
+            self.log = lambda name, value, n=num_samples, **kwargs: logged.capture(name, value, kwargs, n)
+            losses.append(super().training_step((x[start : start + 3], y[start : start + 3])) * num_samples / len(x))
+        del self.log
+        logged.replay(original, logged.exchange(None)[0])
+        return sum(losses)
+
+
+def test_lightning_shows_what_it_shows_for_the_whole_batch(tmp_path):
+    shown = {}
+    for kind in (Plain, InMicrobatches):
+        L.seed_everything(0, verbose=False)
+        module = kind()
+        data = TensorDataset(torch.randn(18, 4), torch.randint(3, (18,)))
+        trainer = L.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(module, DataLoader(data, batch_size=8))
+        shown[kind] = [*module.steps, {name: float(value) for name, value in trainer.callback_metrics.items()}]
+    for plain, ours in zip(shown[Plain], shown[InMicrobatches], strict=True):
+        assert list(plain) == list(ours) and len(plain) >= 6
+        for name in plain:
+            if not name.startswith("count"):  # each micro-batch logs its own size
+                assert ours[name] == pytest.approx(plain[name], rel=1e-6), name
