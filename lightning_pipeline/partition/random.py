@@ -127,8 +127,9 @@ class Streams:
 
     def moved(self, states: list[Tensor]) -> bool:
         """Whether anything was drawn since `states` were read."""
-        with torch._C.DisableTorchFunction():
-            return any(not torch.equal(a, b) for a, b in zip(states, self._states(), strict=True))
+        with torch._C.DisableTorchFunction():  # numpy compares, as a tensor operation would be seen as the model's
+            pairs = zip(states, self._states(), strict=True)
+            return any(before.numpy().tobytes() != now.numpy().tobytes() for before, now in pairs)
 
     def states(self) -> list[Tensor]:
         """The generators' states, to compare with `moved`."""

@@ -15,7 +15,12 @@ Span = tuple[Action, float, float]
 
 
 class StageWork(Protocol):
-    """What a stage can do with one micro-batch; each method takes the micro-batch's number."""
+    """What a stage can do with one micro-batch; each method takes the micro-batch's number.
+
+    `ready_at` is when the inputs of the last forward or backward were there (`time.perf_counter`).
+    """
+
+    ready_at: float
 
     def forward(self, microbatch: int) -> None: ...
     def backward(self, microbatch: int) -> None: ...
@@ -28,7 +33,10 @@ class StageWork(Protocol):
 
 
 def execute(actions: Sequence[Action], work: StageWork, observe: Callable[[Span], None] | None = None) -> None:
-    """Do `actions` in order; `observe` gets each with its start and end in seconds (`time.perf_counter`)."""
+    """Do `actions` in order; `observe` gets each with its start and end in seconds (`time.perf_counter`).
+
+    A forward or backward starts when its inputs are there: the wait for them is the bubble.
+    """
     table = {
         "F": work.forward,
         "B": work.backward,
@@ -37,7 +45,10 @@ def execute(actions: Sequence[Action], work: StageWork, observe: Callable[[Span]
         "RECV_F": work.receive_forward,
         "RECV_B": work.receive_backward,
     }
-    ahead = {"RECV_F": _Ahead(actions, "RECV_F", work.post_forward), "RECV_B": _Ahead(actions, "RECV_B", work.post_backward)}
+    ahead = {
+        "RECV_F": _Ahead(actions, "RECV_F", work.post_forward),
+        "RECV_B": _Ahead(actions, "RECV_B", work.post_backward),
+    }
     for queue in ahead.values():
         queue.post()
     for action in actions:
@@ -46,7 +57,7 @@ def execute(actions: Sequence[Action], work: StageWork, observe: Callable[[Span]
         if action.kind in ahead:
             ahead[action.kind].done()
         if observe is not None:
-            observe((action, start, time.perf_counter()))
+            observe((action, max(start, work.ready_at) if action.kind.is_compute else start, time.perf_counter()))
 
 
 class _Ahead:

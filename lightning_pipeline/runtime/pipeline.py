@@ -124,7 +124,10 @@ class Pipeline:
         )
         order = self.order(training=work.loss_of is not None, num_microbatches=len(states))
         with self.interception.streams.kept(), self.interception.installed(observing):
+            stage.begin()
             execute(order, stage, self.observe)
+        if self._transport is not None:
+            self._transport.flush()
         return StepReport(states, stage.reports, stage.peak_live)
 
     def order(self, *, training: bool, num_microbatches: int) -> list[Action]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_pipeline.partition.record import Record
 from lightning_pipeline.partition.replay import BATCH, Received, Replay
 from lightning_pipeline.runtime.microbatch import Header, Microbatch
 from lightning_pipeline.runtime.structure import Report, Structure
-from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
+from lightning_pipeline.runtime.transport import Channel, PendingReceive, TensorMeta, Transport
 
 
 class Stage:
@@ -52,6 +53,9 @@ class Stage:
         self.reports: dict[int, Report] = {}
         self.live = 0
         self.peak_live = 0
+        self.ready_at = 0.0
+        self._delivered: dict[int, bool] = {}
+        self._whole_batch: dict[int, list[PendingReceive | Tensor]] | None = None
         self._num_stages = num_stages
         self._device = device
         self._interception = interception
@@ -63,6 +67,22 @@ class Stage:
         fixed = all(state.structure.fixed for state in microbatches)
         self._tensor_names = {} if fixed else interception.tensor_names()
 
+    # -- the batch --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before the schedule: where it can be, what the stages use of the batch travels whole, in few messages."""
+        if self._transport is None:
+            return
+        if self.stage > 0:
+            self._whole_batch = self._post_whole_batch()
+            return
+        for peer in range(1, self._num_stages):
+            layout = whole_batch(self.microbatches, peer)
+            self._delivered[peer] = layout is not None
+            for index in layout or ():
+                parts = [state.tensors[index] for state in self.microbatches if state.tensors is not None]
+                self._transport.send(torch.cat(parts), peer, Channel.BATCH)
+
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, microbatch: int) -> None:
@@ -72,6 +92,7 @@ class Stage:
         self._deliver_batch(state)
         received = self._take_values(state)
         batch = self._take_batch(state)
+        self.ready_at = time.perf_counter()
         record = structure.record if structure.fixed else self._record_so_far(state)
         crossing: tuple[ValueId, ...] = ()
         if structure.fixed:
@@ -187,6 +208,7 @@ class Stage:
                 if value in state.edges:
                     edges.append(state.edges[value])
                     gradients.append(gradient)
+            self.ready_at = time.perf_counter()
             if edges:
                 torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
         state.edges = {}
@@ -261,21 +283,48 @@ class Stage:
             return
         assert state.tensors is not None
         for peer in range(1, self._num_stages):
+            if self._delivered[peer]:
+                continue
             for index in self._used_batch(state, peer):
                 self._transport.send(state.tensors[index], peer, Channel.BATCH)
 
     def _post_batch(self, state: Microbatch) -> None:
         assert self._transport is not None
-        shapes = state.structure.key[1][1]  # type: ignore[index]
+        if self._whole_batch is not None:
+            return
+        shapes = batch_shapes(state)
         for index in self._used_batch(state, self.stage):
             shape, stride, dtype, _ = shapes[index]
             meta = TensorMeta.of(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
             state.pending_batch.append((index, self._transport.recv(meta, 0, Channel.BATCH)))
 
+    def _post_whole_batch(self) -> dict[int, list[PendingReceive | Tensor]] | None:
+        assert self._transport is not None
+        layout = whole_batch(self.microbatches, self.stage)
+        if layout is None:
+            return None
+        return {
+            index: [self._transport.recv(TensorMeta(shape, _strides(shape), dtype), 0, Channel.BATCH)]
+            for index, (shape, dtype) in layout.items()
+        }
+
+    def _rows(self, microbatch: int, what: str) -> dict[int, Tensor]:
+        """This micro-batch's part of each tensor that came whole."""
+        assert self._whole_batch is not None
+        there = {}
+        for index, whole in self._whole_batch.items():
+            if isinstance(whole[0], PendingReceive):
+                sizes = [batch_shapes(state)[index][0][0] for state in self.microbatches]
+                whole[:] = whole[0].wait(what).split(sizes)
+            part = whole[microbatch]
+            assert isinstance(part, Tensor)
+            there[index] = part
+        return there
+
     def _used_batch(self, state: Microbatch, stage: int) -> Any:
         if state.structure.settled:
             return state.structure.batch[stage]
-        return range(len(state.structure.key[1][1]))  # type: ignore[index]
+        return range(len(batch_shapes(state)))
 
     def _take_batch(self, state: Microbatch) -> list[Tensor]:
         if state.tensors is not None:
@@ -284,7 +333,9 @@ class Stage:
         what = f"the batch of micro-batch {state.index} ({self.stage}F{state.index})"
         there = {index: pending.wait(what) for index, pending in state.pending_batch}
         state.pending_batch = []
-        shapes = state.structure.key[1][1]  # type: ignore[index]
+        if self._whole_batch is not None:
+            there = self._rows(state.index, what)
+        shapes = batch_shapes(state)
         return [
             there[index]
             if index in there
@@ -306,6 +357,7 @@ class Stage:
         observer, structure = state.observer, state.structure
         assert observer is not None
         record = observer.end(self.stage)
+        counts_before = record.counts
         streams = self._interception.streams
         record.counts = {name: count for name, count in streams.counts.items() if name in streams.drawing}
         own = record.events[record.starts[self.stage] :]
@@ -319,7 +371,7 @@ class Stage:
         self._narrow(state, record)
         if not structure.settled:
             kept = copy.copy(record)
-            kept.counts = dict(state.header.record.counts) if state.header is not None else {}
+            kept.counts = counts_before
             structure.record = kept
 
     def _narrow(self, state: Microbatch, record: Record) -> None:
@@ -357,3 +409,33 @@ class Stage:
                 f"unseen: move the boundary, or pad the value"
             )
         return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device).copy_(tensor.detach())
+
+
+def batch_shapes(state: Microbatch) -> Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]]:
+    """Shape, strides, dtype and requires_grad of each tensor of the micro-batch."""
+    return state.structure.key[1][1]  # type: ignore[index]
+
+
+def whole_batch(
+    microbatches: list[Microbatch], stage: int
+) -> dict[int, tuple[tuple[int, ...], torch.dtype]] | None:
+    """Shape and dtype of each tensor that `stage` uses, concatenated over all micro-batches; None where the
+    micro-batches do not use the same ones or do not fit together.
+    """
+    if not all(state.structure.settled for state in microbatches):
+        return None
+    used = {state.structure.batch[stage] for state in microbatches}
+    if len(used) > 1:
+        return None
+    layout = {}
+    for index in used.pop():
+        shapes = [batch_shapes(state)[index] for state in microbatches]
+        shape, _, dtype, _ = shapes[0]
+        if not shape or any((other[0][1:], other[2]) != (shape[1:], dtype) for other in shapes):
+            return None
+        layout[index] = ((sum(other[0][0] for other in shapes), *shape[1:]), dtype)
+    return layout
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(torch.empty(shape, device="meta").stride())

@@ -148,6 +148,11 @@ class PipelineStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def transport(self) -> Transport | None:
+        """The connection between the stages; None with one stage, or before setup."""
+        return self._transport
+
+    @property
     def is_distributed(self) -> bool:
         """Whether several replicas see different data, so that Lightning shares it out and reduces over them."""
         return self.topology is not None and self.topology.data_parallel_size > 1

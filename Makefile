@@ -1,0 +1,30 @@
+# Everything runs in .venv, which the first target that needs it makes. PYTHON chooses the interpreter it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-7s %s\n", $$1, $$2}'
+
+train: $(VENV)/.stamp ## train the default example over two stages; pass overrides as ARGS="trainer.devices=4"
+	$(BIN)/python examples/train.py $(ARGS)
+
+test: $(VENV)/.stamp ## run the tests; pass options as ARGS="-k schedules"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.stamp ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+
+# torch comes first and alone: pip then takes a build that it has at hand instead of whatever the extras ask for.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,examples]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Data and models of the examples. Nothing in them knows about pipelines."""

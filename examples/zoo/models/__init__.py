@@ -1,0 +1,1 @@
+"""Networks and LightningModules of the examples."""
