@@ -207,6 +207,8 @@ class Replay(TorchFunctionMode):
         if func in METADATA:
             return func(*args, **(kwargs or {}))
         name = _name(func)
+        if func is torch.autograd.grad:
+            func = _grad_within_stage
         if name in PRINTED:
             return Absent.__repr__(args[0]) if isinstance(args[0], Absent) else func(*args, **(kwargs or {}))
         if self.at < self.stage:
@@ -238,11 +240,11 @@ class Replay(TorchFunctionMode):
     def _move(self, leaf: Leaf) -> None:
         stage = leaf.stage if leaf.stage is not None else leaf.minimum
         if stage is None or stage == self.at:
-            if stage is not None:
-                self._at_leaf = leaf.name
+            self._at_leaf = leaf.name
             return
         if stage < self.at:
             if leaf.stage is None:
+                self._at_leaf = leaf.name
                 return
             raise ValueError(
                 f"stages are out of order: {leaf.name!r} is on stage {stage} and is called after {self._at_leaf!r} of "
@@ -461,6 +463,18 @@ def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     return run
+
+
+def _grad_within_stage(*args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad, whose graph ends where the stage begins."""
+    try:
+        return torch.autograd.grad(*args, **kwargs)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"torch.autograd.grad failed on one stage of a pipeline ({error}); values and parameters of earlier stages "
+            f"are not in its graph, which is on another device. Differentiate with respect to values of this stage, or "
+            f"cut the model elsewhere ({users_line()})"
+        ) from error
 
 
 def _draw_again(function: Any, args: Any, kwargs: Any) -> None:

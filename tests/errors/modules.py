@@ -1,0 +1,165 @@
+"""Modules with one thing wrong each, for the tests of errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipeline import PipelineStrategy
+
+
+class Plain(L.LightningModule):
+    """Three layers and nothing wrong."""
+
+    stage_config: dict[str, int] = {"second": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.between(self.first(batch[0]), batch_idx)).square().mean()
+
+    def between(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.second(x)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OutOfOrder(Plain):
+    stage_config = {"first": 1, "second": 0, "head": 1}
+
+
+class NeverReached(Plain):
+    stage_config = {"unused": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+
+
+class SkippedStage(Plain):
+    """Of three stages the middle one's module is not called."""
+
+    stage_config = {"unused": 1, "second": 2}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+
+
+class _Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class BoundaryInFunction(Plain):
+    def between(self, x: Tensor, batch_idx: int) -> Tensor:
+        return _Calls.apply(x, self.second)
+
+
+class WrittenView(Plain):
+    def between(self, x: Tensor, batch_idx: int) -> Tensor:
+        view = x[:, :2]
+        y = self.second(x.detach())
+        view.mul_(2)
+        return y + x
+
+
+class Diverging(Plain):
+    def between(self, x: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            x = x * 2
+        return self.second(x)
+
+
+class RankDependent(Plain):
+    def between(self, x: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == 1:
+            x = x * 3
+        return self.second(x)
+
+
+class NoLoss(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class LossInNoKey(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"error": super().training_step(batch, batch_idx)}
+
+
+class Raises(Plain):
+    """Raises on the first stage at the third batch, in a leaf."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        getattr(self, at).register_forward_pre_hook(self.fail)
+        self.calls = 0
+
+    def fail(self, module: nn.Module, args: Any) -> None:
+        self.calls += 1
+        if self.calls > 6:
+            raise FloatingPointError("the user's own error")
+
+
+class Killed(Plain):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class LoopsBack(Plain):
+    stage_config = {"first": 0, "second": 1}
+
+    def between(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.first(self.second(x))
+
+
+class GradientAcrossStages(Plain):
+    def between(self, x: Tensor, batch_idx: int) -> Tensor:
+        y = self.second(x)
+        (gradient,) = torch.autograd.grad(y.sum(), self.first.bias, create_graph=True)
+        return y + gradient
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def fit(module: type[Plain], *args: Any, world: int = 2, **strategy: Any) -> None:
+    """Train `module` for a few batches of 8 samples in 4 micro-batches."""
+    L.seed_everything(1, verbose=False)
+    strategy = {"num_microbatches": 4, "timeout": 30, **strategy}
+    trainer = L.Trainer(
+        strategy=PipelineStrategy(**strategy),
+        accelerator="cpu",
+        devices=world,
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module(*args), DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=8))

@@ -1,0 +1,83 @@
+"""Each mistake gets an error that says what to do, on every rank, within seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.errors import modules
+from tests.errors.ranks import Ended, run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+SECONDS = 20.0  # from start-up to the last rank's end, on a busy machine
+
+
+def errors_of(module: str, *args: Any, world: int = 2, **strategy: Any) -> list[Ended]:
+    ended = run_ranks(fit, module, args, world, strategy, world=world)
+    for rank, end in enumerate(ended):
+        assert end.exit_code not in (0, None), f"rank {rank} ended with {end}"
+        assert end.seconds < SECONDS
+    return ended
+
+
+def fit(module: str, args: tuple[Any, ...], world: int, strategy: dict[str, Any]) -> None:
+    modules.fit(getattr(modules, module), *args, world=world, **strategy)
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy", "words"),
+    [
+        ("Plain", {"stage_config": {"secnd": 1}}, ["KeyError", "'secnd'", "closest names are 'second'"]),
+        ("Plain", {"stage_config": {"second": 2}}, ["ValueError", "3 stages need at least 3 devices, got 2"]),
+        ("Plain", {"num_microbatches": 1}, ["ValueError", "num_microbatches=1", "num_stages=2"]),
+        ("Plain", {"stage_config": {"second": 2}, "num_stages": 2}, ["ValueError", "'second' on stage 2"]),
+        ("Plain", {"stage_config": {}, "num_stages": 2}, ["ValueError", "no stage_config says where Plain is cut"]),
+        ("OutOfOrder", {}, ["ValueError", "stages are out of order", "'second'", "'first'"]),
+        ("LoopsBack", {}, ["ValueError", "'first' is on stage 0", "after 'second' of stage 1", "modules.py"]),
+        ("NeverReached", {}, ["ValueError", "stage 1 is never reached"]),
+        ("BoundaryInFunction", {}, ["ValueError", "'second' (stage 1)", "inside an autograd.Function"]),
+        ("WrittenView", {}, ["ValueError", "'__getitem__' is written in place", "'first'"]),
+        ("Diverging", {}, ["DivergenceError", "'mul'", "modules.py", "x = x * 2"]),
+        ("RankDependent", {}, ["DivergenceError", "'mul'", "modules.py", "x = x * 3"]),
+        ("NoLoss", {}, ["ValueError", "training_step returned None"]),
+        ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
+        ("GradientAcrossStages", {}, ["RuntimeError", "torch.autograd.grad failed", "another device", "modules.py"]),
+        ("Manual", {}, ["ValueError", "automatic_optimization=False"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_named_on_every_rank(module: str, strategy: dict[str, Any], words: list[str]) -> None:
+    for end in errors_of(module, **strategy):
+        for word in words:
+            assert word in end.error, f"{word!r} is not in {end.error}"
+
+
+def test_a_stage_without_modules_is_never_reached() -> None:
+    for end in errors_of("SkippedStage", world=3):
+        assert "stage 1 is never reached: the data goes from stage 0 ('first') to 'second' on stage 2" in end.error
+
+
+def test_devices_that_are_no_multiple_of_stages() -> None:
+    for end in errors_of("Plain", world=3):
+        assert "ValueError: 3 devices are not a multiple of 2 stages" in end.error
+
+
+@pytest.mark.parametrize("at", ["first", "head"])
+def test_an_exception_on_one_stage_ends_all(at: str) -> None:
+    ended = errors_of("Raises", at)
+    failed = {"first": 0, "head": 1}[at]
+    assert ended[failed].error == "FloatingPointError: the user's own error"
+    other = ended[1 - failed]
+    assert other.error.startswith("PeerFailedError")
+    assert f"stage {failed} (rank {failed}) failed: FloatingPointError: the user's own error" in other.error
+    assert f"stage {1 - failed} (rank {1 - failed}) was waiting for" in other.error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others(rank: int) -> None:
+    ended = errors_of("Killed", rank)
+    assert ended[rank].exit_code == -9
+    assert ended[1 - rank].error.startswith("PeerFailedError")
+    assert f"stage {rank} (rank {rank}) failed: its process ended" in ended[1 - rank].error
