@@ -1,7 +1,7 @@
 """Registers the strategies with Lightning as soon as Lightning is there.
 
-`import lightning_pipeline.schedules` has to work, and be quick, where neither torch nor Lightning is installed. So this
-package does not import Lightning: where Lightning is already imported the names are registered at once, else when it is.
+`import lightning_pipeline.schedules` has to work, and be quick, where neither torch nor Lightning is installed. So
+this package does not import Lightning: where it is already imported the names are registered at once, else when it is.
 """
 
 from __future__ import annotations
@@ -54,5 +54,5 @@ class _WhenImported(MetaPathFinder):
             execute(module)
             _register_now()
 
-        loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        loader.exec_module = execute_and_register
         return spec

@@ -53,15 +53,15 @@ class Absent(Tensor):
         made.origin = origin
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         absent = next((item for item in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(item, cls)), None)
         origin = absent.origin if absent is not None else "an earlier stage"
         raise AbsentDataError(f"{func} needs the data of the result of {origin}, which is not on this stage")
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype}, result of {self.origin})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:

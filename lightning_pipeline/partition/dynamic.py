@@ -7,7 +7,10 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMES = frozenset(
-    "nonzero masked_select unique unique_consecutive _unique2 unique_dim _local_scalar_dense bincount equal".split()
+    {
+        *("nonzero", "masked_select", "unique", "unique_consecutive", "_unique2", "unique_dim", "bincount"),
+        *("_local_scalar_dense", "equal"),
+    }
 )
 
 

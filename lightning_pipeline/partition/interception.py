@@ -37,7 +37,7 @@ class Interception:
         self.current: Replay | None = None
         self.called: set[str] = set()
         """Names of the leaves that ran on this stage."""
-        self.modules = {name: module for name, module in root.named_modules()}
+        self.modules = dict(root.named_modules())
         self.module_names = {id(module): name for name, module in self.modules.items()}
         self._leaf_of = {id(leaf.module): leaf for leaf in self.leaves}
 
@@ -114,7 +114,7 @@ class Interception:
     def _call_override(self, call: _Forward) -> _Forward:
         """A class that overrides `__call__` does its work around `forward` natively, too."""
 
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             replay, leaf = self.current, self._leaf_of.get(id(module))
             if replay is None or replay.inside or leaf is None:
                 return call(module, *args, **kwargs)

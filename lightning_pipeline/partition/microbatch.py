@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -37,7 +38,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
             return [batch]
         raise ValueError(
             f"cannot split a batch of type {type(batch).__name__} into {num_microbatches} micro-batches: no tensor or "
-            f"list in it says how many samples it has; define split_batch(batch, num_microbatches) on the LightningModule"
+            f"list in it says how many samples it has; define split_batch(batch, num_microbatches) on the module"
         )
     tensors, layout = tree.flatten(batch)
     if isinstance(layout, Constant) and isinstance(batch, (str, bytes)):
@@ -48,7 +49,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         bounds.append(bounds[-1] + size // parts + (part < size % parts))
     return [
         _take(layout, [_rows(t, size, a, b) for t in tensors], size, a, b)
-        for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+        for a, b in itertools.pairwise(bounds)
     ]
 
 
@@ -97,7 +98,7 @@ def signature(microbatch: Any) -> tuple[list[Tensor], Layout, tuple[Any, ...]]:
 def _structure(layout: Layout) -> Any:
     """What of a layout can decide how a step runs: its containers, and constants other than text and fractions."""
     if isinstance(layout, Slot):
-        return layout.index
+        return layout.number
     if isinstance(layout, Constant):
         value = layout.value
         return ("c", value) if isinstance(value, (bool, int, type(None), torch.dtype)) else ("c", type(value).__name__)

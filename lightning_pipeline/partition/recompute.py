@@ -50,7 +50,7 @@ def recomputation(streams: Streams, interception: BetweenModules) -> Iterator[No
                     interception.checkpoint_leaves(-1)
             return reentrant.apply(_live_then_resumable(function, streams), preserve, *args)
 
-    torch_checkpoint._checkpoint_without_reentrant_generator = generator
+    torch_checkpoint._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
     torch_checkpoint.CheckpointFunction = Reentrant  # type: ignore[assignment,misc]
     try:
         yield

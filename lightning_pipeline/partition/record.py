@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_pipeline.partition.absent import ValueId, ValueMeta
-from lightning_pipeline.partition.tree import Constant, Layout
+from lightning_pipeline.partition.tree import Constant, Layout, Slot
 
 
 class Alias:
@@ -91,10 +90,9 @@ def picklable(layout: Layout) -> Layout:
         except Exception:
             return Constant(Opaque(repr(layout.value)[:200]))
         return layout
-    items = getattr(layout, "items", None)
-    if isinstance(items, tuple):
-        return layout._replace(items=tuple(picklable(item) for item in items))  # type: ignore[union-attr]
-    return layout
+    if isinstance(layout, Slot):
+        return layout
+    return layout._replace(items=tuple(picklable(item) for item in layout.items))
 
 
 def is_constant(layout: Layout) -> bool:

@@ -53,7 +53,7 @@ def resolve(module: nn.Module, config: Mapping[str, int], num_stages: int) -> St
         KeyError: a key names no module; the message lists the closest names.
         ValueError: a value is no stage, a stage has no key, or nothing is to be cut.
     """
-    names = {name: sub for name, sub in module.named_modules()}
+    names = dict(module.named_modules())
     exact: dict[str, int] = {}
     for key, stage in config.items():
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
@@ -87,7 +87,7 @@ def _expand(key: str, names: Mapping[str, nn.Module]) -> list[str]:
     start = int(match["start"] or 0)
     stop = int(match["stop"] or len(children))
     if not 0 <= start < stop <= len(children):
-        raise ValueError(f"stage_config key {key!r}: {container!r} has {len(children)} modules, 0 to {len(children) - 1}")
+        raise ValueError(f"stage_config key {key!r}: {container!r} has modules 0 to {len(children) - 1}")
     prefix = f"{container}." if container else ""
     return [prefix + child for child in children[start:stop]]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 class Slot(NamedTuple):
     """The place of tensor number `index`."""
 
-    index: int
+    number: int
 
 
 class Constant(NamedTuple):
@@ -75,7 +75,7 @@ def rebuild(layout: Layout, tensors: list[Any] | tuple[Any, ...]) -> Any:
     """The value that `layout` describes, around `tensors`."""
     kind = type(layout)
     if kind is Slot:
-        return tensors[layout.index]  # type: ignore[union-attr]
+        return tensors[layout.number]  # type: ignore[union-attr]
     if kind is Constant:
         return layout.value  # type: ignore[union-attr]
     if isinstance(layout, Sequence):
@@ -86,7 +86,7 @@ def rebuild(layout: Layout, tensors: list[Any] | tuple[Any, ...]) -> Any:
     if isinstance(layout, Dictionary):
         return _rebuild_dictionary(layout, tensors)
     assert isinstance(layout, Object)
-    made = object.__new__(layout.type)
+    made: Any = object.__new__(layout.type)
     for name, item in zip(layout.names, layout.items, strict=True):
         object.__setattr__(made, name, rebuild(item, tensors))
     return made
@@ -106,7 +106,7 @@ def containers(value: Any) -> Iterator[list[Any] | MutableMapping[Any, Any]]:
     todo = [value]
     while todo:
         item = todo.pop(0)
-        if isinstance(item, _ATOMS) or isinstance(item, (Tensor, nn.Module)) or id(item) in seen:
+        if isinstance(item, (_ATOMS, Tensor, nn.Module)) or id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, list):
@@ -126,7 +126,7 @@ def _flatten(value: Any, tensors: list[Tensor], seen: dict[int, Slot], depth: in
             seen[id(value)] = Slot(len(tensors))
             tensors.append(value)
         return seen[id(value)]
-    if isinstance(value, _ATOMS) or isinstance(value, nn.Module) or depth > _MAX_DEPTH:
+    if isinstance(value, (_ATOMS, nn.Module)) or depth > _MAX_DEPTH:
         return Constant(value)
     before = len(tensors) + len(seen)
     if isinstance(value, (list, tuple)):

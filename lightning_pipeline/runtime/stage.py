@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.absent import Absent, ValueId, ValueMeta
+from lightning_pipeline.partition.absent import ValueId
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.observer import Observer
 from lightning_pipeline.partition.record import Record
-from lightning_pipeline.partition.replay import BATCH, Received, Replay
+from lightning_pipeline.partition.replay import Received, Replay
+from lightning_pipeline.runtime.delivery import BatchDelivery
 from lightning_pipeline.runtime.microbatch import Header, Microbatch
 from lightning_pipeline.runtime.structure import Report, Structure
-from lightning_pipeline.runtime.transport import Channel, PendingReceive, TensorMeta, Transport
+from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
 
 
 class Stage:
@@ -54,12 +55,11 @@ class Stage:
         self.live = 0
         self.peak_live = 0
         self.ready_at = 0.0
-        self._delivered: dict[int, bool] = {}
-        self._whole_batch: dict[int, list[PendingReceive | Tensor]] | None = None
         self._num_stages = num_stages
         self._device = device
         self._interception = interception
         self._transport = transport
+        self._delivery = BatchDelivery(microbatches, transport, stage=stage, num_stages=num_stages, device=device)
         self._step = step
         self._loss_of = loss_of
         self._run_backward = run_backward
@@ -67,21 +67,9 @@ class Stage:
         fixed = all(state.structure.fixed for state in microbatches)
         self._tensor_names = {} if fixed else interception.tensor_names()
 
-    # -- the batch --------------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
-        """Before the schedule: where it can be, what the stages use of the batch travels whole, in few messages."""
-        if self._transport is None:
-            return
-        if self.stage > 0:
-            self._whole_batch = self._post_whole_batch()
-            return
-        for peer in range(1, self._num_stages):
-            layout = whole_batch(self.microbatches, peer)
-            self._delivered[peer] = layout is not None
-            for index in layout or ():
-                parts = [state.tensors[index] for state in self.microbatches if state.tensors is not None]
-                self._transport.send(torch.cat(parts), peer, Channel.BATCH)
+        """Before the schedule."""
+        self._delivery.begin()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -89,9 +77,9 @@ class Stage:
         """Run the step of one micro-batch up to the end of this stage."""
         state = self.microbatches[microbatch]
         structure = state.structure
-        self._deliver_batch(state)
+        self._delivery.send(state)
         received = self._take_values(state)
-        batch = self._take_batch(state)
+        batch = self._delivery.take(state)
         self.ready_at = time.perf_counter()
         record = structure.record if structure.fixed else self._record_so_far(state)
         crossing: tuple[ValueId, ...] = ()
@@ -145,7 +133,8 @@ class Stage:
         if structure.fixed:
             state.gradients_out = structure.gradients[self.stage] if self._loss_of is not None else ()
             for value, tensor in state.outputs.items():
-                self._transport.send(self._conform(tensor, structure.metas[value][0], structure, value), peer, Channel.FORWARD)
+                tensor = self._conform(tensor, structure.metas[value][0], structure, value)
+                self._transport.send(tensor, peer, Channel.FORWARD)
         else:
             header = self._header(state)
             self._transport.send_object(header, peer)
@@ -164,7 +153,7 @@ class Stage:
         structure = state.structure
         if not structure.fixed:
             return False
-        self._post_batch(state)
+        self._delivery.post(state)
         assert self._transport is not None
         state.gradients_in = structure.gradients[self.stage - 1] if self._loss_of is not None else ()
         for value in structure.crossing[self.stage - 1]:
@@ -178,9 +167,10 @@ class Stage:
         if state.structure.fixed:
             return
         assert self._transport is not None
-        self._post_batch(state)
+        self._delivery.post(state)
         peer = self.stage - 1
-        header: Header = self._transport.recv_object(peer, f"the record of micro-batch {microbatch} ({self.stage}F{microbatch})")
+        what = f"the record of micro-batch {microbatch} ({self.stage}F{microbatch})"
+        header: Header = self._transport.recv_object(peer, what)
         state.header = header
         state.gradients_in = header.gradients
         for value, meta, requires_grad in header.values:
@@ -210,7 +200,7 @@ class Stage:
                     gradients.append(gradient)
             self.ready_at = time.perf_counter()
             if edges:
-                torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
+                torch.autograd.backward(edges, gradients)
         state.edges = {}
         state.pending_gradients = None
         self.live -= 1
@@ -277,72 +267,6 @@ class Stage:
     def _meta(self, state: Microbatch, value: ValueId) -> TensorMeta:
         return state.metas[value] if state.metas else state.structure.metas[value][0]
 
-    def _deliver_batch(self, state: Microbatch) -> None:
-        """The first stage sends the others the batch tensors that they use."""
-        if self.stage > 0 or self._transport is None:
-            return
-        assert state.tensors is not None
-        for peer in range(1, self._num_stages):
-            if self._delivered[peer]:
-                continue
-            for index in self._used_batch(state, peer):
-                self._transport.send(state.tensors[index], peer, Channel.BATCH)
-
-    def _post_batch(self, state: Microbatch) -> None:
-        assert self._transport is not None
-        if self._whole_batch is not None:
-            return
-        shapes = batch_shapes(state)
-        for index in self._used_batch(state, self.stage):
-            shape, stride, dtype, _ = shapes[index]
-            meta = TensorMeta.of(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
-            state.pending_batch.append((index, self._transport.recv(meta, 0, Channel.BATCH)))
-
-    def _post_whole_batch(self) -> dict[int, list[PendingReceive | Tensor]] | None:
-        assert self._transport is not None
-        layout = whole_batch(self.microbatches, self.stage)
-        if layout is None:
-            return None
-        return {
-            index: [self._transport.recv(TensorMeta(shape, _strides(shape), dtype), 0, Channel.BATCH)]
-            for index, (shape, dtype) in layout.items()
-        }
-
-    def _rows(self, microbatch: int, what: str) -> dict[int, Tensor]:
-        """This micro-batch's part of each tensor that came whole."""
-        assert self._whole_batch is not None
-        there = {}
-        for index, whole in self._whole_batch.items():
-            if isinstance(whole[0], PendingReceive):
-                sizes = [batch_shapes(state)[index][0][0] for state in self.microbatches]
-                whole[:] = whole[0].wait(what).split(sizes)
-            part = whole[microbatch]
-            assert isinstance(part, Tensor)
-            there[index] = part
-        return there
-
-    def _used_batch(self, state: Microbatch, stage: int) -> Any:
-        if state.structure.settled:
-            return state.structure.batch[stage]
-        return range(len(batch_shapes(state)))
-
-    def _take_batch(self, state: Microbatch) -> list[Tensor]:
-        if state.tensors is not None:
-            tensors, state.tensors = state.tensors, None
-            return tensors
-        what = f"the batch of micro-batch {state.index} ({self.stage}F{state.index})"
-        there = {index: pending.wait(what) for index, pending in state.pending_batch}
-        state.pending_batch = []
-        if self._whole_batch is not None:
-            there = self._rows(state.index, what)
-        shapes = batch_shapes(state)
-        return [
-            there[index]
-            if index in there
-            else Absent.make(ValueMeta(*meta), self._device, (BATCH, index), f"the batch (tensor {index})")
-            for index, meta in enumerate(shapes)
-        ]
-
     def _take_values(self, state: Microbatch) -> Received:
         what = f"the activations of micro-batch {state.index} ({self.stage}F{state.index})"
         values = {value: pending.wait(what) for value, pending in state.pending_values}
@@ -408,34 +332,5 @@ class Stage:
                 f"for the first micro-batch of this structure; a shape that depends on data cannot cross a boundary "
                 f"unseen: move the boundary, or pad the value"
             )
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device).copy_(tensor.detach())
-
-
-def batch_shapes(state: Microbatch) -> Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]]:
-    """Shape, strides, dtype and requires_grad of each tensor of the micro-batch."""
-    return state.structure.key[1][1]  # type: ignore[index]
-
-
-def whole_batch(
-    microbatches: list[Microbatch], stage: int
-) -> dict[int, tuple[tuple[int, ...], torch.dtype]] | None:
-    """Shape and dtype of each tensor that `stage` uses, concatenated over all micro-batches; None where the
-    micro-batches do not use the same ones or do not fit together.
-    """
-    if not all(state.structure.settled for state in microbatches):
-        return None
-    used = {state.structure.batch[stage] for state in microbatches}
-    if len(used) > 1:
-        return None
-    layout = {}
-    for index in used.pop():
-        shapes = [batch_shapes(state)[index] for state in microbatches]
-        shape, _, dtype, _ = shapes[0]
-        if not shape or any((other[0][1:], other[2]) != (shape[1:], dtype) for other in shapes):
-            return None
-        layout[index] = ((sum(other[0][0] for other in shapes), *shape[1:]), dtype)
-    return layout
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(torch.empty(shape, device="meta").stride())
+        made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device)
+        return made.copy_(tensor.detach())

@@ -5,6 +5,7 @@ Read in Lightning 2.5 and 2.6; each function says why the public interface does 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -48,6 +49,11 @@ def skip_before_transfer(module: LightningModule) -> Callable[[], None]:
         vars(module).pop("_on_before_batch_transfer", None)
 
     return undo
+
+
+def silence_sync_warning() -> None:
+    """Every stage logs the same value, so Lightning's advice to pass `sync_dist=True` would mislead."""
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 
 
 def total_batches(trainer: Trainer) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ def _are_batched(items: Any, size: int) -> bool:
 
 def _like(first: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     try:
-        return type(first)(**values) if all(isinstance(key, str) for key in values) else type(first)(values)
+        make: Callable[..., Any] = type(first)
+        return make(**values) if all(isinstance(key, str) for key in values) else make(values)
     except TypeError:
         return values

@@ -48,6 +48,7 @@ from lightning_pipeline.strategy.launcher import PipelineLauncher
 from lightning_pipeline.strategy.lightning_private import (
     connect_processes,
     note_device,
+    silence_sync_warning,
     skip_before_transfer,
     total_batches,
 )
@@ -182,7 +183,7 @@ class PipelineStrategy(ParallelStrategy):
         assert environment is not None
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         self.process_group_backend = connect_processes(
             environment, self.root_device, self.process_group_backend, self.timeout
         )
@@ -275,11 +276,12 @@ class PipelineStrategy(ParallelStrategy):
     def _install(self, module: LightningModule) -> None:
         """What hangs on the user's objects while a trainer function runs."""
         self._uninstall()
+        silence_sync_warning()
         assert self.topology is not None and self._placement is not None and self.pipeline is not None
         plugin = self.precision_plugin
         vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
         vars(plugin)["clip_grad_by_value"] = self._clip_by_value
-        self._undo.append(lambda: [vars(plugin).pop(f"clip_grad_by_{kind}", None) for kind in ("norm", "value")] and None)
+        self._undo.append(lambda: _forget(plugin, "clip_grad_by_norm", "clip_grad_by_value"))
         if self.topology.num_stages > 1:
             self._undo.append(
                 share_metrics(module, self._stage_of_metric, self._transport, stage=self.topology.stage_rank)
@@ -391,7 +393,7 @@ class PipelineStrategy(ParallelStrategy):
         assert self._placement is not None and self.lightning_module is not None
         for stages in reports:
             self._placement.add(stages)
-        if self.topology is not None and self.topology.num_stages > 1 and isinstance(kind, tuple) and kind[0] == "train":
+        if self._transport is not None and isinstance(kind, tuple) and kind[0] == "train":
             self.ownership = self._placement.ownership()
             release(self.lightning_module, self.ownership)
             self._drop_remote()
@@ -526,6 +528,11 @@ def register_strategies() -> None:
 def _check_count(name: str, value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{name} is a whole number from 1, got {value!r}")
+
+
+def _forget(owner: object, *names: str) -> None:
+    for name in names:
+        vars(owner).pop(name, None)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -216,9 +216,11 @@ def _loss_in(result: Any, module: str) -> Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
-    what = "None" if result is None else f"{type(result).__name__} {list(result) if isinstance(result, Mapping) else ''}"
+    what = "None" if result is None else type(result).__name__
+    if isinstance(result, Mapping):
+        what = f"{what} {list(result)}"
     raise ValueError(
-        f"{module}.training_step returned {what.strip()}, and a pipeline needs the loss of every micro-batch: return a "
+        f"{module}.training_step returned {what}, and a pipeline needs the loss of every micro-batch: return a "
         f"tensor with one element, or a dictionary with one under 'loss'; to skip a batch, return a loss of zero times "
         f"the output"
     )

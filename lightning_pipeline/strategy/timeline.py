@@ -66,7 +66,8 @@ class PipelineTimeline(Callback):
         trace = write_chrome_trace(stages, dirpath / f"{self.filename}.json")
         picture = draw_timeline(stages, dirpath / f"{self.filename}.png")
         rank_zero_info(
-            f"Timeline of the last training step (bubble {self.bubble:.1%}): {picture} and, for chrome://tracing, {trace}"
+            f"Timeline of the last training step (bubble {self.bubble:.1%}): {picture} "
+            f"and, for chrome://tracing, {trace}"
         )
 
 
