@@ -25,9 +25,7 @@ def register() -> None:
 
 
 def _register_now() -> None:
-    from lightning_pipeline.strategy import register_strategies
-
-    register_strategies()
+    import lightning_pipeline.strategy  # noqa: F401  registers as its last act, also where it is what imports Lightning
 
 
 class _WhenImported(MetaPathFinder):

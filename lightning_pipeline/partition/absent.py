@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.metadata import users_line
+
 ValueId = tuple[int, int]
 """(number of the event, number of the tensor in its result). Tensors of the batch have event number -1."""
 
@@ -59,7 +61,10 @@ class Absent(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         absent = next((item for item in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(item, cls)), None)
         origin = absent.origin if absent is not None else "an earlier stage"
-        raise AbsentDataError(f"{func} needs the data of the result of {origin}, which is not on this stage")
+        raise AbsentDataError(
+            f"{func} needs the data of {origin!r}, which is not on this stage: it was not used here when a micro-batch "
+            f"of this structure was first seen, and only what was used is sent. Use it in every step ({users_line()})"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype}, result of {self.origin})"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.absent import ValueId, ValueMeta
 from lightning_pipeline.partition.dynamic import DataDependence
+from lightning_pipeline.partition.hooks import HookCall, note_calls
 from lightning_pipeline.partition.metadata import DATA_DEPENDENT, HOOKING, users_line
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.record import Alias, Event, Record, is_constant, picklable
@@ -29,7 +30,7 @@ class Look:
     states: list[Tensor] | None
     module: nn.Module | None
     attributes: dict[str, dict[str, Any]]
-    hooks: list[tuple[str, Any]]
+    hooks: list[HookCall]
     handles: list[Any]
     dependence: DataDependence | None
     explicit_generator: bool
@@ -260,11 +261,7 @@ class Observer:
             found = {k: id(v) for k, v in vars(sub).items() if not k.startswith("_") and not callable(v)}
             look.attributes[name] = found
             if sub is not module and sub._forward_hooks:
-
-                def note(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                    look.hooks.append((name, (args, kwargs, output)))
-
-                look.handles.append(sub.register_forward_hook(note, with_kwargs=True, prepend=True))
+                look.handles += note_calls([(name, sub)], look.hooks)
         look.dependence = DataDependence()
         look.dependence.__enter__()
         look.handles.append(look.dependence)

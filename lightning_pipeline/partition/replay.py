@@ -8,7 +8,7 @@ runs as it always does, on plain tensors. The call that reaches the next stage's
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.absent import Absent, AbsentDataError, ValueId, ValueMeta, fill
+from lightning_pipeline.partition.hooks import HookCall, call_hooks, note_calls
 from lightning_pipeline.partition.leaves import Leaf
 from lightning_pipeline.partition.metadata import METADATA, PRINTED, function_name, users_line
 from lightning_pipeline.partition.observer import Observer
@@ -313,10 +314,11 @@ class Replay(TorchFunctionMode):
         if self._observer is None:
             if not self.last and (number >= len(self._events) or self._events[number].name != name):
                 self._diverged(number, name)
-            with self._native():
+            calls: list[HookCall] = []
+            with self._native(), self._noting(number, calls):
                 result = function(*args, **kwargs)
             if number in self._keep:
-                self._hold(number, result, args, kwargs)
+                self._hold(number, result, args, kwargs, calls)
             return result
         with torch._C.DisableTorchFunction():
             look = self._observer.before(name, args, kwargs, module)
@@ -384,19 +386,13 @@ class Replay(TorchFunctionMode):
         for module, attribute, layout in event.attributes:
             setattr(self._modules[module], attribute, tree.rebuild(layout, made))
         for module, layout in event.hooked:
-            hooked = self._modules[module]
-            hook_args, hook_kwargs, output = tree.rebuild(layout, made)
-            for key, hook in list(hooked._forward_hooks.items()):
-                if key in hooked._forward_hooks_with_kwargs:
-                    hook(hooked, hook_args, hook_kwargs, output)
-                else:
-                    hook(hooked, hook_args, output)
+            call_hooks(self._modules[module], *tree.rebuild(layout, made))
 
-    def _hold(self, number: int, result: Any, args: Any, kwargs: Any) -> None:
+    def _hold(self, number: int, result: Any, args: Any, kwargs: Any, calls: Sequence[HookCall] = ()) -> None:
         with torch._C.DisableTorchFunction():
             event = self._events[number]
             if event.filled or event.attributes or event.hooked:
-                found = self._gather_side_effects(event, result, args, kwargs)
+                found = self._gather_side_effects(event, result, args, kwargs, calls)
             else:
                 found = tree.leaves(result)
             if event.writes:
@@ -405,11 +401,25 @@ class Replay(TorchFunctionMode):
             for index in self._keep[number]:
                 self._kept[(number, index)] = found[index]
 
-    def _gather_side_effects(self, event: Event, result: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    @contextmanager
+    def _noting(self, number: int, calls: list[HookCall]) -> Iterator[None]:
+        """Note in `calls` what hooks inside the leaf are given, if any of it crosses a boundary."""
+        hooked = {module for module, _ in self._events[number].hooked} if number in self._keep else ()
+        handles = note_calls(((name, self._modules[name]) for name in hooked), calls) if hooked else ()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _gather_side_effects(
+        self, event: Event, result: Any, args: Any, kwargs: Any, calls: Sequence[HookCall]
+    ) -> list[Tensor]:
         holders = list(tree.containers((args, kwargs)))
         parts: list[Any] = [result]
         parts += [holders[index] for index, _ in event.filled]
         parts += [getattr(self._modules[module], attribute) for module, attribute, _ in event.attributes]
+        parts += [content for _, content in calls]
         return tree.leaves(parts)
 
     @contextmanager

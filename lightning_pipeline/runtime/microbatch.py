@@ -65,8 +65,8 @@ class Microbatch:
     outputs: dict[ValueId, Tensor] = field(default_factory=dict)
     edges: dict[ValueId, GradientEdge] = field(default_factory=dict)
     metas: dict[ValueId, TensorMeta] = field(default_factory=dict)
-    gradients_out: tuple[ValueId, ...] | None = ()
-    """Values of the next boundary whose gradients come back; None until the next stage tells."""
+    gradients_out: tuple[ValueId, ...] | None = None
+    """Values of the next boundary whose gradients come back; None until it is known here, or the next stage tells."""
     gradients_in: tuple[ValueId, ...] | None = ()
     """Values of the previous boundary whose gradients go back; None where it is found out in backward."""
     result: Any = None

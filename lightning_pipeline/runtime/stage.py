@@ -234,7 +234,7 @@ class Stage:
         """Post the receives of the gradients, if it is known which will come."""
         state = self.microbatches[microbatch]
         values = state.structure.gradients[self.stage] if state.structure.fixed else state.gradients_out
-        if values is None or (not state.structure.fixed and not state.metas):
+        if values is None or (not state.structure.fixed and not state.metas.keys() >= set(values)):
             return False
         self._post_gradients(state, values)
         return True

@@ -3,4 +3,6 @@
 from lightning_pipeline.strategy.pipeline import PipelineStrategy, register_strategies
 from lightning_pipeline.strategy.timeline import PipelineTimeline
 
-__all__ = ["PipelineStrategy", "PipelineTimeline", "register_strategies"]
+__all__ = ["PipelineStrategy", "PipelineTimeline"]
+
+register_strategies()

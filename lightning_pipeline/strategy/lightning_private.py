@@ -17,15 +17,16 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 
 
 def connect_processes(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta
 ) -> str:
-    """Make the default process group as DDP does; returns its backend. No public function does it."""
-    reset_seed()
+    """Make the default process group; returns its backend. No public function does it.
+
+    Unlike DDP's, this leaves the random state alone: samples are shuffled as on one device.
+    """
     backend = backend or _get_default_process_group_backend_for_device(device)
     _init_dist_connection(environment, backend, timeout=timeout)
     return backend

@@ -329,8 +329,7 @@ class PipelineStrategy(ParallelStrategy):
         assert self.lightning_module is not None and self._steps is not None
         trainer = self.lightning_module.trainer
         arguments = (*args, *kwargs.values())
-        first = arguments[1] % trainer.accumulate_grad_batches == 0 if len(arguments) > 1 else True
-        first = first or trainer.accumulate_grad_batches == 1
+        first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         self._gradients.begin(self._local_parameters(), first=first)
         with self._stepping():
             result = self._steps.train(
@@ -439,8 +438,8 @@ class PipelineStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Over replicas, of which there is one."""
-        return tensor.unsqueeze(0) if self.world_size > 1 else tensor
+        """Over replicas, of which there is one, so that no dimension is added."""
+        return tensor
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -1,0 +1,37 @@
+"""Imports go downwards only: schedules, partition, runtime, strategy."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lightning_pipeline"
+FLOORS = ["schedules", "partition", "runtime", "strategy"]
+FOREIGN = {"schedules": {"torch", "lightning", "numpy"}, "partition": {"lightning"}, "runtime": {"lightning"}}
+
+
+def imported_modules(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            found.add(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_floor_imports_none_above_it(floor: str) -> None:
+    above = {f"lightning_pipeline.{name}" for name in FLOORS[FLOORS.index(floor) + 1 :]}
+    for path in (PACKAGE / floor).glob("**/*.py"):
+        for module in imported_modules(path):
+            assert not any(module == name or module.startswith(f"{name}.") for name in above), f"{path}: {module}"
+            assert module.partition(".")[0] not in FOREIGN.get(floor, set()), f"{path}: {module}"
+
+
+def test_partition_starts_no_processes() -> None:
+    for path in (PACKAGE / "partition").glob("*.py"):
+        assert not any(module.startswith("torch.distributed") for module in imported_modules(path)), path
