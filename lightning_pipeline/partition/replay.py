@@ -46,10 +46,12 @@ class Outcome:
     Attributes:
         result: what the step returned; None before the last stage.
         outputs: the values that cross to the next stage, in the order of the plan (or, rehearsing, all that may).
+        passed: how the data went past this stage without a call of its modules; empty if it did not.
     """
 
     result: Any = None
     outputs: dict[ValueId, Tensor] = field(default_factory=dict)
+    passed: str = ""
 
 
 class Received:
@@ -123,6 +125,8 @@ class Replay(TorchFunctionMode):
         super().__init__()
         self.stage = stage
         self.last = stage == num_stages - 1
+        self._num_stages = num_stages
+        self._passed = ""
         self.at = 0
         self.number = 0
         self.inside = False
@@ -152,30 +156,28 @@ class Replay(TorchFunctionMode):
         """Run `step` up to the end of this stage.
 
         Raises:
-            ValueError: the data flows to a lower stage, or does not reach this stage or the next.
+            ValueError: the data flows to a lower stage.
             DivergenceError: the events are not those of the record.
         """
         result = None
-        ended = False
         if self.stage == 0:
-            self._begin()
+            self._begin("the step")
         try:
             with self:
                 result = step()
+                self._go_to(self._num_stages - 1, None)
         except StageEnd:
-            ended = True
-        if not ended:
-            self._check_reached()
+            result = None
         if self._observer is not None:
             if self.last:
                 self.uses(result)
                 self._observer.alive()
-            return Outcome(result, self._alive)
+            return Outcome(result, self._alive, self._passed)
         outputs = {}
         for value in self._crossing:
             outputs[value] = self._kept[value] if value[0] >= self._start else self._values[value]
         self._values = {}
-        return Outcome(result, outputs)
+        return Outcome(result, outputs, self._passed)
 
     def call(self, leaf: Leaf, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a leaf module."""
@@ -239,38 +241,39 @@ class Replay(TorchFunctionMode):
     # -- stages -----------------------------------------------------------------------------------------------------
 
     def _move(self, leaf: Leaf) -> None:
-        stage = leaf.stage if leaf.stage is not None else leaf.minimum
-        if stage is None or stage == self.at:
-            self._at_leaf = leaf.name
-            return
+        stage = leaf.stage_when_called(self.at)
         if stage < self.at:
-            if leaf.stage is None:
-                self._at_leaf = leaf.name
-                return
             raise ValueError(
                 f"stages are out of order: {leaf.name!r} is on stage {stage} and is called after {self._at_leaf!r} of "
                 f"stage {self.at}; stages follow the data, so give it stage {self.at} or higher, or move the cut "
                 f"({users_line()})"
             )
-        if stage > self.at + 1:
-            raise ValueError(
-                f"stage {self.at + 1} is never reached: the data goes from stage {self.at} ({self._at_leaf!r}) to "
-                f"{leaf.name!r} on stage {stage}; name the first module of stage {self.at + 1} in stage_config"
-            )
-        if self.at == self.stage:
-            if self._observer is not None:  # before the user's frames, and what they hold, are gone
-                with torch._C.DisableTorchFunction():
-                    self._alive = self._observer.alive()
-            raise StageEnd
-        self.at = stage
+        if stage > self.at:
+            self._go_to(stage, leaf.name)
         self._at_leaf = leaf.name
-        if self.at == self.stage:
-            self._begin()
 
-    def _begin(self) -> None:
-        """The stage begins: what was received takes the places of the absent tensors."""
+    def _go_to(self, stage: int, leaf: str | None) -> None:
+        """Go on to `stage`, past those before it, for a call of `leaf`, or (None) for the end of the step."""
+        came_from = self.at
+        while self.at < stage:
+            if self.at == self.stage:
+                if self._observer is not None:  # before the user's frames, and what they hold, are gone
+                    with torch._C.DisableTorchFunction():
+                        self._alive = self._observer.alive()
+                raise StageEnd
+            self.at += 1
+            if self.at == self.stage:
+                if leaf is None:
+                    self._passed = f"the step returned on stage {came_from}, after {self._at_leaf!r}"
+                elif self.at < stage:
+                    went = f"from stage {came_from} ({self._at_leaf!r}) to {leaf!r} on stage {stage}"
+                    self._passed = f"the data goes {went}"
+                self._begin("the end of the step" if leaf is None else f"the call of {leaf!r}")
+
+    def _begin(self, what: str) -> None:
+        """The stage begins, with `what`: what was received takes the places of the absent tensors."""
         if self._observer is None and self._start != self.number:
-            self._diverged(self.number, f"the call of {self._at_leaf!r}")
+            self._diverged(self.number, what)
         received = self._received
         attach = []
         with torch._C.DisableTorchFunction():
@@ -297,15 +300,6 @@ class Replay(TorchFunctionMode):
             wanted = set(self._crossing)
             self._values = {value: tensor for value, tensor in self._values.items() if value in wanted}
 
-    def _check_reached(self) -> None:
-        if self.last and self.at == self.stage:
-            return
-        missing = self.at + 1
-        raise ValueError(
-            f"stage {missing} is never reached: the step returned on stage {self.at}, after {self._at_leaf!r}; the "
-            f"modules that stage_config puts on stage {missing} were not called in this step"
-        )
-
     # -- events -----------------------------------------------------------------------------------------------------
 
     def _own(self, name: str, function: Any, args: Any, kwargs: Any, module: nn.Module | None) -> Any:
@@ -315,8 +309,13 @@ class Replay(TorchFunctionMode):
             if not self.last and (number >= len(self._events) or self._events[number].name != name):
                 self._diverged(number, name)
             calls: list[HookCall] = []
-            with self._native(), self._noting(number, calls):
-                result = function(*args, **kwargs)
+            handles = self._note_hooked(number, calls) if number in self._keep else ()
+            try:
+                with self._native():
+                    result = function(*args, **kwargs)
+            finally:
+                for handle in handles:
+                    handle.remove()
             if number in self._keep:
                 self._hold(number, result, args, kwargs, calls)
             return result
@@ -401,16 +400,10 @@ class Replay(TorchFunctionMode):
             for index in self._keep[number]:
                 self._kept[(number, index)] = found[index]
 
-    @contextmanager
-    def _noting(self, number: int, calls: list[HookCall]) -> Iterator[None]:
-        """Note in `calls` what hooks inside the leaf are given, if any of it crosses a boundary."""
-        hooked = {module for module, _ in self._events[number].hooked} if number in self._keep else ()
-        handles = note_calls(((name, self._modules[name]) for name in hooked), calls) if hooked else ()
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _note_hooked(self, number: int, calls: list[HookCall]) -> list[Any]:
+        """Note in `calls` what hooks inside the leaf are given."""
+        hooked = {module for module, _ in self._events[number].hooked}
+        return note_calls(((name, self._modules[name]) for name in hooked), calls)
 
     def _gather_side_effects(
         self, event: Event, result: Any, args: Any, kwargs: Any, calls: Sequence[HookCall]

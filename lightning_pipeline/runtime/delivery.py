@@ -118,7 +118,7 @@ def whole_batch(microbatches: list[Microbatch], stage: int) -> dict[int, tuple[t
     """Shape and dtype of each tensor that `stage` uses, over all micro-batches; None where each travels by itself."""
     if not all(state.structure.settled for state in microbatches):
         return None
-    used = {state.structure.batch[stage] for state in microbatches}
+    used = {tuple(_used(state, stage)) for state in microbatches}
     if len(used) > 1:
         return None
     layout = {}
@@ -132,7 +132,7 @@ def whole_batch(microbatches: list[Microbatch], stage: int) -> dict[int, tuple[t
 
 
 def _used(state: Microbatch, stage: int) -> Iterable[int]:
-    if state.structure.settled:
+    if state.structure.fixed:
         return state.structure.batch[stage]
     return range(len(batch_shapes(state)))
 

@@ -68,6 +68,7 @@ class StepReport:
     microbatches: list[Microbatch]
     reports: dict[int, Report] = field(default_factory=dict)
     peak_live: int = 0
+    training: bool = False
 
 
 class Pipeline:
@@ -128,7 +129,7 @@ class Pipeline:
             execute(order, stage, self.observe)
         if self._transport is not None:
             self._transport.flush()
-        return StepReport(states, stage.reports, stage.peak_live)
+        return StepReport(states, stage.reports, stage.peak_live, training=work.loss_of is not None)
 
     def order(self, *, training: bool, num_microbatches: int) -> list[Action]:
         """This rank's actions, sends and receives included."""
@@ -157,8 +158,14 @@ class Pipeline:
         return reports
 
     def settle(self, report: StepReport, reports: list[dict[int, Report]]) -> None:
-        """Take in every stage's reports on the step's new structures; all stages call it after the same step."""
+        """Take in every stage's reports on the step's new structures; all stages call it after the same step.
+
+        Raises:
+            ValueError: a stage ran no module, neither in this training step nor before.
+        """
         numbers = sorted({state.structure.number for state in report.microbatches})
+        if report.training:
+            self._note_leaves([list(stage_reports.values()) for stage_reports in reports])
         for number in numbers:
             structure = self._structures[number]
             if structure.settled:
@@ -167,6 +174,21 @@ class Pipeline:
             if not structure.dynamic:
                 self._templates[structure.key[0]] = structure  # type: ignore[index]
         self._known_leaves |= self.interception.called
+
+    def _note_leaves(self, reports: list[list[Report]]) -> None:
+        """Note which stage runs which leaf; `reports` by stage."""
+        ran = [set().union(*(report.leaves for report in stage_reports)) for stage_reports in reports]
+        for stage, names in enumerate(ran):
+            if not names and stage > 0:
+                passed = next((report.passed for report in reports[stage] if report.passed), "the step ended before")
+                raise ValueError(
+                    f"stage {stage} is never reached: {passed}, and no micro-batch of this training step called a "
+                    f"module of stage {stage}; name the first module that runs there in stage_config"
+                )
+        for leaf in self.interception.leaves:
+            stages = [stage for stage, names in enumerate(ran) if leaf.name in names]
+            if stages and next(leaf.module.parameters(), None) is not None:
+                leaf.seen = min(stages[0], leaf.seen if leaf.seen is not None else stages[0])
 
     # -- details ----------------------------------------------------------------------------------------------------
 

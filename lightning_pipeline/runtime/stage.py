@@ -116,7 +116,7 @@ class Stage:
         state.received = received
         state.outputs = outcome.outputs
         if state.observer is not None:
-            self._finish_observation(state)
+            self._finish_observation(state, outcome.passed)
         if self.last:
             state.result = outcome.result
             if self._loss_of is not None:
@@ -277,7 +277,7 @@ class Stage:
     def _record_so_far(self, state: Microbatch) -> Record:
         return state.header.record if state.header is not None else Record()
 
-    def _finish_observation(self, state: Microbatch) -> None:
+    def _finish_observation(self, state: Microbatch, passed: str) -> None:
         observer, structure = state.observer, state.structure
         assert observer is not None
         record = observer.end(self.stage)
@@ -290,6 +290,7 @@ class Stage:
             start=record.starts[self.stage],
             leaves=set(observer.leaves),
             dynamic=any(event.dynamic for event in own),
+            passed=passed,
         )
         self.reports.setdefault(structure.number, Report()).merge(report)
         self._narrow(state, record)

@@ -21,6 +21,7 @@ class Report:
         leaves: names of the leaves it ran.
         gradients: values of earlier stages for which its backward had a gradient.
         dynamic: whether an event of the stage had numbers or shapes that depend on data.
+        passed: how the data went past the stage, if no micro-batch called a module of it.
     """
 
     usage: Usage = field(default_factory=Usage)
@@ -28,6 +29,7 @@ class Report:
     leaves: set[str] = field(default_factory=set)
     gradients: set[ValueId] = field(default_factory=set)
     dynamic: bool = False
+    passed: str = ""
 
     def merge(self, other: Report) -> None:
         """Add what another micro-batch of the structure showed."""
@@ -38,6 +40,7 @@ class Report:
         self.leaves |= other.leaves
         self.gradients |= other.gradients
         self.dynamic |= other.dynamic
+        self.passed = other.passed
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from lightning_pipeline.schedules import build, check
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.checkpoint import gather_module_state, load_module_state
 from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value
+from lightning_pipeline.strategy.copies import copies_of, fill_from_owners
 from lightning_pipeline.strategy.dataloading import share_loader
 from lightning_pipeline.strategy.launcher import PipelineLauncher
 from lightning_pipeline.strategy.lightning_private import (
@@ -395,6 +397,8 @@ class PipelineStrategy(ParallelStrategy):
         if self._transport is not None and isinstance(kind, tuple) and kind[0] == "train":
             self.ownership = self._placement.ownership()
             release(self.lightning_module, self.ownership)
+            for copy in copies_of(self.lightning_module, self.lightning_module.trainer):
+                release(copy, self.ownership)
             self._drop_remote()
 
     def _drop_remote(self) -> None:
@@ -466,6 +470,15 @@ class PipelineStrategy(ParallelStrategy):
             self._transport,
             stage_of_module=self._placement.stage_of_module,
         )
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        self._check_alive()
+        assert self.ownership is not None
+        fill_from_owners(checkpoint["state_dict"], self.ownership, self._transport)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

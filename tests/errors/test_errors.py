@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.errors import modules
-from tests.errors.ranks import Ended, run_ranks
+from tests.ranks import Ended, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
