@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.structure import Report
+from lightning_pipeline.runtime.transport import Transport
 
 
 class Placement:
@@ -24,6 +26,7 @@ class Placement:
         self.leaf_stages: dict[str, set[int]] = {}
         self._certain = dict(certain)
         self._users: dict[str, set[int]] = {}
+        self._present: dict[str, tuple[int, ...]] = {}
         tied: dict[int, list[str]] = {}
         for name, tensor in (
             *module.named_parameters(remove_duplicate=False),
@@ -31,6 +34,32 @@ class Placement:
         ):
             tied.setdefault(id(tensor), []).append(name)
         self._names = list(tied.values())
+
+    def find_present(self, module: nn.Module, transport: Transport | None) -> None:
+        """Take in which stages have which tensors, where an earlier run has left a module with a stage on each rank.
+
+        Raises:
+            ValueError: a parameter is on the meta device everywhere.
+        """
+        if transport is None:
+            return
+        tensors = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
+        here = [0.0 if tensors[names[0]].is_meta else 1.0 for names in self._names]
+        if not here:
+            return
+        table = transport.all_gather_vector(torch.tensor(here, dtype=torch.float64), "presence of parameters").tolist()
+        for column, names in enumerate(self._names):
+            stages = tuple(stage for stage, row in enumerate(table) if row[column])
+            if not stages:
+                raise ValueError(
+                    f"{names[0]!r} is on the meta device on every rank: give it data before training, or build the "
+                    f"module without the meta device"
+                )
+            if len(stages) < self.num_stages:
+                self._present.update(dict.fromkeys(names, stages))
 
     def add(self, reports: Iterable[Report]) -> None:
         """Take in the reports of one structure, one from each stage."""
@@ -60,8 +89,9 @@ class Placement:
                 else:
                     open_names = True
             if open_names and (not self.leaf_stages or not stages):
-                unseen += names
-                stages = set(everybody)
+                stages = set(self._present.get(names[0], everybody))
+                if names[0] not in self._present:
+                    unseen += names
             for name in names:
                 holders[name] = tuple(sorted(stages))
         return Ownership(self.num_stages, self.stage, holders, unseen=unseen)

@@ -290,6 +290,7 @@ class Stage:
             start=record.starts[self.stage],
             leaves=set(observer.leaves),
             dynamic=any(event.dynamic for event in own),
+            events=tuple(event.name for event in own),
             passed=passed,
         )
         self.reports.setdefault(structure.number, Report()).merge(report)

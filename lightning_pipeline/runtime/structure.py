@@ -20,7 +20,9 @@ class Report:
         start: the event with which the stage began.
         leaves: names of the leaves it ran.
         gradients: values of earlier stages for which its backward had a gradient.
-        dynamic: whether an event of the stage had numbers or shapes that depend on data.
+        dynamic: whether an event of the stage had numbers or shapes that depend on data, or the events themselves
+            differed from micro-batch to micro-batch.
+        events: names of the stage's events.
         passed: how the data went past the stage, if no micro-batch called a module of it.
     """
 
@@ -29,6 +31,7 @@ class Report:
     leaves: set[str] = field(default_factory=set)
     gradients: set[ValueId] = field(default_factory=set)
     dynamic: bool = False
+    events: tuple[str, ...] | None = None
     passed: str = ""
 
     def merge(self, other: Report) -> None:
@@ -39,7 +42,8 @@ class Report:
         self.start = other.start
         self.leaves |= other.leaves
         self.gradients |= other.gradients
-        self.dynamic |= other.dynamic
+        self.dynamic |= other.dynamic or (self.events is not None and self.events != other.events)
+        self.events = other.events
         self.passed = other.passed
 
 

@@ -126,7 +126,7 @@ class PipelineStrategy(ParallelStrategy):
         self._failed = False
         self._in_step = False
         self._undo: list[Callable[[], None]] = []
-        self._set_up_for: tuple[int, int] | None = None
+        self._set_up_for: tuple[LightningModule, int] | None = None
 
     # -- processes --------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class PipelineStrategy(ParallelStrategy):
         """Topology, transport and partition; kept from one trainer function to the next on the same module."""
         config = read_stage_config(module, self.stage_config)
         num_stages = self.num_stages or count_stages(config) or self.world_size
-        if self._set_up_for == (id(module), num_stages):
+        if self._set_up_for == (module, num_stages):
             return
         num_microbatches = self.num_microbatches or 4 * num_stages
         if num_microbatches < num_stages:
@@ -239,6 +239,7 @@ class PipelineStrategy(ParallelStrategy):
         streams = Streams(self.root_device)
         interception = Interception(module, stages, streams)
         self._placement = Placement(module, num_stages, stage, certain_stages(interception.leaves, num_stages))
+        self._placement.find_present(module, self._transport)
         self.ownership = self._placement.ownership()
         release(module, self.ownership)
         self.pipeline = Pipeline(
@@ -259,7 +260,7 @@ class PipelineStrategy(ParallelStrategy):
             output_broadcast=self.output_broadcast,
             on_new=self._on_new,
         )
-        self._set_up_for = (id(module), num_stages)
+        self._set_up_for = (module, num_stages)
 
     def _transfer(self, module: LightningModule) -> None:
         """Move what is held here to the device, and give every stage one value of what several hold."""

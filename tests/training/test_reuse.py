@@ -1,0 +1,73 @@
+"""A module that has been trained goes on in other Trainers, although each rank holds only its stage by then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipeline import PipelineStrategy
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Lit(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.unused = nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.mse_loss(self.second(self.first(batch)), batch)
+        self.log("loss", loss)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.mse_loss(self.second(self.first(batch)), batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_test_fit(num_stages: int, folder: Path) -> None:
+    def trainer() -> L.Trainer:
+        return L.Trainer(
+            strategy=PipelineStrategy(stage_config={"second": 1}, num_stages=num_stages, num_microbatches=4),
+            accelerator="cpu",
+            devices=num_stages,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    L.seed_everything(1, verbose=False)
+    data = DataLoader(torch.randn(32, 8), batch_size=8)
+    module = Lit()
+    values = []
+    for name in ("fit", "test", "fit", "test"):
+        current = trainer()
+        getattr(current, name)(module, data)
+        values.append(dict(current.callback_metrics))
+    other = trainer()
+    other.fit(Lit(), data)
+    values.append(dict(other.callback_metrics))
+    torch.save(values, folder / f"{num_stages}-{current.global_rank}.pt")
+
+
+def test_a_module_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
+    for num_stages in (1, 2):
+        for ended in run_ranks(fit_test_fit, num_stages, tmp_path, world=num_stages):
+            assert ended.exit_code == 0, ended.traceback
+    expected = torch.load(tmp_path / "1-0.pt", weights_only=True)
+    assert expected[0]["loss"] > expected[2]["loss"]
+    for rank in range(2):
+        assert torch.load(tmp_path / f"2-{rank}.pt", weights_only=True) == expected
