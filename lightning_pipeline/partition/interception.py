@@ -103,6 +103,7 @@ class Interception:
                 return function(*args, **kwargs)
             if replay.inside:
                 replay.nested_call(leaf)
+                self.called.add(leaf.name)
                 return function(*args, **kwargs)
             result = replay.call(leaf, name, function, args, kwargs)
             if replay.own:

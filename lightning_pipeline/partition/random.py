@@ -52,33 +52,39 @@ class Streams:
         """How often each drawing module was called in this micro-batch."""
         self.drawing: set[str] = set()
         """Names of the modules that were seen to draw."""
+        self._python_draws = False
+        self._python_states: tuple[Any, ...] = ()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Everything drawn inside leaves the generators as they were."""
         states = self._states()
-        python_state = random.getstate()
-        numpy = sys.modules.get("numpy")
-        numpy_state = numpy.random.get_state() if numpy is not None else None
+        python_state, numpy_state = _python_states()
         try:
             yield
         finally:
             self._restore(states)
             random.setstate(python_state)
-            if numpy is not None and numpy_state is not None:
-                numpy.random.set_state(numpy_state)
+            if numpy_state is not None:
+                sys.modules["numpy"].random.set_state(numpy_state)
 
-    def begin(self, seed: int) -> None:
-        """Start a micro-batch."""
+    def begin(self, seed: int, *, observing: bool) -> None:
+        """Start a micro-batch. `observing`: find out who draws."""
         self._seed = seed
         self.counts = {}
         self._frames = []
         self._plant(seed)
-        random.seed(seed)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed(seed & 0xFFFFFFFF)
-        self._enter_frame("")
+        if observing or self._python_draws:
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+        if observing:
+            self._python_states = _python_states()
+            self._enter_frame("")
+
+    def end_observed(self) -> None:
+        """After an observed micro-batch: whether Python's or NumPy's generator was drawn from."""
+        self._python_draws |= repr(self._python_states) != repr(_python_states())
 
     def own(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward` of module `name`, on a stream of its own."""
@@ -162,3 +168,9 @@ class Streams:
     def _restore(self, states: list[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+
+def _python_states() -> tuple[Any, Any]:
+    """The states of Python's and, where it is imported, NumPy's default generator."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy is not None else None

@@ -8,8 +8,7 @@ runs as it always does, on plain tensors. The call that reaches the next stage's
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +131,8 @@ class Replay(TorchFunctionMode):
         self.inside = False
         self.checkpointed = 0
         self._in_function = False
+        self._free = False
+        self._on_stack = False
         self._device = device
         self._streams = streams
         self._events = record.events
@@ -162,12 +163,17 @@ class Replay(TorchFunctionMode):
         result = None
         if self.stage == 0:
             self._begin("the step")
+        self._on_stack = not self._free
+        if self._on_stack:
+            _push_mode(self)
         try:
-            with self:
-                result = step()
-                self._go_to(self._num_stages - 1, None)
+            result = step()
+            self._go_to(self._num_stages - 1, None)
         except StageEnd:
             result = None
+        finally:
+            if self._on_stack:
+                _pop_mode()
         if self._observer is not None:
             if self.last:
                 self.uses(result)
@@ -184,6 +190,8 @@ class Replay(TorchFunctionMode):
         self._move(leaf)
         if self.at < self.stage:
             return self._absent(name, None, args, kwargs)
+        if self._free:
+            return function(*args, **kwargs)
         if self.checkpointed and torch.is_grad_enabled():
             return self._own(name, _checkpointed(function), args, kwargs, leaf.module)
         return self._own(name, function, args, kwargs, leaf.module)
@@ -299,6 +307,18 @@ class Replay(TorchFunctionMode):
         else:
             wanted = set(self._crossing)
             self._values = {value: tensor for value, tensor in self._values.items() if value in wanted}
+            if self.last and not self.checkpointed:
+                self._set_free()
+
+    def _set_free(self) -> None:
+        """Leave the rest of the step alone: nobody after the last stage has to know what it does."""
+        if self._on_stack:
+            top = _pop_mode()
+            if top is not self:  # the user's code has put a mode of its own on top of this one
+                _push_mode(top)
+                return
+            self._on_stack = False
+        self._free = self.inside = True
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -311,8 +331,7 @@ class Replay(TorchFunctionMode):
             calls: list[HookCall] = []
             handles = self._note_hooked(number, calls) if number in self._keep else ()
             try:
-                with self._native():
-                    result = function(*args, **kwargs)
+                result = self._run_native(function, args, kwargs)
             finally:
                 for handle in handles:
                     handle.remove()
@@ -322,8 +341,7 @@ class Replay(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             look = self._observer.before(name, args, kwargs, module)
         try:
-            with self._native():
-                result = function(*args, **kwargs)
+            result = self._run_native(function, args, kwargs)
         except BaseException:
             self._observer.abandon(look)
             raise
@@ -415,28 +433,31 @@ class Replay(TorchFunctionMode):
         parts += [content for _, content in calls]
         return tree.leaves(parts)
 
-    @contextmanager
-    def _native(self) -> Iterator[None]:
-        """Run without this mode, and without those the user's code has put on top of it seeing another."""
+    def _run_native(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call `function` without this mode; modes that the user's code has put on top of it stay in force.
+
+        While the mode answers a torch function, torch has already taken it off the stack.
+        """
         above = []
-        while torch._C._len_torch_function_stack():
+        found = False
+        while not found and torch._C._len_torch_function_stack():
             mode = _pop_mode()
-            above.append(mode)
-            if mode is self:
-                break
-        found = bool(above) and above[-1] is self
-        for mode in reversed(above[:-1] if found else above):
-            _push_mode(mode)
+            found = mode is self
+            if not found:
+                above.append(mode)
+        for other in reversed(above):
+            _push_mode(other)
         self.inside = True
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
             self.inside = False
             if found:
-                for _ in above[:-1]:
+                for _ in above:
                     _pop_mode()
-                for mode in reversed(above):
-                    _push_mode(mode)
+                _push_mode(self)
+                for other in reversed(above):
+                    _push_mode(other)
 
     def _diverged(self, number: int, name: str) -> None:
         expected = self._events[number].name if number < len(self._events) else "the end of the step"

@@ -108,7 +108,7 @@ class Stage:
             modules=self._interception.modules,
         )
         value = tree.rebuild(state.layout, batch)
-        self._interception.streams.begin(state.seed)
+        self._interception.streams.begin(state.seed, observing=state.observer is not None)
         with self._interception.running(replay):
             outcome = replay.run(lambda: self._step(state, value))
         self.live += 1
@@ -116,11 +116,13 @@ class Stage:
         state.received = received
         state.outputs = outcome.outputs
         if state.observer is not None:
+            self._interception.streams.end_observed()
             self._finish_observation(state, outcome.passed)
         if self.last:
-            state.result = outcome.result
             if self._loss_of is not None:
                 state.loss = self._loss_of(state, outcome.result)
+            # The graph would keep the stage's inputs.
+            state.result = tree.replace(outcome.result, lambda tensor: tensor.detach())
         if self._loss_of is None:
             self.live -= 1
 

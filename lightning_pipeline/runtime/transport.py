@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -156,6 +156,8 @@ class Transport:
         send_window: int = 4,
     ) -> None:
         self.topology = topology
+        self.store = store
+        self.requested_device = device
         self.device = torch.empty(0, device=device).device  # with its index
         self.timeout = timeout
         self.stage = topology.stage_rank
@@ -173,6 +175,21 @@ class Transport:
         self.notice.interrupt = self._abort
         if topology.num_stages > 1:
             self._connect(sorted(linear_routes(topology.num_stages) if routes is None else routes), send_window)
+
+    # A process has one default group, and connections belong to it: strategies that follow one another share them.
+    _shared: ClassVar[list[Transport]] = []
+
+    @classmethod
+    def shared(cls, topology: Topology, device: torch.device, timeout: timedelta, store: dist.Store) -> Transport:
+        """The open transport of this process with these arguments, or a new one. Threads and sockets stay bounded
+        however many runs a script makes."""
+        cls._shared = [transport for transport in cls._shared if transport._control]
+        for transport in cls._shared:
+            same = (transport.topology, transport.requested_device, transport.timeout) == (topology, device, timeout)
+            if same and transport.store is store:
+                return transport
+        cls._shared.append(cls(topology, device, timeout, store))
+        return cls._shared[-1]
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> None:
         """Send `tensor`, which must not change until it is sent; its graph is not kept.

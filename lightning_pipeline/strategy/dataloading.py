@@ -10,6 +10,7 @@ import torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.strategy.lightning_private import sample_indices, set_sample_indices
 
 _END = None
 
@@ -26,8 +27,9 @@ class AnnouncedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         told: dict[Any, int] = {}
-        for batch in self._loader:
-            self._tell(_describe(batch, told))
+        for number, batch in enumerate(self._loader):
+            indices = sample_indices(self._loader)
+            self._tell((_describe(batch, told), indices and indices[number]))
             yield batch
         self._tell(_END)
 
@@ -48,15 +50,19 @@ class FollowingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         known: list[Any] = []
+        seen: list[list[int]] = []
+        set_sample_indices(self._loader, seen)
         while True:
             message = self._transport.recv_object(0, "the first stage's next batch")
             if message is _END:
                 return
-            if isinstance(message, int):
-                message = known[message]
+            description, indices = message
+            seen.append(indices)
+            if isinstance(description, int):
+                description = known[description]
             else:
-                known.append(message)
-            layout, metas = message
+                known.append(description)
+            layout, metas = description
             yield tree.rebuild(layout, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in metas])
 
     def __getattr__(self, name: str) -> Any:

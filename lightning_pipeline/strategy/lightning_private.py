@@ -18,6 +18,7 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
 
 def connect_processes(
@@ -62,6 +63,22 @@ def total_batches(trainer: Trainer) -> int:
     steps, which several batches share.
     """
     return trainer.fit_loop.epoch_loop.total_batch_idx
+
+
+def sample_indices(loader: Any) -> list[list[int]] | None:
+    """Numbers of each batch's samples so far, which prediction writers get; None where Lightning does not note them.
+
+    It notes them in the sampler of a `predict` loader, and only where that is iterated.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler.seen_batch_indices if isinstance(sampler, _IndexBatchSamplerWrapper) else None
+
+
+def set_sample_indices(loader: Any, seen: list[list[int]]) -> None:
+    """Let Lightning find `seen` where it notes them, if it does."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, _IndexBatchSamplerWrapper):
+        sampler.seen_batch_indices = seen
 
 
 def uses_dataloader_iter(module: LightningModule, step: str) -> bool:

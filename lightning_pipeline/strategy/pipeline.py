@@ -156,6 +156,11 @@ class PipelineStrategy(ParallelStrategy):
         return self._transport
 
     @property
+    def peak_live(self) -> int:
+        """The most micro-batches of a training step that were live on this stage at once, since setup."""
+        return self._steps.peak_live if self._steps is not None else 0
+
+    @property
     def is_distributed(self) -> bool:
         """Whether several replicas see different data, so that Lightning shares it out and reduces over them."""
         return self.topology is not None and self.topology.data_parallel_size > 1
@@ -235,13 +240,12 @@ class PipelineStrategy(ParallelStrategy):
         stage = topology.stage_rank
         if self._transport is None and num_stages > 1:
             store = dist.distributed_c10d._get_default_store()
-            self._transport = Transport(topology, self.root_device, self.timeout, store)
+            self._transport = Transport.shared(topology, self.root_device, self.timeout, store)
         streams = Streams(self.root_device)
         interception = Interception(module, stages, streams)
         self._placement = Placement(module, num_stages, stage, certain_stages(interception.leaves, num_stages))
         self._placement.find_present(module, self._transport)
-        self.ownership = self._placement.ownership()
-        release(module, self.ownership)
+        self._release_remote(module)
         self.pipeline = Pipeline(
             stage=stage,
             num_stages=num_stages,
@@ -396,11 +400,14 @@ class PipelineStrategy(ParallelStrategy):
         for stages in reports:
             self._placement.add(stages)
         if self._transport is not None and isinstance(kind, tuple) and kind[0] == "train":
-            self.ownership = self._placement.ownership()
-            release(self.lightning_module, self.ownership)
-            for copy in copies_of(self.lightning_module, self.lightning_module.trainer):
-                release(copy, self.ownership)
+            self._release_remote(self.lightning_module)
             self._drop_remote()
+
+    def _release_remote(self, module: LightningModule) -> None:
+        assert self._placement is not None
+        self.ownership = self._placement.ownership()
+        for released in (module, *copies_of(module, module.trainer)):
+            release(released, self.ownership)
 
     def _drop_remote(self) -> None:
         assert self.ownership is not None and self.lightning_module is not None
