@@ -1,0 +1,186 @@
+"""Unchanged models train on 2 and 4 stages with the gradients of one process.
+
+Poison is part of every run on two stages: see `tests.poison`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.zoo import CASES
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+STAGES = (2, 4)
+LIMIT_S = 270
+
+Results = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each rank of each launch saved, by number of stages."""
+    folder = tmp_path_factory.mktemp("zoo")
+    environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    script = str(ROOT / "tests" / "models" / "zoo_worker.py")
+    found: Results = {}
+    for launch in ((1, 2), (4,)):
+        logs = {n: folder / f"{n}.log" for n in launch}
+        running = {
+            n: subprocess.Popen(
+                [sys.executable, script, str(n), str(folder)],
+                env=environment,
+                cwd=folder,
+                stdout=logs[n].open("w"),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for n in launch
+        }
+        for n, process in running.items():
+            found[n] = _collect(process, folder, n, logs[n])
+    return found
+
+
+def _collect(process: subprocess.Popen, folder: Path, num_stages: int, log: Path) -> list[dict[str, Any]]:
+    files = [folder / f"{num_stages}_{rank}.pt" for rank in range(num_stages)]
+    try:
+        process.wait(LIMIT_S)
+        _wait_for(files, 20)  # rank 0 ends without waiting for the others
+        return [torch.load(file) for file in files]
+    except Exception as error:
+        text = f"the launch with {num_stages} stages failed ({error!r}):\n{log.read_text()[-6000:]}"
+        raise AssertionError(text) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_for(files: list[Path], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, f"of {[file.name for file in files]} some were not written"
+        time.sleep(0.05)
+
+
+def of(results: Results, num_stages: int, name: str, kind: str) -> list[dict[str, Any]]:
+    """The results of a case, by rank."""
+    for rank, saved in enumerate(results[num_stages]):
+        failed = {case: text for case, text in saved.items() if isinstance(text, str)}
+        if name in failed:
+            pytest.fail(f"{name} failed on rank {rank} of {num_stages}:\n{failed[name]}")
+        if name not in saved:
+            pytest.fail(f"{name} did not run on rank {rank} of {num_stages}, as {', '.join(failed)} failed")
+    return [saved[name][kind] for saved in results[num_stages]]
+
+
+def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """The gradients of all ranks; where several have a parameter's, they have to be the same."""
+    steps = []
+    for step in zip(*(rank["gradients"] for rank in ranks), strict=True):
+        together: dict[str, Tensor] = {}
+        for gradients in step:
+            for name, gradient in gradients.items():
+                assert torch.equal(together.setdefault(name, gradient), gradient), f"stages disagree on {name}"
+        steps.append(together)
+    return steps
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: dict[str, float]) -> None:
+    """Equal names; equal bits where the tolerance is 0, else a difference relative to the largest element."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if tolerance[name] == 0:
+            assert torch.equal(found[name], value), name
+        else:
+            scale = float(value.abs().max()) if value.numel() else 0.0
+            assert float((found[name] - value).abs().max()) <= tolerance[name] * scale + 1e-12, name
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.random])
+def test_one_stage_has_the_bits_of_plain_lightning(results: Results, name: str) -> None:
+    [one], [plain] = of(results, 1, name, "one"), of(results, 1, name, "plain")
+    assert len(one["gradients"]) == len(plain["gradients"]) == len(CASES[name].batches())
+    for found, expected in zip(one["gradients"], plain["gradients"], strict=True):
+        assert_close(found, expected, dict.fromkeys(expected, 0.0))
+    assert_close(one["state"], plain["state"], dict.fromkeys(plain["state"], 0.0))
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_stages_have_the_gradients_of_one(results: Results, name: str, num_stages: int) -> None:
+    [one], ranks = of(results, 1, name, "one"), of(results, num_stages, name, "stages")
+    summed = CASES[name].summed.get(num_stages, ())
+    later = 1e-4 if summed else 0.0  # the first step's rounding goes into everything after it
+    for step, (found, expected) in enumerate(zip(merged(ranks), one["gradients"], strict=True)):
+        tolerance = {n: max(later if step else 0.0, 1e-5 if n.startswith(summed) else 0.0) for n in expected}
+        assert_close(found, expected, tolerance)
+    assert_close(ranks[0]["state"], one["state"], dict.fromkeys(one["state"], later))
+    for rank in ranks:
+        assert rank["losses"] == (pytest.approx(one["losses"], rel=1e-5) if summed else one["losses"])
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_stage_does_without_what_others_hold(results: Results, name: str, num_stages: int) -> None:
+    ranks = of(results, num_stages, name, "stages")
+    assert all(rank["faults"] == [] for rank in ranks)
+    poisons = num_stages in CASES[name].poison
+    assert any(rank["poisoned"] for rank in ranks) is poisons
+    held = [set(rank["held"]) for rank in ranks]
+    everything = set.union(*held)
+    assert everything >= set(ranks[0]["state"])
+    if "layerdrop" not in name:  # there a layer may not have been called yet, and then everybody has it
+        assert all(stage < everything for stage in held)
+
+
+def test_the_first_module_of_the_second_stage_is_configuration_enough(results: Results) -> None:
+    name = "gpt2_embedding_as_head"
+    assert CASES[name].cuts[2] == {"transformer.h.4": 1}
+    first, second = ({n.removeprefix("transformer.") for n in r["held"]} for r in of(results, 2, name, "stages"))
+    tops = [{".".join(n.split(".")[: 2 if n.startswith("h.") else 1]) for n in held} for held in (first, second)]
+    assert tops == [{"wte", "wpe", "h.0", "h.1", "h.2", "h.3"}, {"wte", "h.4", "h.5", "h.6", "h.7", "ln_f"}]
+
+
+@pytest.mark.parametrize(("num_stages", "frozen"), [(2, [0]), (4, [0, 1])])
+def test_a_frozen_backbone_costs_no_backward(results: Results, num_stages: int, frozen: list[int]) -> None:
+    backwards = [rank["backwards"] for rank in of(results, num_stages, "frozen", "stages")]
+    assert [rank for rank, count in enumerate(backwards) if count == 0] == frozen
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_steps_that_return_early_give_their_outputs(results: Results, num_stages: int) -> None:
+    [one], ranks = [saved["early_features"] for saved in results[1]], [s["early_features"] for s in results[num_stages]]
+    for rank in ranks:
+        for when in ("before", "after"):
+            for found, expected in zip(rank[when], one[when], strict=True):
+                assert_close(found, expected, dict.fromkeys(expected, 0.0))
+        assert torch.equal(rank["early"], one["early"])
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_trainers_that_follow_one_another_share_their_connections(results: Results, num_stages: int) -> None:
+    for rank in range(num_stages):
+        numbers = [of(results, num_stages, name, "stages")[rank]["num_threads"] for name in CASES]
+        assert max(numbers) <= numbers[1] + 4  # autograd and torch start some of their own later
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_checkpointing_draws_the_same_numbers_again(results: Results, num_stages: int) -> None:
+    plain = merged(of(results, num_stages, "gpt2_dropout", "stages"))
+    checkpointed = merged(of(results, num_stages, "gpt2_checkpointing", "stages"))
+    for found, expected in zip(checkpointed, plain, strict=True):
+        assert_close(found, expected, dict.fromkeys(expected, 0.0))

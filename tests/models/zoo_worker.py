@@ -1,0 +1,202 @@
+"""Trains the models of the zoo, one after the other, in the processes of one launch, and saves what came of it.
+
+    python tests/models/zoo_worker.py STAGES FOLDER [CASE...]
+
+The launcher is the one that users have: this script is started once, and Lightning starts the other stages. With one
+stage each model is also trained by plain Lightning. Each rank writes FOLDER/STAGES_RANK.pt: for each model its
+`Result`s as dictionaries, or the traceback where it failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+from lightning_pipeline import PipelineStrategy
+from tests.models.habits import EarlyFeatures
+from tests.models.zoo import CASES, NUM_MICROBATCHES, Case, blocks, vectors
+from tests.poison import Poison
+
+EARLY = "early_features"
+
+
+@dataclass
+class Result:
+    """What a run came to on one rank.
+
+    Attributes:
+        gradients: of each optimizer step, by name of the parameter; those that this rank has.
+        losses: of each batch.
+        state: the module's state dictionary.
+        held: names of the parameters and buffers that this rank holds in the end.
+        backwards: how often autograd ran backward on this rank.
+        poisoned: names of what was spoilt before the first step.
+        faults: what `Poison` found wrong.
+        num_threads: threads of this process after the run.
+    """
+
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    held: list[str] = field(default_factory=list)
+    backwards: int = 0
+    poisoned: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    num_threads: int = 0
+
+
+class Recorder(L.Callback):
+    """Notes gradients and losses."""
+
+    def __init__(self) -> None:
+        self.result = Result()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.result.gradients.append(
+            {name: p.grad.clone() for name, p in pl_module.named_parameters() if p.grad is not None}
+        )
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.result.losses.append(float(outputs["loss"]))
+
+
+def fit(
+    case: Case,
+    strategy: Strategy | str,
+    batches: list[Any],
+    *,
+    accumulate: int = 1,
+    callbacks: Sequence[L.Callback] = (),
+) -> Result:
+    """Train a fresh module on `batches`."""
+    L.seed_everything(1, verbose=False)
+    module = case.build()
+    devices = strategy.num_stages if isinstance(strategy, PipelineStrategy) else 1
+    if devices > 1:
+        module.stage_config = case.cuts[devices]
+    recorder = Recorder()
+    trainer = quiet_trainer(strategy, devices, accumulate_grad_batches=accumulate, callbacks=[recorder, *callbacks])
+    result = recorder.result
+    with counted_backwards(result):
+        trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    result.state = {name: t.clone() for name, t in trainer.strategy.lightning_module_state_dict().items()}
+    if isinstance(strategy, PipelineStrategy):
+        result.held = strategy.ownership.local_names()
+    result.num_threads = psutil.Process().num_threads()
+    return result
+
+
+@contextmanager
+def counted_backwards(result: Result) -> Iterator[None]:
+    plain = torch.autograd.backward
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        result.backwards += 1
+        plain(*args, **kwargs)
+
+    torch.autograd.backward = counted
+    try:
+        yield
+    finally:
+        torch.autograd.backward = plain
+
+
+def quiet_trainer(strategy: Strategy | str, devices: int, **options: Any) -> L.Trainer:
+    """A Trainer on the CPU, for one epoch, that writes nothing."""
+    return L.Trainer(
+        strategy=strategy,
+        devices=devices,
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def pipeline(num_stages: int) -> PipelineStrategy:
+    return PipelineStrategy(num_stages=num_stages, num_microbatches=NUM_MICROBATCHES, timeout=90)
+
+
+def run_on_stages(case: Case, num_stages: int) -> dict[str, Result]:
+    """The run on stages; where poison is asked for, after a run of one step that shows who holds what."""
+    batches = case.batches()
+    if num_stages not in case.poison:
+        return {"stages": fit(case, pipeline(num_stages), batches)}
+    first = pipeline(num_stages)
+    fit(case, first, batches[:1])
+    poison = Poison(first.ownership.holders, first.global_rank)
+    result = fit(case, pipeline(num_stages), batches, callbacks=[poison])
+    result.poisoned, result.faults = poison.poisoned, poison.faults
+    return {"stages": result}
+
+
+def run_references(case: Case) -> dict[str, Result]:
+    """The pipeline with one stage and, where nothing is random, plain Lightning over the micro-batches."""
+    batches = case.batches()
+    results = {"one": fit(case, pipeline(1), batches)}
+    if not case.random:
+        microbatches = [part for batch in batches for part in split(batch)]
+        results["plain"] = fit(case, "auto", microbatches, accumulate=NUM_MICROBATCHES)
+    return results
+
+
+def early_features(num_stages: int) -> dict[str, Any]:
+    """What validation and prediction give that end on an early stage, before and after training."""
+    L.seed_everything(1, verbose=False)
+    module = EarlyFeatures()
+    if num_stages > 1:
+        module.stage_config = blocks("blocks.{}")[num_stages]
+    loader = torch.utils.data.DataLoader(vectors(), batch_size=None)
+    trainer = quiet_trainer(pipeline(num_stages), num_stages)
+    before = trainer.predict(module, loader)
+    trainer.fit(module, loader, loader)
+    early = trainer.callback_metrics["early"].clone()
+    return {"before": before, "after": trainer.predict(module, loader), "early": early}
+
+
+def split(batch: Any) -> list[Any]:
+    """The micro-batches of a dictionary or tuple of tensors."""
+    if isinstance(batch, dict):
+        return [dict(zip(batch, parts, strict=True)) for parts in split(tuple(batch.values()))]
+    return list(zip(*(tensor.chunk(NUM_MICROBATCHES) for tensor in batch), strict=True))
+
+
+def main(num_stages: int, folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    results: dict[str, Any] = {}
+    for name in names or CASES:
+        try:
+            run = run_references(CASES[name]) if num_stages == 1 else run_on_stages(CASES[name], num_stages)
+            results[name] = {kind: asdict(result) for kind, result in run.items()}
+        except Exception:
+            results[name] = traceback.format_exc()
+            if num_stages > 1:
+                break  # the stages may not be in step any more
+    if not names and not any(isinstance(found, str) for found in results.values()):
+        results[EARLY] = early_features(num_stages)
+    file = folder / f"{num_stages}_{os.environ.get('LOCAL_RANK', '0')}.pt"
+    torch.save(results, file.with_suffix(".part"))
+    file.with_suffix(".part").rename(file)  # whoever waits for it finds it whole
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
