@@ -62,6 +62,11 @@ class Event:
     draws: bool = False
     dynamic: bool = False
 
+    @property
+    def takes_arguments(self) -> bool:
+        """Whether the result is made with tensors of the arguments."""
+        return bool(self.writes) or any(isinstance(m, Alias) and m.argument is not None for m in self.tensors)
+
 
 @dataclass(slots=True)
 class Record:

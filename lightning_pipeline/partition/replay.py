@@ -7,8 +7,7 @@ runs as it always does, on plain tensors. The call that reaches the next stage's
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +17,16 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.absent import Absent, AbsentDataError, ValueId, ValueMeta, fill
-from lightning_pipeline.partition.hooks import HookCall, call_hooks, note_calls
+from lightning_pipeline.partition.absent import Absent, ValueId
+from lightning_pipeline.partition.answers import Answers
+from lightning_pipeline.partition.crossing import Crossing
+from lightning_pipeline.partition.hooks import HookCall
 from lightning_pipeline.partition.leaves import Leaf
 from lightning_pipeline.partition.metadata import METADATA, PRINTED, function_name, users_line
 from lightning_pipeline.partition.observer import Observer
 from lightning_pipeline.partition.random import Streams
-from lightning_pipeline.partition.record import Alias, Event, Opaque, Record
+from lightning_pipeline.partition.received import Received
+from lightning_pipeline.partition.record import Record
 
 BATCH = -1
 """The event number of the batch's tensors."""
@@ -53,46 +55,6 @@ class Outcome:
     passed: str = ""
 
 
-class Received:
-    """Values from earlier stages for one micro-batch, and the gradients that came to them in backward."""
-
-    def __init__(self, values: dict[ValueId, Tensor], requires_grad: set[ValueId]) -> None:
-        self.values = values
-        self.requires_grad = requires_grad
-        self.attached: list[ValueId] = []
-        self.gradients: dict[ValueId, Tensor] = {}
-        self.backward_allowed = False
-
-
-class _Attach(torch.autograd.Function):
-    """Makes received tensors non-leaf tensors that are no views (modules may write into them), whose gradients are
-    handed to the `Received` they came with.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, received: Received, anchor: Tensor, *tensors: Tensor) -> Any:
-        ctx.received = received
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(*tensors)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        received: Received = ctx.received
-        if not received.backward_allowed:
-            raise RuntimeError(
-                "torch.autograd.grad or backward inside the step reached a value of an earlier stage; its graph is on "
-                "another device. Compute such a gradient from values of one stage, or cut the model elsewhere"
-            )
-        for value, gradient in zip(received.attached, gradients, strict=True):
-            if gradient is not None:
-                received.gradients[value] = gradient
-        return (None, None, *[None] * len(gradients))
-
-
-_attach = _Attach.apply
-
-
 class Replay(TorchFunctionMode):
     """One micro-batch's run of the step on one stage.
 
@@ -119,7 +81,7 @@ class Replay(TorchFunctionMode):
         batch: list[Tensor],
         crossing: tuple[ValueId, ...] = (),
         observer: Observer | None = None,
-        modules: dict[str, nn.Module] | None = None,
+        modules: dict[str, nn.Module],
     ) -> None:
         super().__init__()
         self.stage = stage
@@ -133,22 +95,16 @@ class Replay(TorchFunctionMode):
         self._in_function = False
         self._free = False
         self._on_stack = False
-        self._device = device
         self._streams = streams
         self._events = record.events
         self._start = record.starts.get(stage, 0)
         self._record = record
         self._received = received
         self._observer = observer
-        self._values: dict[ValueId, Tensor] = {(BATCH, j): tensor for j, tensor in enumerate(batch)}
-        self._kept: dict[ValueId, Tensor] = {}
+        places = {(BATCH, index): tensor for index, tensor in enumerate(batch)}
+        self._answers = Answers(places, modules, device)
+        self._crossing = Crossing(crossing, self._start, self._events, modules)
         self._alive: dict[ValueId, Tensor] = {}
-        self._keep: dict[int, list[int]] = {}
-        self._crossing = crossing
-        for event, index in crossing:
-            if event >= self._start:
-                self._keep.setdefault(event, []).append(index)
-        self._modules = modules or {}
         self._at_leaf = "the start of the step"
 
     # -- running ----------------------------------------------------------------------------------------------------
@@ -179,11 +135,7 @@ class Replay(TorchFunctionMode):
                 self.uses(result)
                 self._observer.alive()
             return Outcome(result, self._alive, self._passed)
-        outputs = {}
-        for value in self._crossing:
-            outputs[value] = self._kept[value] if value[0] >= self._start else self._values[value]
-        self._values = {}
-        return Outcome(result, outputs, self._passed)
+        return Outcome(result, self._crossing.outputs(), self._passed)
 
     def call(self, leaf: Leaf, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a leaf module."""
@@ -231,8 +183,9 @@ class Replay(TorchFunctionMode):
         if not self.last and (number >= len(self._events) or self._events[number].name != name):
             self._diverged(number, name)
         result = func(*args, **(kwargs or {}))
-        if number in self._keep:
-            self._hold(number, result, args, kwargs or {})
+        if number in self._crossing:
+            with torch._C.DisableTorchFunction():
+                self._crossing.keep(number, result, args, kwargs or {})
         return result
 
     def uses(self, value: Any) -> None:
@@ -282,33 +235,18 @@ class Replay(TorchFunctionMode):
         """The stage begins, with `what`: what was received takes the places of the absent tensors."""
         if self._observer is None and self._start != self.number:
             self._diverged(self.number, what)
-        received = self._received
-        attach = []
+        places = self._answers.places
         with torch._C.DisableTorchFunction():
-            for value, data in received.values.items():
-                place = self._values.get(value)
-                if place is None:
-                    continue
-                if not _replaceable(place):
-                    self._values[value] = data
-                    continue
-                fill(place, data)
-                if value in received.requires_grad and torch.is_grad_enabled():
-                    attach.append(place)
-                    received.attached.append(value)
-            if attach:
-                _attach(received, torch.empty(0, requires_grad=True), *attach)
-        received.values = {}
+            self._received.take_places(places)
         if self.stage > 0:
             self._streams.counts.update(self._record.counts)
         if self._observer is not None:
-            self._observer.begin(self.number, self._values)
-            self._values = {}
+            self._observer.begin(self.number, places)
         else:
-            wanted = set(self._crossing)
-            self._values = {value: tensor for value, tensor in self._values.items() if value in wanted}
+            self._crossing.pass_through(places)
             if self.last and not self.checkpointed:
                 self._set_free()
+        places.clear()  # or the stage's inputs would outlive their use
 
     def _set_free(self) -> None:
         """Leave the rest of the step alone: nobody after the last stage has to know what it does."""
@@ -329,14 +267,15 @@ class Replay(TorchFunctionMode):
             if not self.last and (number >= len(self._events) or self._events[number].name != name):
                 self._diverged(number, name)
             calls: list[HookCall] = []
-            handles = self._note_hooked(number, calls) if number in self._keep else ()
+            handles = self._crossing.watch(number, calls)
             try:
                 result = self._run_native(function, args, kwargs)
             finally:
                 for handle in handles:
                     handle.remove()
-            if number in self._keep:
-                self._hold(number, result, args, kwargs, calls)
+            if number in self._crossing:
+                with torch._C.DisableTorchFunction():
+                    self._crossing.keep(number, result, args, kwargs, calls)
             return result
         with torch._C.DisableTorchFunction():
             look = self._observer.before(name, args, kwargs, module)
@@ -355,83 +294,8 @@ class Replay(TorchFunctionMode):
         self.number = number + 1
         if number >= len(self._events) or self._events[number].name != name:
             self._diverged(number, name)
-        event = self._events[number]
         with torch._C.DisableTorchFunction():
-            if event.draws and function is not None:
-                _draw_again(function, args, kwargs)
-            return self._build(number, event, args, kwargs)
-
-    def _build(self, number: int, event: Event, args: Any, kwargs: Any) -> Any:
-        made: list[Tensor] = []
-        arguments: list[Tensor] | None = None
-        for index, meta in enumerate(event.tensors):
-            value = (number, index)
-            if type(meta) is ValueMeta:
-                tensor: Tensor = Absent.make(meta, self._device, value, event.name)
-            else:
-                assert isinstance(meta, Alias)
-                if meta.argument is not None:
-                    arguments = tree.leaves((args, kwargs)) if arguments is None else arguments
-                    tensor = arguments[meta.argument]
-                else:
-                    assert meta.value is not None
-                    tensor = self._values[meta.value]
-            self._values[value] = tensor
-            made.append(tensor)
-        if event.writes:
-            arguments = tree.leaves((args, kwargs)) if arguments is None else arguments
-            for offset, argument in enumerate(event.writes):
-                self._values[(number, len(made) + offset)] = arguments[argument]
-        if event.filled or event.attributes or event.hooked:
-            self._side_effects(event, made, args, kwargs)
-        result = tree.rebuild(event.layout, made)
-        if type(result) is Opaque:
-            raise AbsentDataError(
-                f"{event.name} returned {result!r} on its own stage, which cannot be sent to stage {self.stage}"
-            )
-        return result
-
-    def _side_effects(self, event: Event, made: list[Tensor], args: Any, kwargs: Any) -> None:
-        holders = list(tree.containers((args, kwargs)))
-        for index, layout in event.filled:
-            holder, content = holders[index], tree.rebuild(layout, made)
-            if isinstance(holder, list):
-                holder[:] = content
-            else:
-                holder.clear()
-                holder.update(content)
-        for module, attribute, layout in event.attributes:
-            setattr(self._modules[module], attribute, tree.rebuild(layout, made))
-        for module, layout in event.hooked:
-            call_hooks(self._modules[module], *tree.rebuild(layout, made))
-
-    def _hold(self, number: int, result: Any, args: Any, kwargs: Any, calls: Sequence[HookCall] = ()) -> None:
-        with torch._C.DisableTorchFunction():
-            event = self._events[number]
-            if event.filled or event.attributes or event.hooked:
-                found = self._gather_side_effects(event, result, args, kwargs, calls)
-            else:
-                found = tree.leaves(result)
-            if event.writes:
-                arguments = tree.leaves((args, kwargs))
-                found = [*found, *(arguments[index] for index in event.writes)]
-            for index in self._keep[number]:
-                self._kept[(number, index)] = found[index]
-
-    def _note_hooked(self, number: int, calls: list[HookCall]) -> list[Any]:
-        """Note in `calls` what hooks inside the leaf are given."""
-        hooked = {module for module, _ in self._events[number].hooked}
-        return note_calls(((name, self._modules[name]) for name in hooked), calls)
-
-    def _gather_side_effects(
-        self, event: Event, result: Any, args: Any, kwargs: Any, calls: Sequence[HookCall]
-    ) -> list[Tensor]:
-        holders = list(tree.containers((args, kwargs)))
-        parts: list[Any] = [result]
-        parts += [holders[index] for index, _ in event.filled]
-        parts += [getattr(self._modules[module], attribute) for module, attribute, _ in event.attributes]
-        parts += [content for _, content in calls]
-        return tree.leaves(parts)
+            return self._answers.answer(number, self._events[number], function, args, kwargs)
 
     def _run_native(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call `function` without this mode; modes that the user's code has put on top of it stay in force.
@@ -468,7 +332,7 @@ class Replay(TorchFunctionMode):
         )
 
 
-_names: weakref.WeakKeyDictionary[Any, str] | dict[Any, str] = {}
+_names: dict[Any, str] = {}
 
 
 def _name(function: Any) -> str:
@@ -476,10 +340,6 @@ def _name(function: Any) -> str:
     if name is None:
         name = _names[function] = function_name(function)
     return name
-
-
-def _replaceable(place: Tensor) -> bool:
-    return not isinstance(place, nn.Parameter)
 
 
 def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -499,12 +359,3 @@ def _grad_within_stage(*args: Any, **kwargs: Any) -> Any:
             f"are not in its graph, which is on another device. Differentiate with respect to values of this stage, or "
             f"cut the model elsewhere ({users_line()})"
         ) from error
-
-
-def _draw_again(function: Any, args: Any, kwargs: Any) -> None:
-    """Move the random stream as the owner of the event did: its function on data of the same shapes, for nothing."""
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-    function(*tree.replace(args, stand_in), **tree.replace(kwargs, stand_in))

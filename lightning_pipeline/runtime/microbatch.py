@@ -10,8 +10,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipeline.partition.absent import ValueId
 from lightning_pipeline.partition.observer import Observer
+from lightning_pipeline.partition.received import Received
 from lightning_pipeline.partition.record import Record
-from lightning_pipeline.partition.replay import Received
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.structure import Structure
 from lightning_pipeline.runtime.transport import PendingReceive, TensorMeta

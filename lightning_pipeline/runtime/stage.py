@@ -14,8 +14,9 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.absent import ValueId
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.observer import Observer
+from lightning_pipeline.partition.received import Received
 from lightning_pipeline.partition.record import Record
-from lightning_pipeline.partition.replay import Received, Replay
+from lightning_pipeline.partition.replay import Replay
 from lightning_pipeline.runtime.delivery import BatchDelivery
 from lightning_pipeline.runtime.microbatch import Header, Microbatch
 from lightning_pipeline.runtime.structure import Report, Structure

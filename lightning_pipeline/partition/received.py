@@ -1,0 +1,78 @@
+"""Values that a stage received, and the gradients that come to them in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.partition.absent import ValueId, fill
+
+
+class Received:
+    """Values from earlier stages for one micro-batch.
+
+    Args:
+        values: the tensors, by value; each must have no other owner.
+        requires_grad: those of them that require grad where they come from.
+    """
+
+    def __init__(self, values: dict[ValueId, Tensor], requires_grad: set[ValueId]) -> None:
+        self.gradients: dict[ValueId, Tensor] = {}
+        """After backward: gradients of the values that have one."""
+        self.backward_allowed = False
+        self._values = values
+        self._requires_grad = requires_grad
+        self._attached: list[ValueId] = []
+
+    def take_places(self, places: dict[ValueId, Tensor]) -> None:
+        """Turn the objects that stand for the values in the user's code into the received tensors, with gradients.
+
+        A value that nothing stands for any more is let go; one in a Parameter's place is put into `places` instead.
+        """
+        attach = []
+        for value, data in self._values.items():
+            place = places.get(value)
+            if place is None:
+                continue
+            if isinstance(place, nn.Parameter):
+                places[value] = data
+                continue
+            fill(place, data)
+            if value in self._requires_grad and torch.is_grad_enabled():
+                attach.append(place)
+                self._attached.append(value)
+        if attach:
+            _attach(self, torch.empty(0, requires_grad=True), *attach)
+        self._values = {}
+
+    def note_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Backward has reached the values."""
+        if not self.backward_allowed:
+            raise RuntimeError(
+                "torch.autograd.grad or backward inside the step reached a value of an earlier stage; its graph is on "
+                "another device. Compute such a gradient from values of one stage, or cut the model elsewhere"
+            )
+        for value, gradient in zip(self._attached, gradients, strict=True):
+            if gradient is not None:
+                self.gradients[value] = gradient
+
+
+class _Attach(torch.autograd.Function):
+    """Makes received tensors non-leaf tensors that are no views, as modules may write into them."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Received, anchor: Tensor, *tensors: Tensor) -> Any:
+        ctx.received = received
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*tensors)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.received.note_gradients(gradients)
+        return (None, None, *[None] * len(gradients))
+
+
+_attach = _Attach.apply  # taken here, as a running replay makes every other use of a Function an event
