@@ -51,6 +51,7 @@ class Work:
         step: runs the step on one micro-batch.
         loss_of: the loss that backward starts from; None without backward.
         run_backward: runs backward from a loss.
+        after_backward: called after each micro-batch's backward.
         seed: seed of the step; each micro-batch derives its own.
     """
 
@@ -58,6 +59,7 @@ class Work:
     step: Callable[[Microbatch, Any], Any]
     loss_of: Callable[[Microbatch, Any], Tensor] | None
     run_backward: Callable[[Tensor], None]
+    after_backward: Callable[[], None]
     seed: int
 
 
@@ -121,6 +123,7 @@ class Pipeline:
             step=work.step,
             loss_of=work.loss_of,
             run_backward=work.run_backward,
+            after_backward=work.after_backward,
             template=template,
         )
         order = self.order(training=work.loss_of is not None, num_microbatches=len(states))

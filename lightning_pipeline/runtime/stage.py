@@ -32,6 +32,7 @@ class Stage:
         step: runs the user's step on one micro-batch.
         loss_of: takes the micro-batch's result to the loss that backward starts from; None without backward.
         run_backward: runs backward from a loss.
+        after_backward: called after each micro-batch's backward.
         template: a settled structure of the same kind of step, whose events a new structure is likely to share.
     """
 
@@ -47,6 +48,7 @@ class Stage:
         step: Callable[[Microbatch, Any], Any],
         loss_of: Callable[[Microbatch, Any], Tensor] | None,
         run_backward: Callable[[Tensor], None],
+        after_backward: Callable[[], None],
         template: Structure | None,
     ) -> None:
         self.stage = stage
@@ -64,6 +66,7 @@ class Stage:
         self._step = step
         self._loss_of = loss_of
         self._run_backward = run_backward
+        self._after_backward = after_backward
         self._template = template
         fixed = all(state.structure.fixed for state in microbatches)
         self._tensor_names = {} if fixed else interception.tensor_names()
@@ -204,6 +207,7 @@ class Stage:
             self.ready_at = time.perf_counter()
             if edges:
                 torch.autograd.backward(edges, gradients)
+        self._after_backward()
         state.edges = {}
         state.pending_gradients = None
         self.live -= 1

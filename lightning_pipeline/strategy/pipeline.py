@@ -31,12 +31,7 @@ from lightning_pipeline.partition.stage_config import count_stages, read_stage_c
 from lightning_pipeline.runtime.gradients import GradientHold
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.placement import Placement
-from lightning_pipeline.runtime.shared import (
-    Holders,
-    shared_parameters,
-    spread_from_owner,
-    sum_shared_gradients,
-)
+from lightning_pipeline.runtime.shared import SharedGradients, Stages, shared_parameters, spread_from_owner
 from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
@@ -121,7 +116,8 @@ class PipelineStrategy(ParallelStrategy):
         self._placement: Placement | None = None
         self._layouts: list[OptimizerLayout] = []
         self._gradients = GradientHold()
-        self._shared: Holders = []
+        self._shared: dict[str, tuple[nn.Parameter, Stages]] = {}
+        self._shared_gradients = SharedGradients(None, 0)
         self._accumulating = False
         self._failed = False
         self._in_step = False
@@ -255,6 +251,7 @@ class PipelineStrategy(ParallelStrategy):
             schedule=self.schedule,
             num_microbatches=num_microbatches,
         )
+        self._shared_gradients = SharedGradients(self._transport, stage)
         self._steps = Steps(
             module,
             self.pipeline,
@@ -338,16 +335,16 @@ class PipelineStrategy(ParallelStrategy):
         arguments = (*args, *kwargs.values())
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         self._gradients.begin(self._local_parameters(), first=first)
+        self._shared_gradients.begin(self._maybe_shared())
         with self._stepping():
             result = self._steps.train(
                 arguments,
                 number=total_batches(trainer),
                 accumulate=trainer.accumulate_grad_batches,
                 context=self.precision_plugin.train_step_context,
+                after_backward=self._shared_gradients.after_backward,
             )
-        if not self._accumulating:
-            assert self.topology is not None
-            sum_shared_gradients(self._shared, self._transport, self.topology.stage_rank)
+        self._shared_gradients.finish(self._shared, complete=not self._accumulating)
         self._gradients.end()
         return result
 
@@ -415,6 +412,14 @@ class PipelineStrategy(ParallelStrategy):
             layout.drop_remote(self.ownership)
         named = dict(self.lightning_module.named_parameters(remove_duplicate=False))
         self._shared = shared_parameters(named, self.ownership)
+
+    def _maybe_shared(self) -> dict[str, nn.Parameter]:
+        """Parameters that several stages hold, or that no step has used yet, by their first name."""
+        assert self.ownership is not None and self.lightning_module is not None
+        unseen = self.ownership.unseen
+        if not unseen:
+            return {name: parameter for name, (parameter, _) in self._shared.items()}
+        return {n: p for n, p in self.lightning_module.named_parameters() if n in unseen or n in self._shared}
 
     def _local_parameters(self) -> list[nn.Parameter]:
         assert self.lightning_module is not None

@@ -60,7 +60,13 @@ class Steps:
         self._last = pipeline.num_stages - 1
 
     def train(
-        self, args: tuple[Any, ...], *, number: int, accumulate: int, context: Callable[[], AbstractContextManager[Any]]
+        self,
+        args: tuple[Any, ...],
+        *,
+        number: int,
+        accumulate: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        after_backward: Callable[[], None],
     ) -> Any:
         """One training step, its backward included. Returns the loss, or the step's dictionary with it.
 
@@ -69,6 +75,7 @@ class Steps:
             number: number of the batch since training began.
             accumulate: number of batches over which gradients are accumulated.
             context: the precision's context around a step.
+            after_backward: called after each micro-batch's backward.
 
         Raises:
             ValueError: the step returned no loss.
@@ -87,6 +94,7 @@ class Steps:
             step=self._step_function(self._module.training_step, args[1:], context),
             loss_of=loss_of,
             run_backward=self._module.backward,
+            after_backward=after_backward,
             seed=mix(self._seed, 0, number),
         )
         report = self._run(work, args[0])
@@ -118,6 +126,7 @@ class Steps:
             step=self._step_function(function, args[1:], context),
             loss_of=None,
             run_backward=lambda loss: None,
+            after_backward=lambda: None,
             seed=mix(self._seed, zlib.crc32(stage.encode()), *numbers),
         )
         report = self._run(work, args[0])

@@ -1,0 +1,124 @@
+"""A script runs under Lightning's own launcher and under torchrun, and what it cannot do ends it on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from tests.launching import launch
+from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.runs import pipeline_trainer
+
+pytestmark = pytest.mark.multiprocess
+
+SCRIPT = Path(__file__).with_name("script.py")
+ROOT = SCRIPT.parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def start(folder: Path, module: str, *launcher: str) -> subprocess.Popen[str]:
+    folder.mkdir()
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(SCRIPT), str(folder), module],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], folder: Path) -> str:
+    """Its output, once it and the process of the other rank are gone."""
+    try:
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    running = {int(file.read_text()) for file in folder.glob("*.pid")}
+    assert len(running) == 2
+    deadline = time.monotonic() + 10
+    while running and time.monotonic() < deadline:
+        running = {pid for pid in running if psutil.pid_exists(pid)}
+        time.sleep(0.05)
+    assert not running, f"still running: {running}"
+    return output
+
+
+def test_lightnings_launcher_and_torchrun_run_a_script(tmp_path: Path) -> None:
+    processes = {
+        "lightning": start(tmp_path / "lightning", "Split"),
+        "torchrun": start(tmp_path / "torchrun", "Split", *TORCHRUN),
+    }
+    outputs = {name: ended(process, tmp_path / name) for name, process in processes.items()}
+    results = {}
+    for name, process in processes.items():
+        assert process.returncode == 0, outputs[name]
+        results[name] = [json.loads((tmp_path / name / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert results["lightning"] == results["torchrun"]
+    first, second = results["lightning"]
+    assert (first["stage"], second["stage"]) == (0, 1)
+    assert first["loss"] == second["loss"] > 0
+
+
+def test_a_refusal_ends_both_processes_of_a_script(tmp_path: Path) -> None:
+    process = start(tmp_path / "manual", "Manual")
+    output = ended(process, tmp_path / "manual")
+    assert process.returncode != 0
+    assert output.count("ValueError: Manual sets automatic_optimization=False") == 2
+    assert not list((tmp_path / "manual").glob("*.json"))
+
+
+class ManualOptimization(LitMeasured):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class WithLBFGS(LitMeasured):
+    """An optimizer that evaluates the loss several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class WithIterator(LitMeasured):
+    """Reads its batches by itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+REFUSED: dict[type[L.LightningModule], tuple[str, str]] = {
+    ManualOptimization: ("automatic_optimization=False", "return the loss from training_step"),
+    WithLBFGS: ("LBFGS", "use a first-order optimizer"),
+    WithIterator: ("dataloader_iter", "let it take (batch, batch_idx)"),
+}
+
+
+def refusals() -> dict[str, str]:
+    messages = {}
+    for module in REFUSED:
+        trainer = pipeline_trainer(measured_stages(2), world=2, max_steps=1)
+        with pytest.raises(ValueError) as error:
+            trainer.fit(module(), point_loader(8))
+        messages[module.__name__] = str(error.value)
+    return messages
+
+
+def test_what_cannot_work_is_refused_at_setup_with_the_way_out() -> None:
+    for messages in launch(refusals, world=2):
+        for module, (what, way_out) in REFUSED.items():
+            assert what in messages[module.__name__]
+            assert way_out in messages[module.__name__]

@@ -1,0 +1,88 @@
+"""Under 1F1B a stage holds few micro-batches, however many a step has; under GPipe it holds them all."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.launching import launch
+from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.runs import pipeline_trainer
+
+pytestmark = pytest.mark.multiprocess
+
+# A process's peak memory only grows, so the schedule that is to need little goes first.
+RUNS = (("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("1f1b", 32), ("gpipe", 16), ("gpipe", 32))
+M_MMAP_THRESHOLD = -3  # of malloc.h
+SAMPLES, LENGTH, WIDTH = 8, 1024, 64  # of one micro-batch
+ACTIVATION = SAMPLES * LENGTH * WIDTH * 4  # bytes
+
+
+class LitWide(L.LightningModule):
+    """Small batches that become large activations; two layers on each of two stages."""
+
+    stage_config = {"layers.2": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(LENGTH, 1))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].unsqueeze(1) * self.position
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def peaks() -> list[int]:
+    """This process's peak memory in bytes so far, after each of RUNS."""
+    # Large blocks go back to the system when they are freed, so that the process's memory is what is in use.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+    found = []
+    for schedule, count in RUNS:
+        strategy = {"schedule": schedule, "num_microbatches": count}
+        trainer = pipeline_trainer(LitWide.stage_config, world=2, strategy=strategy, max_steps=2)
+        data = TensorDataset(torch.ones(2 * count * SAMPLES, WIDTH))
+        trainer.fit(LitWide(), DataLoader(data, batch_size=count * SAMPLES))
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return found
+
+
+def live_microbatches(world: int) -> dict[tuple[str, int], int]:
+    """The executor's count of micro-batches that were live at once, for each schedule and number of micro-batches."""
+    found = {}
+    for schedule in ("1f1b", "gpipe"):
+        for count in (4, 7):
+            strategy = {"schedule": schedule, "num_microbatches": count}
+            trainer = pipeline_trainer(gpt_stages(world), world=world, strategy=strategy, max_steps=2)
+            trainer.fit(LitGPT(), token_loader(2 * count, count))
+            found[schedule, count] = trainer.strategy.peak_live
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_live_microbatches_are_as_few_as_the_schedule_says(world: int) -> None:
+    for rank, found in enumerate(launch(live_microbatches, world, world=world)):
+        for (schedule, count), live in found.items():
+            assert live == (min(count, world - rank) if schedule == "1f1b" else count)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library's malloc is told to give memory back")
+def test_memory_stays_flat_under_1f1b_and_grows_under_gpipe() -> None:
+    for rank in launch(peaks, world=2):
+        first, *others, sixteen, all_live = (peak / ACTIVATION for peak in rank)
+        assert max(others) - first < 10  # 28 micro-batches more; keeping one tensor of each would be 28
+        assert sixteen - first > 2 * 12
+        assert all_live - sixteen > 2 * 16  # both of a stage's layers keep their input for each micro-batch more
