@@ -53,6 +53,8 @@ from lightning_pipeline.strategy.metrics import share_metrics
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.steps import Steps
 
+SCHEDULES = ("1f1b", "gpipe")
+
 
 class PipelineStrategy(ParallelStrategy):
     """Trains a LightningModule over several devices, each holding one stage of it.
@@ -98,7 +100,8 @@ class PipelineStrategy(ParallelStrategy):
             raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
         _check_count("num_stages", num_stages)
         _check_count("num_microbatches", num_microbatches)
-        build(schedule, 1, 1)  # an unknown name is told here
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule is one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}")
         self.stage_config = stage_config
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches

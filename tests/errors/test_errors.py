@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lightning_pipeline import PipelineStrategy
 from tests.errors import modules
 from tests.ranks import Ended, run_ranks
 
@@ -52,6 +53,20 @@ def test_a_mistake_is_named_on_every_rank(module: str, strategy: dict[str, Any],
     for end in errors_of(module, **strategy):
         for word in words:
             assert word in end.error, f"{word!r} is not in {end.error}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "1f1"}, "schedule is one of '1f1b', 'gpipe', got '1f1'"),
+        ({"loss_reduction": "max"}, "\"mean\" or \"sum\", got 'max'"),
+        ({"num_stages": 0}, "num_stages is a whole number from 1, got 0"),
+        ({"num_microbatches": 2.5}, "num_microbatches is a whole number from 1, got 2.5"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_told_at_once(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PipelineStrategy(**options)
 
 
 def test_a_stage_without_modules_is_never_reached() -> None:

@@ -218,13 +218,12 @@ def _both(name: str) -> dict[int, tuple[str, ...]]:
 
 
 CASES: dict[str, Case] = {
-    "gpt2": Case(gpt2, tokens(), _GPT2, summed=_both("model.transformer.wte."), poison=(2, 4)),
+    "gpt2": Case(gpt2, tokens(), _GPT2, poison=(2, 4)),
     "gpt2_dropout": Case(lambda: gpt2(0.1, tie_word_embeddings=False), tokens(), _GPT2, random=True),
     "gpt2_embedding_as_head": Case(
         lambda: lit.EmbeddingAsHead(transformers.GPT2Model(_gpt2_config()).train()),
         tokens(),
         blocks("transformer.h.{}"),
-        summed=_both("transformer.wte."),
         poison=(2,),
     ),
     "gpt2_hidden_states": Case(
