@@ -527,6 +527,10 @@ class PipelineStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self._uninstall()
+        if self._transport is not None and not self._failed:
+            # A process may end after this, and one that ends with messages unread breaks its peers' connections.
+            self._transport.flush()
+            self._transport.barrier("the end of the run")
         module = self.lightning_module
         if module is not None and self.root_device.type != "cpu":
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
 from lightning_pipeline import PipelineStrategy
 from tests.ranks import run_ranks
@@ -71,3 +73,43 @@ def test_a_module_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
     assert expected[0]["loss"] > expected[2]["loss"]
     for rank in range(2):
         assert torch.load(tmp_path / f"2-{rank}.pt", weights_only=True) == expected
+
+
+class SlowToEnd(L.Callback):
+    """The first stage's rank needs longer than the others for the end of the epoch, before it asks for the metric."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            time.sleep(1.5)
+
+
+class LitMetric(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.second(self.first(batch))
+        self.error(output, batch)
+        self.log("error", self.error, on_epoch=True, on_step=False)
+        return nn.functional.mse_loss(output, batch)
+
+
+def fit_with_a_slow_rank() -> None:
+    trainer = L.Trainer(
+        strategy=PipelineStrategy(stage_config={"second": 1}, num_microbatches=4),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        callbacks=[SlowToEnd()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LitMetric(), DataLoader(torch.randn(32, 8), batch_size=8))
+
+
+def test_no_rank_ends_before_the_others_have_what_it_sent() -> None:
+    for ended in run_ranks(fit_with_a_slow_rank):
+        assert ended.exit_code == 0, ended.traceback
