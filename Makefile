@@ -10,7 +10,7 @@ help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-7s %s\n", $$1, $$2}'
 
 train: $(VENV)/.stamp ## train the default example over two stages; pass overrides as ARGS="trainer.devices=4"
-	$(BIN)/python examples/train.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/train.py $(ARGS)
 
 test: $(VENV)/.stamp ## run the tests; pass options as ARGS="-k schedules"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)

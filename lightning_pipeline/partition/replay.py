@@ -206,8 +206,8 @@ class Replay(TorchFunctionMode):
         if stage < self.at:
             raise ValueError(
                 f"stages are out of order: {leaf.name!r} is on stage {stage} and is called after {self._at_leaf!r} of "
-                f"stage {self.at}; stages follow the data, so give it stage {self.at} or higher, or move the cut "
-                f"({users_line()})"
+                f"stage {self.at}; stages follow the data, so give it stage {self.at} or higher, or move the cut; "
+                f"a module that is called twice in a step is called once, on its inputs put together ({users_line()})"
             )
         if stage > self.at:
             self._go_to(stage, leaf.name)
