@@ -1,12 +1,12 @@
 """Schedules as data: what each rank computes, sends and receives, and in which order.
 
 A builder writes compute actions, :func:`lower` adds the communication, :func:`check` proves the result, and
-:func:`simulate` and :func:`render` show it. Standard library only.
+:func:`simulate` tells its times, :func:`render`, :func:`save_picture` and :func:`save_chrome_trace` show it. Standard
+library only; pictures need matplotlib.
 """
 
 from lightning_pipeline.schedules.action import Action, Kind
 from lightning_pipeline.schedules.builders import (
-    build,
     forward_only,
     gpipe,
     interleaved_1f1b,
@@ -14,30 +14,55 @@ from lightning_pipeline.schedules.builders import (
     one_f_one_b,
 )
 from lightning_pipeline.schedules.checking import check
+from lightning_pipeline.schedules.chrome_trace import save_chrome_trace
 from lightning_pipeline.schedules.csv_table import load_csv, save_csv
+from lightning_pipeline.schedules.custom import as_schedule
 from lightning_pipeline.schedules.drawing import render
 from lightning_pipeline.schedules.errors import ScheduleError
 from lightning_pipeline.schedules.lowering import lower
+from lightning_pipeline.schedules.picture import save_picture
+from lightning_pipeline.schedules.registry import (
+    SCHEDULE_NAMES,
+    build,
+    build_for_batch,
+    default_virtual_stages,
+    placement_of,
+)
 from lightning_pipeline.schedules.schedule import Schedule
 from lightning_pipeline.schedules.simulation import Simulation, Span, simulate
+from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share
+from lightning_pipeline.schedules.zero_bubble import interleaved_zero_bubble, zbv, zero_bubble
 
 __all__ = [
+    "SCHEDULE_NAMES",
     "Action",
     "Kind",
     "Schedule",
     "ScheduleError",
     "Simulation",
     "Span",
+    "Timeline",
+    "as_schedule",
     "build",
+    "build_for_batch",
     "check",
+    "default_virtual_stages",
+    "extent",
     "forward_only",
     "gpipe",
+    "idle_share",
     "interleaved_1f1b",
     "interleaved_1f1b_low_memory",
+    "interleaved_zero_bubble",
     "load_csv",
     "lower",
     "one_f_one_b",
+    "placement_of",
     "render",
+    "save_chrome_trace",
     "save_csv",
+    "save_picture",
     "simulate",
+    "zbv",
+    "zero_bubble",
 ]

@@ -1,58 +1,50 @@
-"""The schedules that have a name.
+"""The schedules with whole backwards, and the forward-only one.
 
 Drawings have a column for each slot of time; forward and backward take one each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from difflib import get_close_matches
-from itertools import product
+from collections.abc import Sequence
+from itertools import groupby, product
 
 from lightning_pipeline.schedules.action import Action, Kind
 from lightning_pipeline.schedules.errors import ScheduleError
 from lightning_pipeline.schedules.schedule import Schedule, loop_placement
 
 
-def build(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
-    """Build the schedule called ``name``, with compute actions only.
-
-    Args:
-        name: one of "forward", "gpipe", "1f1b", "interleaved_1f1b", "interleaved_1f1b_low_memory".
-        num_ranks: ranks that work together on one copy of the model.
-        num_microbatches: micro-batches in one step; for training at least ``num_ranks``.
-        num_virtual_stages: virtual stages on each rank.
-
-    Raises:
-        ScheduleError: for an unknown name or counts that the schedule cannot have.
-    """
-    if name not in _BUILDERS:
-        close = get_close_matches(name, _BUILDERS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ScheduleError(f"unknown schedule {name!r}; {hint}the schedules are {', '.join(_BUILDERS)}")
-    if name != "forward" and 0 < num_microbatches < num_ranks:
-        raise ScheduleError(
-            f"num_microbatches must be at least the number of ranks for training, got num_microbatches="
-            f"{num_microbatches} for {num_ranks} ranks; use {num_ranks} micro-batches or more, or fewer ranks"
-        )
-    return _BUILDERS[name](num_ranks, num_microbatches, num_virtual_stages)
-
-
-def forward_only(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
+def forward_only(
+    num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1, *, placement: Sequence[int] | None = None
+) -> Schedule:
     """Forwards without backwards, for validation and prediction::
 
         rank 0  0F0 0F1 0F2 0F3
         rank 1   .  1F0 1F1 1F2 1F3
 
     There may be fewer micro-batches than ranks. With several virtual stages a rank finishes one for all micro-batches
-    before the next.
+    before the next; stages that follow one another on a rank run as if they were one, so that the next rank does not
+    wait. In a V, with ``placement=(0, 1, 1, 0)``::
+
+        rank 0  0F0 0F1  .  3F0  .  3F1
+        rank 1   .  1F0 2F0 1F1 2F1
+
+    Args:
+        num_ranks: ranks that work together on one copy of the model.
+        num_microbatches: micro-batches in one step.
+        num_virtual_stages: virtual stages on each rank, in a loop; not used with ``placement``.
+        placement: for each virtual stage its rank, in place of a loop.
+
+    Raises:
+        ScheduleError: for a count below one, or a placement on a rank that does not exist.
     """
-    _require_positive(num_ranks, num_microbatches, num_virtual_stages)
-    orders = []
-    for rank in range(num_ranks):
-        stages = range(rank, num_ranks * num_virtual_stages, num_ranks)
-        orders.append(tuple(Action(Kind.F, s, i) for s, i in product(stages, range(num_microbatches))))
-    return _schedule("forward", orders, num_microbatches, num_virtual_stages)
+    require_positive(num_ranks, num_microbatches, num_virtual_stages)
+    placement = loop_placement(num_ranks, num_virtual_stages) if placement is None else tuple(placement)
+    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for rank, run in groupby(range(len(placement)), key=placement.__getitem__):
+        if not 0 <= rank < num_ranks:
+            raise ScheduleError(f"placement names rank {rank}, but there are {num_ranks} ranks, got {placement}")
+        orders[rank] += [Action(Kind.F, stage, i) for i, stage in product(range(num_microbatches), list(run))]
+    return Schedule("forward", tuple(map(tuple, orders)), num_microbatches, placement)
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
@@ -64,7 +56,7 @@ def gpipe(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) ->
     With several virtual stages a rank finishes one for all micro-batches before the next, forward in ascending and
     backward in descending order of stages. Micro-batches ascend in both.
     """
-    _require_positive(num_ranks, num_microbatches, num_virtual_stages)
+    require_positive(num_ranks, num_microbatches, num_virtual_stages)
     orders = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * num_virtual_stages, num_ranks)
@@ -85,11 +77,11 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_virtual_stages: int =
     Raises:
         ScheduleError: for more than one virtual stage on a rank.
     """
-    _require_positive(num_ranks, num_microbatches, num_virtual_stages)
+    require_positive(num_ranks, num_microbatches, num_virtual_stages)
     if num_virtual_stages != 1:
         raise ScheduleError(
             f"1f1b runs one virtual stage on each rank, got num_virtual_stages={num_virtual_stages}; "
-            f"for several use interleaved_1f1b, interleaved_1f1b_low_memory or gpipe"
+            f"for several use interleaved_1f1b, interleaved_1f1b_low_memory or looped_bfs"
         )
     orders = []
     for rank in range(num_ranks):
@@ -122,10 +114,10 @@ def interleaved_1f1b_low_memory(num_ranks: int, num_microbatches: int, num_virtu
 
 
 def _interleaved(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int, *, hop: int) -> Schedule:
-    _require_positive(num_ranks, num_microbatches, num_virtual_stages)
+    require_positive(num_ranks, num_microbatches, num_virtual_stages)
     extra = num_microbatches % num_ranks
     # The first group takes in what does not fill a group of its own.
-    first = num_ranks + extra
+    first = min(num_ranks + extra, num_microbatches)
 
     def group(microbatch: int) -> int:
         return 0 if microbatch < first else (microbatch - extra) // num_ranks
@@ -157,18 +149,10 @@ def _schedule(name: str, orders: list[tuple[Action, ...]], num_microbatches: int
     return Schedule(name, tuple(orders), num_microbatches, loop_placement(len(orders), num_virtual_stages))
 
 
-def _require_positive(num_ranks: int, num_microbatches: int, num_virtual_stages: int) -> None:
+def require_positive(num_ranks: int, num_microbatches: int, num_virtual_stages: int) -> None:
+    """Raise a ScheduleError for a count below one."""
     if min(num_ranks, num_microbatches, num_virtual_stages) < 1:
         raise ScheduleError(
             f"a schedule needs at least one rank, micro-batch and virtual stage, got num_ranks={num_ranks}, "
             f"num_microbatches={num_microbatches}, num_virtual_stages={num_virtual_stages}"
         )
-
-
-_BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
-    "forward": forward_only,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
-    "interleaved_1f1b_low_memory": interleaved_1f1b_low_memory,
-}

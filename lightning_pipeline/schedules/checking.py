@@ -61,9 +61,10 @@ def _check_places(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule) -> None:
     """Every stage runs forward, and in training backward, for every micro-batch."""
     done = {value for order in schedule.orders for action in order for value in yields(action)}
+    has_backward = schedule.has_backward
     for stage, microbatch in product(range(schedule.num_stages), range(schedule.num_microbatches)):
         f, i, w = (Action(kind, stage, microbatch) for kind in (Kind.F, Kind.I, Kind.W))
-        missing = [value for value in ((f, i, w) if schedule.has_backward else (f,)) if value not in done]
+        missing = [value for value in ((f, i, w) if has_backward else (f,)) if value not in done]
         if missing:
             whole = missing[-2:] == [i, w] and f not in missing
             action = Action(Kind.B, stage, microbatch) if whole else missing[0]

@@ -6,7 +6,7 @@ import csv
 from os import PathLike
 from pathlib import Path
 
-from lightning_pipeline.schedules.action import Action
+from lightning_pipeline.schedules.custom import infer_placement, read_compute
 from lightning_pipeline.schedules.drawing import time_slots
 from lightning_pipeline.schedules.errors import ScheduleError
 from lightning_pipeline.schedules.schedule import Schedule
@@ -29,20 +29,18 @@ def load_csv(path: str | PathLike[str]) -> Schedule:
     if not rows:
         raise ScheduleError(f"{path} holds no actions; write one row for each rank with cells such as 0F0")
     orders = [
-        [_parse(cell, f"{path}, row {row}, column {column}") for column, cell in enumerate(cells, 1) if cell.strip()]
+        [
+            read_compute(cell, f"{path}, row {row}, column {column}")
+            for column, cell in enumerate(cells, 1)
+            if cell.strip()
+        ]
         for row, cells in enumerate(rows, 1)
     ]
-    place: dict[int, int] = {}
-    for rank, order in enumerate(orders):
-        for action in order:
-            place.setdefault(action.stage, rank)
-    if missing := sorted(set(range(max(place))) - set(place)):
-        raise ScheduleError(f"{path} has no action of stage {missing[0]}, but of stage {max(place)}")
     return Schedule(
         name=path.stem,
         orders=tuple(map(tuple, orders)),
         num_microbatches=1 + max(action.microbatch for order in orders for action in order),
-        placement=tuple(place[stage] for stage in range(len(place))),
+        placement=infer_placement(orders, str(path)),
     )
 
 
@@ -62,13 +60,3 @@ def save_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
                 "" if action is None or (column and row[column - 1] == action) else str(action)
                 for column, action in enumerate(row)
             )
-
-
-def _parse(cell: str, where: str) -> Action:
-    try:
-        action = Action.parse(cell)
-    except ScheduleError as error:
-        raise ScheduleError(f"{where}: {error}") from None
-    if not action.kind.is_compute:
-        raise ScheduleError(f"{where}: {action} is communication; write compute actions only, the rest is added")
-    return action

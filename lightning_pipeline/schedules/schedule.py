@@ -15,6 +15,11 @@ def loop_placement(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
     return tuple(stage % num_ranks for stage in range(num_ranks * num_virtual_stages))
 
 
+def v_placement(num_ranks: int) -> tuple[int, ...]:
+    """The rank of each virtual stage where stages go down the ranks and back up: 0, 1, 2, 2, 1, 0."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """One list of actions for each rank; iterates, indexes and compares as that.
@@ -81,6 +86,22 @@ class Schedule:
             return self
         orders = tuple(tuple(action for action in order if action.kind.is_compute) for order in self.orders)
         return replace(self, orders=orders, lowered=False)
+
+    def take(self, num_microbatches: int) -> Schedule:
+        """This schedule for the first micro-batches only, such as those of a last batch that is smaller.
+
+        What is left keeps its order, so it is as sound as the whole.
+
+        Raises:
+            ScheduleError: unless ``num_microbatches`` is between 1 and what the schedule has.
+        """
+        if not 1 <= num_microbatches <= self.num_microbatches:
+            raise ScheduleError(
+                f"schedule {self.name!r} has {self.num_microbatches} micro-batches; take between 1 and "
+                f"{self.num_microbatches} of them, got {num_microbatches}"
+            )
+        orders = tuple(tuple(a for a in order if a.microbatch < num_microbatches) for order in self.orders)
+        return replace(self, orders=orders, num_microbatches=num_microbatches)
 
     def error(self, sentence: str, marks: Collection[tuple[int, int]]) -> ScheduleError:
         """An error that says ``sentence`` and shows the grid with the cells ``(rank, position)`` marked."""

@@ -79,16 +79,18 @@ def _spans(schedule: Schedule, costs: dict[Kind, list[float]], transfer: float) 
     while progress:
         progress = False
         for rank, order in enumerate(schedule.orders):
-            for action in order[len(spans[rank]) :]:
+            done = spans[rank]
+            while len(done) < len(order):
+                action = order[len(done)]
                 inputs = needs(action, schedule.num_stages)
                 if any(value not in ready for value in inputs):
                     break
-                start = spans[rank][-1].end if spans[rank] else 0.0
+                start = done[-1].end if done else 0.0
                 for value in inputs:
                     elsewhere = schedule.placement[value.stage] != rank
                     start = max(start, ready[value] + transfer * elsewhere)
                 end = start + costs[action.kind][action.stage]
-                spans[rank].append(Span(action, start, end))
+                done.append(Span(action, start, end))
                 ready.update(dict.fromkeys(yields(action), end))
                 progress = True
     stuck = {rank: len(done) for rank, done in enumerate(spans) if len(done) < len(schedule.orders[rank])}

@@ -1,14 +1,40 @@
-"""The orders equal those of torch.distributed.pipelining wherever these are sound."""
+"""The orders equal those of torch.distributed.pipelining wherever these are sound.
+
+Equal, action by action, for all p, m and v below:
+
+- "gpipe" with one virtual stage and ScheduleGPipe;
+- "1f1b" and Schedule1F1B, but for the last rank, where theirs lists forwards that do not exist and lacks the first;
+- "interleaved_1f1b" and ScheduleInterleaved1F1B, "interleaved_zero_bubble" and ScheduleInterleavedZeroBubble where
+  ranks divide micro-batches or there are fewer than two for each rank, also fewer micro-batches than ranks;
+- "zero_bubble" and ScheduleInterleavedZeroBubble with one stage a rank, for every m that theirs takes;
+- "zbv" and ScheduleZBVZeroBubble up to the last weight gradients: behind all else theirs does those of the stage on
+  the way up first, ours those of the stage on the way down. Nothing waits for either.
+
+Not equal, on purpose:
+
+- "looped_bfs" and ScheduleLoopedBFS: theirs runs micro-batches backward in descending order, and gradients would add up
+  in another order than in other schedules. Forwards, and the order of stages, are equal.
+- Both interleaved ones where m is at least 2p and p does not divide it: theirs makes groups of equal size or refuses,
+  ours adds the micro-batches left over to the first group, as MindSpore does.
+- "interleaved_1f1b_low_memory" has no counterpart; split in I and W it is "interleaved_zero_bubble".
+"""
 
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining.schedules import _Action
 
-from lightning_pipeline.schedules import Action, build, save_csv
+from lightning_pipeline.schedules import Action, Kind, build, build_for_batch, save_csv
 
 RANKS_AND_MICROBATCHES = [(p, m) for p, m in product((1, 2, 3, 4, 8), (1, 2, 4, 6, 8, 16)) if m >= p]
 
@@ -50,28 +76,64 @@ def test_1f1b(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), RANKS_AND_MICROBATCHES)
 @pytest.mark.parametrize("v", [1, 2, 3])
-def test_gpipe_forwards_with_virtual_stages(p: int, m: int, v: int) -> None:
+def test_looped_bfs_forwards(p: int, m: int, v: int) -> None:
     """Their looped breadth-first runs micro-batches backward in descending order; ours must ascend."""
     theirs = bare(ScheduleLoopedBFS, pp_group_size=p, _stages=[None] * v, _n_microbatches=m)
-    for rank, order in enumerate(build("gpipe", p, m, v)):
+    for rank, order in enumerate(build("looped_bfs", p, m, v)):
         expected = compute_actions(theirs._calculate_single_rank_operations(rank))
         assert texts(order)[: v * m] == expected[: v * m]
         assert [action.stage for action in order] == [int(text.split("F")[0].split("B")[0]) for text in expected]
 
 
-@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in RANKS_AND_MICROBATCHES if m % p == 0])
+INTERLEAVED = [
+    (p, m) for p, m in product((1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16)) if m % p == 0 or m < 2 * p
+]
+
+
+@pytest.mark.parametrize(("p", "m"), INTERLEAVED)
 @pytest.mark.parametrize("v", [1, 2, 4])
-def test_interleaved(p: int, m: int, v: int) -> None:
-    """Where ranks do not divide micro-batches, theirs needs equal groups and ours takes any number."""
+@pytest.mark.parametrize(
+    ("name", "schedule_class"),
+    [
+        ("interleaved_1f1b", ScheduleInterleaved1F1B),
+        ("interleaved_zero_bubble", ScheduleInterleavedZeroBubble),
+    ],
+)
+def test_interleaved(name: str, schedule_class: type, p: int, m: int, v: int) -> None:
+    for rank, order in enumerate(build_for_batch(name, p, m, v)):
+        assert texts(order) == interleaved_order(schedule_class, rank, p, m, v)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 3), (2, 4), (3, 10), (4, 2), (4, 4), (4, 10), (8, 18), (8, 32)])
+def test_zero_bubble(p: int, m: int) -> None:
+    for rank, order in enumerate(build_for_batch("zero_bubble", p, m)):
+        assert texts(order) == interleaved_order(ScheduleInterleavedZeroBubble, rank, p, m, 1)
+
+
+def interleaved_order(schedule_class: type, rank: int, p: int, m: int, v: int) -> list[str]:
     theirs = bare(
-        ScheduleInterleaved1F1B, pp_group_size=p, n_local_stages=v, _n_microbatches=m, microbatches_per_round=p
+        schedule_class,
+        pp_group_size=p,
+        n_local_stages=v,
+        _n_microbatches=m,
+        microbatches_per_round=m // max(1, m // p),
     )
-    for rank, order in enumerate(build("interleaved_1f1b", p, m, v)):
-        assert texts(order) == compute_actions(theirs._calculate_single_rank_operations(rank))
+    return compute_actions(theirs._calculate_single_rank_operations(rank))
 
 
-def test_torch_reads_our_files(tmp_path: Path) -> None:
-    schedule = build("interleaved_1f1b", 2, 4, 2)
+@pytest.mark.parametrize(("p", "m"), list(product((1, 2, 3, 4, 8), (1, 2, 3, 4, 6, 7, 8, 9, 16, 17))))
+def test_zbv(p: int, m: int) -> None:
+    theirs = bare(ScheduleZBVZeroBubble, pp_group_size=p, _num_stages=2 * p, num_stages=2 * p, _n_microbatches=m)
+    for rank, order in enumerate(build_for_batch("zbv", p, m, 2)):
+        expected = compute_actions(theirs._calculate_single_rank_operations(rank))
+        tail = max(place for place, action in enumerate(order) if action.kind is not Kind.W) + 1
+        assert texts(order)[:tail] == expected[:tail]
+        assert texts(order)[tail:] == sorted(expected[tail:], key=lambda text: text.split("W")[0] != str(rank))
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zbv"])
+def test_torch_reads_our_files(name: str, tmp_path: Path) -> None:
+    schedule = build(name, 2, 4, 2)
     save_csv(schedule, tmp_path / "mine.csv")
     for order, line in zip(schedule, (tmp_path / "mine.csv").read_text().splitlines(), strict=True):
         assert compute_actions([_Action.from_str(cell) for cell in line.split(",")]) == texts(order)

@@ -18,6 +18,7 @@ from lightning_pipeline.schedules import (
     interleaved_1f1b_low_memory,
     one_f_one_b,
     render,
+    simulate,
 )
 
 GPIPE_2X4 = """
@@ -47,6 +48,10 @@ ONE_F_ONE_B_4X8 = """
 FORWARD_2X4 = """
     rank 0  0F0 0F1 0F2 0F3
     rank 1   .  1F0 1F1 1F2 1F3
+"""
+FORWARD_V_2X2 = """
+    rank 0  0F0 0F1  .  3F0  .  3F1
+    rank 1   .  1F0 2F0 1F1 2F1
 """
 FORWARD_4X2 = """
     rank 0  0F0 0F1
@@ -124,32 +129,13 @@ def test_interleaved_grid(schedule: Schedule, grid: str) -> None:
     assert list(schedule) == expected
 
 
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (2, 2), (3, 7), (8, 9)])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (2, 2), (3, 7), (8, 9), (4, 2)])
 def test_low_memory_with_one_virtual_stage_is_1f1b(num_ranks: int, num_microbatches: int) -> None:
     assert interleaved_1f1b_low_memory(num_ranks, num_microbatches) == one_f_one_b(num_ranks, num_microbatches)
 
 
-def test_build_finds_every_builder() -> None:
-    assert build("forward", 4, 2) == forward_only(4, 2)
-    assert build("gpipe", 2, 4, num_virtual_stages=2) == gpipe(2, 4, 2)
-    assert build("1f1b", 2, 4) == one_f_one_b(2, 4)
-    assert build("interleaved_1f1b", 2, 4, 2) == interleaved_1f1b(2, 4, 2)
-    assert build("interleaved_1f1b_low_memory", 2, 4, 2) == interleaved_1f1b_low_memory(2, 4, 2)
-
-
 def test_one_rank_does_one_after_the_other() -> None:
     assert [str(action) for action in build("1f1b", 1, 2)[0]] == ["0F0", "0B0", "0F1", "0B1"]
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(ScheduleError, match=r"unknown schedule '1f1'; did you mean '1f1b'.*gpipe"):
-        build("1f1", 2, 4)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b"])
-def test_too_few_microbatches(name: str) -> None:
-    with pytest.raises(ValueError, match=r"num_microbatches=3 for 4 ranks; use 4 micro-batches or more"):
-        build(name, 4, 3)
 
 
 @pytest.mark.parametrize("counts", [(0, 4, 1), (2, 0, 1), (2, 4, 0), (-1, 4, 1)])
@@ -163,6 +149,34 @@ def test_1f1b_takes_one_virtual_stage() -> None:
         build("1f1b", 2, 4, num_virtual_stages=2)
 
 
-def test_fewer_microbatches_than_ranks_still_run() -> None:
-    for schedule in (gpipe(4, 2, 2), one_f_one_b(4, 2), interleaved_1f1b(4, 2, 2), forward_only(4, 1, 2)):
-        check(schedule)
+def test_forward_in_a_v() -> None:
+    schedule = forward_only(2, 2, placement=[0, 1, 1, 0])
+    assert render(schedule) == dedent(FORWARD_V_2X2).strip()
+    assert FORWARD_V_2X2.strip() in re.sub(r"\n +", "\n    ", forward_only.__doc__ or "")
+    assert schedule.placement == (0, 1, 1, 0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 13])
+def test_forward_in_a_v_takes_no_longer_than_it_must(num_ranks: int, num_microbatches: int) -> None:
+    """The last rank starts after the others, does two virtual stages, and the others finish after it."""
+    placement = (*range(num_ranks), *reversed(range(num_ranks)))
+    schedule = forward_only(num_ranks, num_microbatches, placement=placement)
+    check(schedule)
+    assert simulate(schedule).makespan == 2 * (num_microbatches + num_ranks - 1)
+
+
+@pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 0, 0, 1), (1, 0), (0, 1, 2, 1, 0), (2, 2, 1, 1, 0, 0)])
+def test_forward_on_any_placement(placement: tuple[int, ...]) -> None:
+    schedule = forward_only(1 + max(placement), 5, placement=placement)
+    check(schedule)
+    assert schedule.placement == placement
+
+
+def test_forward_passes_on_at_once_what_neighbours_on_a_rank_do() -> None:
+    assert simulate(forward_only(2, 4, placement=(0, 0, 1, 1))).makespan == 2 * (4 + 1)
+
+
+def test_forward_on_a_rank_that_is_not_there() -> None:
+    with pytest.raises(ScheduleError, match=r"placement names rank 2, but there are 2 ranks, got \(0, 1, 2\)"):
+        forward_only(2, 4, placement=(0, 1, 2))

@@ -4,12 +4,27 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipeline.schedules import Action, Schedule, ScheduleError, build, check, load_csv, lower, save_csv
+from lightning_pipeline.schedules import (
+    SCHEDULE_NAMES,
+    Action,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    default_virtual_stages,
+    load_csv,
+    lower,
+    save_csv,
+)
 
 
 @pytest.mark.parametrize(
     "schedule",
-    [build("1f1b", 4, 8), build("gpipe", 2, 3, 2), build("interleaved_1f1b", 4, 9, 2), build("forward", 3, 1)],
+    [
+        *[build(name, 4, 9, default_virtual_stages(name)) for name in SCHEDULE_NAMES],
+        build("forward", 3, 1),
+        build("zbv", 4, 5, 2),
+    ],
     ids=str,
 )
 def test_round_trip(schedule: Schedule, tmp_path: Path) -> None:

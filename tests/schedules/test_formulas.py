@@ -4,15 +4,25 @@ from itertools import product
 
 import pytest
 
-from lightning_pipeline.schedules import build, forward_only, interleaved_1f1b, interleaved_1f1b_low_memory, simulate
+from lightning_pipeline.schedules import (
+    Simulation,
+    build,
+    forward_only,
+    interleaved_1f1b,
+    interleaved_1f1b_low_memory,
+    simulate,
+)
 
-RANKS_AND_MICROBATCHES = [(p, m) for p, m in product((1, 2, 3, 4, 7, 8), (1, 2, 4, 8, 9, 16, 21)) if m >= p]
+RANKS_AND_MICROBATCHES = [
+    *[(p, m) for p, m in product((1, 2, 3, 4, 7, 8), (1, 2, 4, 8, 9, 16, 21)) if m >= p],
+    *[(13, 40), (16, 16), (16, 64)],
+]
 
 
 @pytest.mark.parametrize(("p", "m"), RANKS_AND_MICROBATCHES)
 def test_gpipe(p: int, m: int) -> None:
-    for v in (1, 2, 3):
-        result = simulate(build("gpipe", p, m, v), forward=1.0, input_grad=0.75, weight_grad=1.25)
+    for v in (1, 2, 3, 4):
+        result = simulate(build("looped_bfs", p, m, v), forward=1.0, input_grad=0.75, weight_grad=1.25)
         assert result.bubble == pytest.approx((p - 1) / (v * m + p - 1))
         assert result.makespan == pytest.approx(3 * (v * m + p - 1))
         assert result.peak_live == [v * m] * p
@@ -28,7 +38,7 @@ def test_one_f_one_b(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), RANKS_AND_MICROBATCHES)
 def test_interleaved(p: int, m: int) -> None:
-    for v in (1, 2, 4):
+    for v in (1, 2, 3, 4):
         megatron = simulate(interleaved_1f1b(p, m, v))
         low_memory = simulate(interleaved_1f1b_low_memory(p, m, v))
         warm_up = [(v - 1) * (p + m % p) + (p - rank - 1) for rank in range(p)]
@@ -51,16 +61,56 @@ def test_low_memory_pays_for_latency() -> None:
     assert low_memory > megatron
 
 
+@pytest.mark.parametrize(("p", "m"), RANKS_AND_MICROBATCHES)
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (1, 1.25, 0.75), (2, 1.5, 1.5), (1, 1, 0)])
+def test_zero_bubble(p: int, m: int, f: float, i: float, w: float) -> None:
+    """A rank is idle for (p-1)(F+I-W): in SCHEDULES.md, where B is the whole backward I+W, that is F+B-2W."""
+    result = simulate(build("zero_bubble", p, m), f, i, w)
+    assert idle_times(result) == pytest.approx([(p - 1) * (f + i - w)] * p)
+    assert result.peak_live == [min(p, m)] * p
+
+
+@pytest.mark.parametrize(("p", "m"), RANKS_AND_MICROBATCHES)
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+def test_interleaved_zero_bubble(p: int, m: int, v: int) -> None:
+    """As long an idle time as with one virtual stage on each rank, but of stages that are v times smaller."""
+    result = simulate(build("interleaved_zero_bubble", p, m, v), forward=1, input_grad=1.25, weight_grad=0.75)
+    assert idle_times(result) == pytest.approx([(p - 1) * 1.5] * p)
+    assert result.peak_live == [min((v - 1) * (p + m % p) + p, v * m)] * p
+
+
+@pytest.mark.parametrize(("p", "m"), [*RANKS_AND_MICROBATCHES, (4, 5), (4, 6), (8, 12), (16, 31), (16, 32)])
+def test_zbv(p: int, m: int) -> None:
+    """Idle for p-1 where there are enough micro-batches to fill the V, at most twice as long with fewer."""
+    result = simulate(build("zbv", p, m, 2))
+    assert idle_times(result) == [(p - 1) + max(0, p - 1 - 2 * (m - p))] * p
+    if m >= 2 * p - 1:
+        assert result.peak_live == [2 * p] * p
+    else:
+        assert max(result.peak_live) <= 2 * p
+
+
+def idle_times(result: Simulation) -> list[float]:
+    return [result.makespan - sum(span.end - span.start for span in spans) for spans in result.spans]
+
+
+INTERLEAVED = [
+    *[(4, 8, 1, 27.3), (4, 8, 2, 15.8), (4, 8, 4, 8.6)],
+    *[(4, 16, 1, 15.8), (4, 16, 2, 8.6), (4, 16, 4, 4.5)],
+    *[(8, 16, 1, 30.4), (8, 16, 2, 17.9), (8, 16, 4, 9.9)],
+]
+ZERO_BUBBLE = [(4, 8, 2, 5.9), (4, 16, 2, 3.0), (8, 16, 2, 6.8)]
+
+
 @pytest.mark.parametrize(
-    ("p", "m", "v", "percent"),
+    ("name", "p", "m", "v", "percent"),
     [
-        *[(4, 8, 1, 27.3), (4, 8, 2, 15.8), (4, 8, 4, 8.6)],
-        *[(4, 16, 1, 15.8), (4, 16, 2, 8.6), (4, 16, 4, 4.5)],
-        *[(8, 16, 1, 30.4), (8, 16, 2, 17.9), (8, 16, 4, 9.9)],
+        *[("1f1b" if row[2] == 1 else "interleaved_1f1b", *row) for row in INTERLEAVED],
+        *[(name, *row) for name in ("interleaved_zero_bubble", "zbv") for row in ZERO_BUBBLE],
     ],
 )
-def test_reference_bubbles(p: int, m: int, v: int, percent: float) -> None:
-    assert round(100 * simulate(build("interleaved_1f1b" if v > 1 else "1f1b", p, m, v)).bubble, 1) == percent
+def test_reference_bubbles(name: str, p: int, m: int, v: int, percent: float) -> None:
+    assert round(100 * simulate(build(name, p, m, v)).bubble, 1) == percent
 
 
 @pytest.mark.parametrize(("p", "m"), [*RANKS_AND_MICROBATCHES, (8, 1), (4, 3)])

@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 
-from lightning_pipeline.schedules import Action, Kind, Schedule, ScheduleError, build, forward_only, lower
+from lightning_pipeline.schedules import Action, Kind, Schedule, ScheduleError, build, check, forward_only, lower
 
 
 def test_iterates_as_one_list_for_each_rank() -> None:
@@ -76,3 +76,16 @@ def test_labels_of_many_ranks_align() -> None:
 def test_stage_on_a_rank_that_is_not_there() -> None:
     with pytest.raises(ScheduleError, match="stage 1 is placed on rank 2, but there are 2 ranks"):
         Schedule("bad", ((Action(Kind.F, 0, 0),), ()), num_microbatches=1, placement=(0, 2))
+
+
+def test_first_microbatches() -> None:
+    part = build("1f1b", 3, 6).take(4)
+    assert [str(action) for action in part[1]] == ["1F0", "1F1", "1B0", "1F2", "1B1", "1F3", "1B2", "1B3"]
+    assert (part.num_microbatches, part.placement, part.name) == (4, (0, 1, 2), "1f1b")
+    check(part)
+    assert part.take(4) == part
+    for count in (0, 5):
+        with pytest.raises(
+            ScheduleError, match=f"'1f1b' has 4 micro-batches; take between 1 and 4 of them, got {count}"
+        ):
+            part.take(count)

@@ -1,0 +1,18 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from lightning_pipeline.cli import draw, simulate
+
+app = typer.Typer(
+    name="lightning-pipeline",
+    help="Pipeline schedules: what they cost and what they look like, before a run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(simulate.simulate)
+app.command()(draw.draw)

@@ -1,0 +1,76 @@
+"""Pictures: what is in the boxes, and that both formats are what they say."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lightning_pipeline.schedules import Action, ScheduleError, Timeline, build, save_picture, simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+# Four virtual stages on two ranks: 0 and 2, 1 and 3. Received and sent values are no boxes.
+RECORDED = [
+    [(Action.parse("0F7"), 5.0, 6.0), (Action.parse("0SEND_F7"), 6.0, 6.5), (Action.parse("2B8"), 7.0, 9.0)],
+    [(Action.parse("1RECV_F7"), 6.0, 6.5), (Action.parse("1I7"), 7.0, 8.0), (Action.parse("3W9"), 8.0, 9.0)],
+]
+
+
+def texts(timeline: Timeline, path: Path, **options: str) -> list[str]:
+    save_picture(timeline, path, **options)
+    return [text.text or "" for text in ElementTree.parse(path).iter(f"{SVG}text")]
+
+
+def test_a_box_for_each_computing_action(tmp_path: Path) -> None:
+    found = texts(RECORDED, tmp_path / "p.svg", title="two ranks", time_label="seconds")
+    assert found.count("7") == 2 and found.count("8") == 1 and found.count("9") == 1
+    assert {"rank 0", "rank 1", "seconds", "two ranks, bubble 37.5%"} <= set(found)
+
+
+def test_the_legend_names_what_is_there(tmp_path: Path) -> None:
+    many = {"forward", "backward", "input gradients", "weight gradients", "idle", "virtual stage 1 of a rank"}
+    assert many <= set(texts(RECORDED, tmp_path / "many.svg"))
+    few = set(texts(simulate(build("1f1b", 2, 2)).spans, tmp_path / "few.svg"))
+    assert few & many == {"forward", "backward", "idle"}
+
+
+def test_the_shade_tells_the_virtual_stage(tmp_path: Path) -> None:
+    def colours(stages: int) -> set[str]:
+        orders = [[(Action("F", stage, 0), float(stage), stage + 1.0) for stage in range(stages)]]
+        path = save_picture(orders, tmp_path / f"{stages}.svg")
+        # Boxes are the shapes with white edges, drawn by reference.
+        styles = [use.get("style", "") for use in ElementTree.parse(path).iter(f"{SVG}use")]
+        return {style.split(";")[0] for style in styles if style.startswith("fill") and "stroke: #ffffff" in style}
+
+    assert len(colours(1)) == 1
+    assert len(colours(3)) == 3
+    assert colours(1) < colours(3)
+
+
+def test_png_grows_with_the_schedule(tmp_path: Path) -> None:
+    def size(num_ranks: int, num_microbatches: int) -> tuple[int, int]:
+        path = tmp_path / "p.png"
+        save_picture(simulate(build("1f1b", num_ranks, num_microbatches)).spans, path)
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG\r\n\x1a\n")
+        width, height = struct.unpack(">II", data[16:24])
+        return width, height
+
+    small, large = size(2, 2), size(4, 32)
+    assert small[0] >= 1000
+    assert large[0] > small[0]
+    assert large[1] > small[1]
+
+
+def test_same_timeline_same_file(tmp_path: Path) -> None:
+    first, second = (save_picture(RECORDED, tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
+    assert first == second
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="without any action"):
+        save_picture([[], []], tmp_path / "p.svg")
+    # A run may record waiting only.
+    assert "bubble 100.0%" in texts([[(Action.parse("1RECV_F0"), 0.0, 1.0)]], tmp_path / "waiting.svg")

@@ -1,0 +1,58 @@
+"""Every schedule is complete, in order and free of deadlock, whatever the numbers."""
+
+from collections import defaultdict
+from itertools import product
+
+import pytest
+
+from lightning_pipeline.schedules import (
+    SCHEDULE_NAMES,
+    Kind,
+    Schedule,
+    build,
+    build_for_batch,
+    check,
+    default_virtual_stages,
+    lower,
+)
+
+FIXED = ("1f1b", "zero_bubble", "zbv")
+# Ranks, micro-batches and virtual stages: as many as there are ranks, not a multiple of them, about two for each rank
+# and many more.
+LARGE = [
+    (6, 13, 3),
+    (7, 64, 4),
+    (8, 15, 2),
+    (8, 16, 4),
+    (11, 37, 1),
+    (12, 12, 3),
+    (16, 31, 2),
+    (16, 33, 1),
+    (16, 64, 4),
+]
+
+
+def prove(schedule: Schedule) -> None:
+    check(lower(schedule))
+    seen = defaultdict(list)
+    for action in (action for order in schedule for action in order):
+        # One row for I, alone or as a part of B.
+        seen[Kind.I if action.kind is Kind.B else action.kind, action.stage].append(action.microbatch)
+    for kind, stage in seen:
+        assert seen[kind, stage] == list(range(schedule.num_microbatches)), f"{kind} of stage {stage}"
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
+def test_small(name: str, num_ranks: int) -> None:
+    """All of them, also with fewer micro-batches than ranks."""
+    for num_microbatches, v in product(range(1, 2 * num_ranks + 3), range(1, 5)):
+        if name not in FIXED or v == default_virtual_stages(name):
+            prove(build_for_batch(name, num_ranks, num_microbatches, v))
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize(("num_ranks", "num_microbatches", "v"), LARGE)
+def test_large(name: str, num_ranks: int, num_microbatches: int, v: int) -> None:
+    v = default_virtual_stages(name) if name in FIXED else v
+    prove(build(name, num_ranks, num_microbatches, v))
