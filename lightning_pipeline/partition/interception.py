@@ -5,6 +5,7 @@ Outside of a step the user's modules are as they always were: nothing of this pa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from lightning_pipeline.partition.leaves import Leaf, find_leaves
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.recompute import recomputation
-from lightning_pipeline.partition.replay import Replay
+from lightning_pipeline.partition.replay import Outcome, Replay
 from lightning_pipeline.partition.stage_config import StageMap
 
 _Forward = Callable[..., Any]
@@ -35,8 +36,8 @@ class Interception:
         self.streams = streams
         self.leaves: list[Leaf] = find_leaves(root, stages)
         self.current: Replay | None = None
-        self.called: set[str] = set()
-        """Names of the leaves that ran on this stage."""
+        self.called: defaultdict[int, set[str]] = defaultdict(set)
+        """Names of the leaves that ran here, by stage."""
         self.modules = dict(root.named_modules())
         self.module_names = {id(module): name for name, module in self.modules.items()}
         self._leaf_of = {id(leaf.module): leaf for leaf in self.leaves}
@@ -48,8 +49,13 @@ class Interception:
         return names
 
     @contextmanager
-    def installed(self, observing: bool) -> Iterator[None]:
-        """While entered, calls are intercepted. `observing`: find out which modules draw random numbers."""
+    def installed(self, *, observing: bool, splitting: bool = False) -> Iterator[None]:
+        """While entered, calls are intercepted.
+
+        Args:
+            observing: find out which modules draw random numbers.
+            splitting: backwards run in two halves, so what a checkpoint recomputes in the first stays for the second.
+        """
         undo: list[tuple[nn.Module, str, Any]] = []
         with ExitStack() as stack:
             stack.callback(_restore, undo)
@@ -68,12 +74,11 @@ class Interception:
             stack.enter_context(recomputation(self.streams, self))
             yield
 
-    @contextmanager
-    def running(self, replay: Replay) -> Iterator[None]:
-        """Calls go to `replay`."""
+    def run(self, replay: Replay, step: Callable[..., Any], *args: Any) -> Outcome:
+        """Run `step` with its calls going to `replay`."""
         self.current = replay
         try:
-            yield
+            return replay.run(step, *args)
         finally:
             self.current = None
 
@@ -103,11 +108,11 @@ class Interception:
                 return function(*args, **kwargs)
             if replay.inside:
                 replay.nested_call(leaf)
-                self.called.add(leaf.name)
+                self.called[replay.stage].add(leaf.name)
                 return function(*args, **kwargs)
             result = replay.call(leaf, name, function, args, kwargs)
             if replay.own:
-                self.called.add(leaf.name)
+                self.called[replay.stage].add(leaf.name)
             return result
 
         return intercepted

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipeline.partition.absent import ValueId, fill
 
@@ -21,6 +23,8 @@ class Received:
     def __init__(self, values: dict[ValueId, Tensor], requires_grad: set[ValueId]) -> None:
         self.gradients: dict[ValueId, Tensor] = {}
         """After backward: gradients of the values that have one."""
+        self.edges: list[GradientEdge] = []
+        """Where the values are in the graph, until backward has been there."""
         self.backward_allowed = False
         self._values = values
         self._requires_grad = requires_grad
@@ -45,15 +49,11 @@ class Received:
                 self._attached.append(value)
         if attach:
             _attach(self, torch.empty(0, requires_grad=True), *attach)
+            self.edges = [get_gradient_edge(place) for place in attach]
         self._values = {}
 
-    def note_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Backward has reached the values."""
-        if not self.backward_allowed:
-            raise RuntimeError(
-                "torch.autograd.grad or backward inside the step reached a value of an earlier stage; its graph is on "
-                "another device. Compute such a gradient from values of one stage, or cut the model elsewhere"
-            )
+    def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of the values, in the order of their `edges`; None where there is none."""
         for value, gradient in zip(self._attached, gradients, strict=True):
             if gradient is not None:
                 self.gradients[value] = gradient
@@ -71,6 +71,11 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if not ctx.received.backward_allowed:
+            raise RuntimeError(
+                "torch.autograd.grad or backward inside the step reached a value of an earlier stage; its graph is on "
+                "another device. Compute such a gradient from values of one stage, or cut the model elsewhere"
+            )
         ctx.received.note_gradients(gradients)
         return (None, None, *[None] * len(gradients))
 

@@ -109,8 +109,8 @@ class Replay(TorchFunctionMode):
 
     # -- running ----------------------------------------------------------------------------------------------------
 
-    def run(self, step: Callable[[], Any]) -> Outcome:
-        """Run `step` up to the end of this stage.
+    def run(self, step: Callable[..., Any], *args: Any) -> Outcome:
+        """Run ``step(*args)`` up to the end of this stage.
 
         Raises:
             ValueError: the data flows to a lower stage.
@@ -123,7 +123,7 @@ class Replay(TorchFunctionMode):
         if self._on_stack:
             _push_mode(self)
         try:
-            result = step()
+            result = step(*args)
             self._go_to(self._num_stages - 1, None)
         except StageEnd:
             result = None

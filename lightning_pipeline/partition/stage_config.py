@@ -14,7 +14,10 @@ _SLICE = re.compile(r"^(?P<container>.*?)\.?(?P<start>\d*):(?P<stop>\d*)$")
 
 @dataclass(frozen=True)
 class StageMap:
-    """Stages of modules by name. `exact`: what a key names. `minimum`: later siblings of a key in its list."""
+    """Stages of modules by name, virtual ones where a rank holds several.
+
+    `exact`: what a key names. `minimum`: later siblings of a key in its list.
+    """
 
     num_stages: int
     exact: Mapping[str, int] = field(default_factory=dict)
@@ -46,8 +49,26 @@ def read_stage_config(module: nn.Module, config: Mapping[str, int] | None = None
     return {str(key): value for key, value in config.items()}
 
 
-def resolve(module: nn.Module, config: Mapping[str, int], num_stages: int) -> StageMap:
+def resolve(
+    module: nn.Module, config: Mapping[str, int], num_stages: int, *, has_virtual_stages: bool = False
+) -> StageMap:
     """Check `config` against `module` and give each named module its stage.
+
+    With virtual stages there are two ways to write them, here both for two on each of two ranks. Along the data::
+
+        {"layers.2": 1, "layers.4": 2, "layers.6": 3}
+
+    or by the device group that holds them, where data that flows to another group opens the next virtual stage
+    (MindSpore's way)::
+
+        {"layers.2": 1, "layers.4": 0, "layers.6": 1}
+
+    Values beyond ``num_stages - 1`` mean the first way. The second takes keys in the order in which the module has
+    its submodules.
+
+    Args:
+        num_stages: device groups, each of which holds one stage, or several virtual ones.
+        has_virtual_stages: whether the schedule runs several on a device group.
 
     Raises:
         KeyError: a key names no module; the message lists the closest names.
@@ -64,8 +85,32 @@ def resolve(module: nn.Module, config: Mapping[str, int], num_stages: int) -> St
             exact[name] = stage
     if num_stages == 1:
         return StageMap(1)
+    if has_virtual_stages and exact:
+        if max(exact.values()) < num_stages:
+            exact = _along_the_data(exact, names)
+        count = max(exact.values()) + 1
+        if count % num_stages:
+            raise ValueError(
+                f"stage_config makes {count} virtual stages, which num_stages={num_stages} device groups cannot share "
+                f"evenly; cut the model into {count - count % num_stages or num_stages} or "
+                f"{count - count % num_stages + num_stages}"
+            )
+        _check_stages(module, exact, count)
+        return StageMap(count, exact, _later_siblings(exact, names))
     _check_stages(module, exact, num_stages)
     return StageMap(num_stages, exact, _later_siblings(exact, names))
+
+
+def _along_the_data(groups: Mapping[str, int], names: Mapping[str, nn.Module]) -> dict[str, int]:
+    """From device groups to virtual stages: every change of the group opens the next one."""
+    stages: dict[str, int] = {}
+    stage = group = 0
+    for name in names:
+        if name in groups:
+            stage += groups[name] != group
+            group = groups[name]
+            stages[name] = stage
+    return stages
 
 
 def count_stages(config: Mapping[str, int]) -> int | None:
@@ -111,7 +156,8 @@ def _check_stages(module: nn.Module, exact: Mapping[str, int], num_stages: int) 
         key = next(key for key, stage in exact.items() if stage == max(used))
         raise ValueError(
             f"stage_config puts {key!r} on stage {max(used)}, and num_stages={num_stages} counts stages 0 to "
-            f"{num_stages - 1}; give num_stages={max(used) + 1} or lower the stage"
+            f"{num_stages - 1}; give num_stages={max(used) + 1}, lower the stage, or choose a schedule of virtual "
+            f"stages such as interleaved_1f1b"
         )
     missing = sorted(set(range(1, num_stages)) - used)
     if missing:

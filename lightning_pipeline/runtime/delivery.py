@@ -1,4 +1,4 @@
-"""Batch delivery: the first stage gives each other stage the tensors of the batch that it uses."""
+"""Batch delivery: the first rank gives each other rank the tensors of the batch that its stages use."""
 
 from __future__ import annotations
 
@@ -9,121 +9,144 @@ from torch import Tensor
 
 from lightning_pipeline.partition.absent import Absent, ValueMeta
 from lightning_pipeline.partition.replay import BATCH
-from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.structure import Structure
 from lightning_pipeline.runtime.transport import Channel, PendingReceive, TensorMeta, Transport
 
 Shapes = Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]]
 
 
 class BatchDelivery:
-    """The batch of one step, on one stage.
+    """The batch of one step, on one rank.
 
     Where all micro-batches use the same tensors, and these fit together, each travels whole, in one message; else each
     micro-batch's part travels by itself. Both sides decide by what they know alike.
+
+    Args:
+        structures: each micro-batch's structure.
+        tensors: each micro-batch's tensors on the first rank; None on the others.
+        stages: this rank's virtual stages, ascending.
     """
 
     def __init__(
         self,
-        microbatches: list[Microbatch],
+        structures: Sequence[Structure],
+        tensors: list[list[Tensor]] | None,
         transport: Transport | None,
         *,
-        stage: int,
-        num_stages: int,
+        stages: Sequence[int],
+        rank: int,
+        num_ranks: int,
         device: torch.device,
     ) -> None:
-        self._microbatches = microbatches
+        self._structures = structures
+        self._tensors = tensors
         self._transport = transport
-        self._stage = stage
-        self._peers = range(1, num_stages)
+        self._last = stages[-1]
+        self._rank = rank
+        self._peers = range(1, num_ranks)
         self._device = device
         self._sent_whole: dict[int, bool] = {}
-        self._posted: dict[int, PendingReceive] | None = None
-        self._whole: dict[int, Sequence[Tensor]] | None = None
+        self._whole: dict[int, PendingReceive | Sequence[Tensor]] | None = None
+        self._pending: dict[int, dict[int, PendingReceive]] = {}
+        self._there: dict[int, dict[int, Tensor]] = {}
 
     def begin(self) -> None:
         """Before the schedule: send, or make room for, what travels whole."""
         if self._transport is None:
             return
-        if self._stage > 0:
-            layout = whole_batch(self._microbatches, self._stage)
+        if self._tensors is None:
+            layout = whole_batch(self._structures, self._rank)
             if layout is not None:
-                self._posted = {
+                self._whole = {
                     index: self._transport.recv(TensorMeta(shape, _strides(shape), dtype), 0, Channel.BATCH)
                     for index, (shape, dtype) in layout.items()
                 }
             return
         for peer in self._peers:
-            layout = whole_batch(self._microbatches, peer)
+            layout = whole_batch(self._structures, peer)
             self._sent_whole[peer] = layout is not None
             for index in layout or ():
-                parts = [state.tensors[index] for state in self._microbatches if state.tensors is not None]
-                self._transport.send(torch.cat(parts), peer, Channel.BATCH)
+                parts = torch.cat([tensors[index] for tensors in self._tensors])
+                self._transport.send(parts, peer, Channel.BATCH)
 
-    def send(self, state: Microbatch) -> None:
-        """On the first stage, when a micro-batch's turn comes: send the others their parts of it."""
-        if self._stage > 0 or self._transport is None:
+    def send(self, microbatch: int) -> None:
+        """On the first rank, when a micro-batch's turn comes: send the others their parts of it."""
+        if self._transport is None or self._tensors is None:
             return
-        assert state.tensors is not None
         for peer in self._peers:
             if not self._sent_whole[peer]:
-                for index in _used(state, peer):
-                    self._transport.send(state.tensors[index], peer, Channel.BATCH)
+                for index in _used(self._structures[microbatch], peer):
+                    self._transport.send(self._tensors[microbatch][index], peer, Channel.BATCH)
 
-    def post(self, state: Microbatch) -> None:
-        """On another stage: make room for a micro-batch's part."""
-        if self._posted is not None:
+    def post(self, microbatch: int) -> None:
+        """On another rank: make room for a micro-batch's part, if that has not happened."""
+        if self._whole is not None or self._tensors is not None or microbatch in self._pending:
             return
         assert self._transport is not None
-        shapes = batch_shapes(state)
-        for index in _used(state, self._stage):
+        structure = self._structures[microbatch]
+        shapes = batch_shapes(structure)
+        pending = self._pending[microbatch] = {}
+        for index in _used(structure, self._rank):
             shape, stride, dtype, _ = shapes[index]
             meta = TensorMeta.of(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
-            state.pending_batch.append((index, self._transport.recv(meta, 0, Channel.BATCH)))
+            pending[index] = self._transport.recv(meta, 0, Channel.BATCH)
 
-    def take(self, state: Microbatch) -> list[Tensor]:
-        """A micro-batch's tensors, absent ones where this stage has no use for them."""
-        if state.tensors is not None:
-            tensors, state.tensors = state.tensors, None
-            return tensors
-        what = f"the batch of micro-batch {state.index} ({self._stage}F{state.index})"
-        if self._posted is not None:
-            there = self._rows(state.index, what)
-        else:
-            there = {index: pending.wait(what) for index, pending in state.pending_batch}
-            state.pending_batch = []
+    def take(self, microbatch: int, stage: int) -> list[Tensor]:
+        """A micro-batch's tensors for one of this rank's stages, absent ones where the rank has no use for them."""
+        structure = self._structures[microbatch]
+        shapes = batch_shapes(structure)
+        there = self._held(microbatch, f"the batch of micro-batch {microbatch} ({stage}F{microbatch})")
+        if stage == self._last:
+            self._let_go(microbatch)
+        elif there:  # what a stage does to a tensor's object must not be seen by the next one
+            there = {index: tensor.detach() for index, tensor in there.items()}
         return [
             there[index]
             if index in there
             else Absent.make(ValueMeta(*meta), self._device, (BATCH, index), f"the batch (tensor {index})")
-            for index, meta in enumerate(batch_shapes(state))
+            for index, meta in enumerate(shapes)
         ]
 
-    def _rows(self, microbatch: int, what: str) -> dict[int, Tensor]:
-        """This micro-batch's part of each tensor that came whole."""
-        assert self._posted is not None
-        if self._whole is None:
-            self._whole = {}
-            for index, pending in self._posted.items():
-                sizes = [batch_shapes(state)[index][0][0] for state in self._microbatches]
-                self._whole[index] = pending.wait(what).split(sizes)
-        return {index: parts[microbatch] for index, parts in self._whole.items()}
+    def _held(self, microbatch: int, what: str) -> dict[int, Tensor]:
+        if self._tensors is not None:
+            return dict(enumerate(self._tensors[microbatch]))
+        if self._whole is not None:
+            return {index: self._parts(index, what)[microbatch] for index in self._whole}
+        if microbatch not in self._there:
+            pending, self._pending[microbatch] = self._pending[microbatch], {}
+            self._there[microbatch] = {index: receive.wait(what) for index, receive in pending.items()}
+        return self._there[microbatch]
+
+    def _let_go(self, microbatch: int) -> None:
+        if self._tensors is not None:
+            self._tensors[microbatch] = []
+        self._there.pop(microbatch, None)
+
+    def _parts(self, index: int, what: str) -> Sequence[Tensor]:
+        """The micro-batches' parts of a tensor that came whole."""
+        assert self._whole is not None
+        whole = self._whole[index]
+        if isinstance(whole, PendingReceive):
+            sizes = [batch_shapes(structure)[index][0][0] for structure in self._structures]
+            whole = self._whole[index] = whole.wait(what).split(sizes)
+        return whole
 
 
-def batch_shapes(state: Microbatch) -> Shapes:
+def batch_shapes(structure: Structure) -> Shapes:
     """Shape, strides, dtype and requires_grad of each tensor of the micro-batch."""
-    return state.structure.key[1][1]  # type: ignore[index]
+    return structure.key[1][1]  # type: ignore[index]
 
 
-def whole_batch(microbatches: list[Microbatch], stage: int) -> dict[int, tuple[tuple[int, ...], torch.dtype]] | None:
-    """Shape and dtype of each tensor that `stage` uses, over all micro-batches; None where each travels by itself."""
-    if not all(state.structure.settled for state in microbatches):
+def whole_batch(structures: Sequence[Structure], rank: int) -> dict[int, tuple[tuple[int, ...], torch.dtype]] | None:
+    """Shape and dtype of each tensor that `rank` uses, over all micro-batches; None where each travels by itself."""
+    if not all(structure.settled for structure in structures):
         return None
-    used = {tuple(_used(state, stage)) for state in microbatches}
+    used = {tuple(_used(structure, rank)) for structure in structures}
     if len(used) > 1:
         return None
     layout = {}
     for index in used.pop():
-        shapes = [batch_shapes(state)[index] for state in microbatches]
+        shapes = [batch_shapes(structure)[index] for structure in structures]
         shape, _, dtype, _ = shapes[0]
         if not shape or any((other[0][1:], other[2]) != (shape[1:], dtype) for other in shapes):
             return None
@@ -131,10 +154,10 @@ def whole_batch(microbatches: list[Microbatch], stage: int) -> dict[int, tuple[t
     return layout
 
 
-def _used(state: Microbatch, stage: int) -> Iterable[int]:
-    if state.structure.fixed:
-        return state.structure.batch[stage]
-    return range(len(batch_shapes(state)))
+def _used(structure: Structure, rank: int) -> Iterable[int]:
+    if structure.fixed:
+        return structure.batch_of_rank[rank]
+    return range(len(batch_shapes(structure)))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from lightning_pipeline.schedules import Action
+from lightning_pipeline.schedules import Action, Kind
 
 RECEIVES_AHEAD = 2
 """Receives in each direction that are posted before they are needed."""
@@ -15,15 +15,17 @@ Span = tuple[Action, float, float]
 
 
 class StageWork(Protocol):
-    """What a stage can do with one micro-batch; each method takes the micro-batch's number.
+    """What a virtual stage can do with one micro-batch; each method takes the micro-batch's number.
 
-    `ready_at` is when the inputs of the last forward or backward were there (`time.perf_counter`).
+    `ready_at` is when the inputs of the last computation were there (`time.perf_counter`).
     """
 
     ready_at: float
 
     def forward(self, microbatch: int) -> None: ...
     def backward(self, microbatch: int) -> None: ...
+    def backward_input(self, microbatch: int) -> None: ...
+    def backward_weight(self, microbatch: int) -> None: ...
     def send_forward(self, microbatch: int) -> None: ...
     def send_backward(self, microbatch: int) -> None: ...
     def receive_forward(self, microbatch: int) -> None: ...
@@ -32,32 +34,56 @@ class StageWork(Protocol):
     def post_backward(self, microbatch: int) -> bool: ...
 
 
-def execute(actions: Sequence[Action], work: StageWork, observe: Callable[[Span], None] | None = None) -> None:
-    """Do `actions` in order; `observe` gets each with its start and end in seconds (`time.perf_counter`).
+METHODS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward_input",
+    Kind.W: "backward_weight",
+    Kind.SEND_F: "send_forward",
+    Kind.SEND_B: "send_backward",
+    Kind.RECV_F: "receive_forward",
+    Kind.RECV_B: "receive_backward",
+}
+POSTS = {Kind.RECV_F: "post_forward", Kind.RECV_B: "post_backward"}
 
-    A forward or backward starts when its inputs are there: the wait for them is the bubble.
-    """
-    table = {
-        "F": work.forward,
-        "B": work.backward,
-        "SEND_F": work.send_forward,
-        "SEND_B": work.send_backward,
-        "RECV_F": work.receive_forward,
-        "RECV_B": work.receive_backward,
-    }
-    ahead = {
-        "RECV_F": _Ahead(actions, "RECV_F", work.post_forward),
-        "RECV_B": _Ahead(actions, "RECV_B", work.post_backward),
-    }
-    for queue in ahead.values():
-        queue.post()
-    for action in actions:
-        start = time.perf_counter() if observe is not None else 0.0
-        table[action.kind](action.microbatch)
-        if action.kind in ahead:
-            ahead[action.kind].done()
+
+class Program:
+    """One rank's actions, looked up in the table once for all steps."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self.actions = actions
+        self.splits = any(action.kind is Kind.I for action in actions)
+        self.calls = [(action.stage, METHODS[action.kind], action.microbatch, action.kind) for action in actions]
+        self.posts = {
+            kind: [(action.stage, post, action.microbatch) for action in actions if action.kind == kind]
+            for kind, post in POSTS.items()
+        }
+
+    def run(self, stages: Mapping[int, StageWork], observe: Callable[[Span], None] | None = None) -> None:
+        """Do the actions in order.
+
+        A computation starts when its inputs are there: the wait for them is the bubble.
+
+        Args:
+            stages: this rank's virtual stages, by number.
+            observe: gets each action with its start and end in seconds (`time.perf_counter`).
+        """
+        ahead = {kind: _Ahead(posts, stages) for kind, posts in self.posts.items()}
+        calls = [
+            (getattr(stages[stage], method), microbatch, ahead.get(kind))
+            for stage, method, microbatch, kind in self.calls
+        ]
         if observe is not None:
-            observe((action, max(start, work.ready_at) if action.kind.is_compute else start, time.perf_counter()))
+            calls = [
+                (_observed(call, action, stages[action.stage], observe), microbatch, queue)
+                for (call, microbatch, queue), action in zip(calls, self.actions, strict=True)
+            ]
+        for queue in ahead.values():
+            queue.post()
+        for call, microbatch, receives in calls:
+            call(microbatch)
+            if receives is not None:
+                receives.done()
 
 
 class _Ahead:
@@ -66,18 +92,32 @@ class _Ahead:
     A receive whose size is not known before its header is read stops the queue until it is its turn.
     """
 
-    def __init__(self, actions: Sequence[Action], kind: str, post: Callable[[int], bool]) -> None:
-        self._microbatches = [action.microbatch for action in actions if action.kind == kind]
-        self._post = post
+    def __init__(self, posts: Sequence[tuple[int, str, int]], stages: Mapping[int, StageWork]) -> None:
+        self._posts = posts
+        self._stages = stages
         self._posted = 0
         self._finished = 0
 
     def post(self) -> None:
-        limit = min(self._finished + RECEIVES_AHEAD, len(self._microbatches))
-        while self._posted < limit and self._post(self._microbatches[self._posted]):
+        limit = min(self._finished + RECEIVES_AHEAD, len(self._posts))
+        while self._posted < limit:
+            stage, method, microbatch = self._posts[self._posted]
+            if not getattr(self._stages[stage], method)(microbatch):
+                return
             self._posted += 1
 
     def done(self) -> None:
         self._finished += 1
         self._posted = max(self._posted, self._finished)
         self.post()
+
+
+def _observed(
+    call: Callable[[int], None], action: Action, stage: StageWork, observe: Callable[[Span], None]
+) -> Callable[[int], None]:
+    def timed(microbatch: int) -> None:
+        start = time.perf_counter()
+        call(microbatch)
+        observe((action, max(start, stage.ready_at) if action.kind.is_compute else start, time.perf_counter()))
+
+    return timed

@@ -1,20 +1,39 @@
-"""The state of one micro-batch on one stage, from its inputs' arrival to its gradients' departure."""
+"""The state of one micro-batch on one virtual stage, from its inputs' arrival to its gradients' departure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from lightning_pipeline.partition.absent import ValueId
 from lightning_pipeline.partition.observer import Observer
 from lightning_pipeline.partition.received import Received
 from lightning_pipeline.partition.record import Record
+from lightning_pipeline.partition.split_backward import SplitBackward
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.structure import Structure
-from lightning_pipeline.runtime.transport import PendingReceive, TensorMeta
+from lightning_pipeline.runtime.transport import TensorMeta
+
+
+class Arriving(Protocol):
+    """A tensor on its way to this stage."""
+
+    def wait(self, what: str) -> Tensor: ...
+
+
+class Here:
+    """A tensor of the virtual stage before or after this one, where both are on one rank."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self, what: str) -> Tensor:
+        return self._tensor
 
 
 @dataclass(slots=True)
@@ -36,7 +55,7 @@ class Header:
 
 @dataclass(slots=True)
 class Microbatch:
-    """One micro-batch on this stage.
+    """One micro-batch on one virtual stage.
 
     Attributes:
         index: its number in the step.
@@ -44,7 +63,6 @@ class Microbatch:
         num_samples: its number of samples.
         weight: the share of its samples in the step's.
         num_microbatches: number of micro-batches in the step. even: whether all have as many samples.
-        tensors: the batch's tensors, where this stage has them from the start (the first stage).
     """
 
     index: int
@@ -55,11 +73,9 @@ class Microbatch:
     num_microbatches: int
     even: bool
     seed: int
-    tensors: list[Tensor] | None = None
     header: Header | None = None
-    pending_values: list[tuple[ValueId, PendingReceive]] = field(default_factory=list)
-    pending_batch: list[tuple[int, PendingReceive]] = field(default_factory=list)
-    pending_gradients: list[tuple[ValueId, PendingReceive]] | None = None
+    pending_values: list[tuple[ValueId, Arriving]] = field(default_factory=list)
+    pending_gradients: list[tuple[ValueId, Arriving]] | None = None
     received: Received | None = None
     observer: Observer | None = None
     outputs: dict[ValueId, Tensor] = field(default_factory=dict)
@@ -71,10 +87,5 @@ class Microbatch:
     """Values of the previous boundary whose gradients go back; None where it is found out in backward."""
     result: Any = None
     loss: Tensor | None = None
-
-    def keep_edges(self) -> None:
-        """Keep of the outputs what backward needs: their places in the graph, not their data."""
-        wanted = self.gradients_out
-        for value, tensor in self.outputs.items():
-            if tensor.requires_grad and (wanted is None or value in wanted):
-                self.edges[value] = get_gradient_edge(tensor)
+    split: SplitBackward | None = None
+    """Between the two halves of a split backward."""

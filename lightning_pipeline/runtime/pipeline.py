@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.microbatch import batch_size, signature
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.partition.tree import Layout
-from lightning_pipeline.runtime.executor import Span, execute
+from lightning_pipeline.runtime.delivery import BatchDelivery
+from lightning_pipeline.runtime.executor import Program, Span
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.stage import Stage
 from lightning_pipeline.runtime.structure import Report, Structure
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.schedules import Action, build, forward_only, gpipe, lower, one_f_one_b
+from lightning_pipeline.runtime.work import LiveCount, Work
+from lightning_pipeline.schedules import Schedule, forward_only, lower
 
 MAX_STRUCTURES = 64
 """Structures that are remembered; the one that was not seen for longest goes first."""
@@ -42,144 +44,161 @@ class Announcement:
     layouts: dict[int, Layout]
 
 
-@dataclass(slots=True)
-class Work:
-    """What a step does with its micro-batches.
-
-    Attributes:
-        kind: which of the user's steps; structures of different kinds are kept apart.
-        step: runs the step on one micro-batch.
-        loss_of: the loss that backward starts from; None without backward.
-        run_backward: runs backward from a loss.
-        after_backward: called after each micro-batch's backward.
-        seed: seed of the step; each micro-batch derives its own.
-    """
-
-    kind: Hashable
-    step: Callable[[Microbatch, Any], Any]
-    loss_of: Callable[[Microbatch, Any], Tensor] | None
-    run_backward: Callable[[Tensor], None]
-    after_backward: Callable[[], None]
-    seed: int
+Reports = dict[int, dict[int, Report]]
 
 
 @dataclass(slots=True)
 class StepReport:
-    """What a step came to on this stage."""
+    """What a step came to on this rank.
+
+    Attributes:
+        microbatches: the micro-batches of the rank's last virtual stage.
+        reports: by virtual stage, and then by number of the structure.
+        peak_live: the most activations of virtual stages that were live at once.
+        training: whether it was a training step.
+    """
 
     microbatches: list[Microbatch]
-    reports: dict[int, Report] = field(default_factory=dict)
-    peak_live: int = 0
-    training: bool = False
+    reports: Reports
+    peak_live: int
+    training: bool
 
 
 class Pipeline:
-    """Runs steps on this rank's stage.
+    """Runs steps on this rank's virtual stages.
 
     Args:
-        schedule: name of the schedule for training steps.
+        rank: this rank's place in the pipeline.
+        placement: the rank of each virtual stage; the first one is on rank 0.
+        schedule: the schedule of a training step with some number of micro-batches, on this placement.
         num_microbatches: micro-batches a step; a batch of fewer samples makes fewer.
     """
 
     def __init__(
         self,
         *,
-        stage: int,
-        num_stages: int,
+        rank: int,
+        placement: Sequence[int],
         device: torch.device,
         transport: Transport | None,
         interception: Interception,
-        schedule: str,
+        schedule: Callable[[int], Schedule],
         num_microbatches: int,
     ) -> None:
-        self.stage = stage
-        self.num_stages = num_stages
+        self.rank = rank
+        self.placement = tuple(placement)
+        self.num_ranks = max(placement) + 1
+        self.last_rank = placement[-1]
         self.num_microbatches = num_microbatches
         self.interception = interception
         self.observe: Callable[[Span], None] | None = None
+        self._stages = [stage for stage, place in enumerate(placement) if place == rank]
         self._device = device
         self._transport = transport
         self._schedule = schedule
-        self._orders: dict[tuple[bool, int], list[Action]] = {}
+        self._programs: dict[tuple[bool, int], Program] = {}
         self._structures: OrderedDict[int, Structure] = OrderedDict()
         self._by_key: dict[Hashable, int] = {}
         self._layouts: dict[int, Layout] = {}
         self._next_number = 0
         self._templates: dict[Hashable, Structure] = {}
-        self._known_leaves: set[str] = set()
+        self._known_leaves: dict[int, set[str]] = {}
 
     def run(self, work: Work, microbatches: list[Any] | None) -> StepReport:
-        """Run one step. `microbatches` is the first stage's; the others receive theirs."""
-        states = self._announce(work, microbatches)
-        template = self._templates.get(work.kind)
-        observing = not all(state.structure.fixed for state in states)
-        stage = Stage(
-            stage=self.stage,
-            num_stages=self.num_stages,
+        """Run one step. `microbatches` is the first rank's; the others receive theirs."""
+        announcement, tensors = self._announce(work, microbatches)
+        structures = [self._structures[number] for number in announcement.numbers]
+        delivery = BatchDelivery(
+            structures,
+            tensors,
+            self._transport,
+            stages=self._stages,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
             device=self._device,
-            interception=self.interception,
-            transport=self._transport,
-            microbatches=states,
-            step=work.step,
-            loss_of=work.loss_of,
-            run_backward=work.run_backward,
-            after_backward=work.after_backward,
-            template=template,
         )
-        order = self.order(training=work.loss_of is not None, num_microbatches=len(states))
-        with self.interception.streams.kept(), self.interception.installed(observing):
-            stage.begin()
-            execute(order, stage, self.observe)
+        live = LiveCount()
+        stages = {
+            stage: Stage(
+                stage,
+                self.placement,
+                device=self._device,
+                interception=self.interception,
+                transport=self._transport,
+                delivery=delivery,
+                microbatches=self._states(work, announcement, structures),
+                work=work,
+                live=live,
+                template=self._templates.get(work.kind),
+            )
+            for stage in self._stages
+        }
+        for stage in stages:
+            if stage + 1 in stages:
+                stages[stage].following, stages[stage + 1].preceding = stages[stage + 1], stages[stage]
+        observing = not all(structure.fixed for structure in structures)
+        program = self.program(training=work.loss_of is not None, num_microbatches=len(structures))
+        installed = self.interception.installed(observing=observing, splitting=program.splits)
+        with self.interception.streams.kept(), installed:
+            delivery.begin()
+            program.run(stages, self.observe)
         if self._transport is not None:
             self._transport.flush()
-        return StepReport(states, stage.reports, stage.peak_live, training=work.loss_of is not None)
+        reports = {number: stage.reports for number, stage in stages.items()}
+        last = stages[self._stages[-1]]
+        return StepReport(last.microbatches, reports, live.peak, training=work.loss_of is not None)
 
-    def order(self, *, training: bool, num_microbatches: int) -> list[Action]:
+    def program(self, *, training: bool, num_microbatches: int) -> Program:
         """This rank's actions, sends and receives included."""
         key = (training, num_microbatches)
-        if key not in self._orders:
-            if not training:
-                schedule = forward_only(self.num_stages, num_microbatches)
-            elif num_microbatches >= self.num_stages:
-                schedule = build(self._schedule, self.num_stages, num_microbatches)
-            else:  # a batch with too few samples for the schedule's rule
-                schedule = (gpipe if self._schedule == "gpipe" else one_f_one_b)(self.num_stages, num_microbatches)
-            self._orders[key] = list(lower(schedule))[self.stage]
-        return self._orders[key]
+        if key not in self._programs:
+            if training:
+                schedule = self._schedule(num_microbatches)
+            else:
+                schedule = forward_only(self.num_ranks, num_microbatches, placement=self.placement)
+            self._programs[key] = Program(lower(schedule)[self.rank])
+        return self._programs[key]
 
     def is_new(self, report: StepReport) -> bool:
-        """Whether this stage saw something in the step that the other stages have to know."""
+        """Whether this rank saw something in the step that the others have to know."""
         if any(not state.structure.settled for state in report.microbatches):
             return True
-        return not self.interception.called <= self._known_leaves
+        called = self.interception.called
+        return any(not called[stage] <= self._known_leaves.get(stage, set()) for stage in self._stages)
 
-    def own_reports(self, report: StepReport) -> dict[int, Report]:
-        """This stage's reports by structure, an empty one where there was nothing to report."""
+    def own_reports(self, report: StepReport) -> Reports:
+        """This rank's reports, empty ones where there was nothing to report."""
         numbers = sorted({state.structure.number for state in report.microbatches})
-        reports = {number: report.reports.get(number, Report()) for number in numbers}
-        reports[numbers[0]].leaves |= self.interception.called
+        reports = {
+            stage: {number: found.get(number, Report()) for number in numbers}
+            for stage, found in report.reports.items()
+        }
+        for stage in self._stages:
+            reports[stage][numbers[0]].leaves |= self.interception.called[stage]
         return reports
 
-    def settle(self, report: StepReport, reports: list[dict[int, Report]]) -> None:
-        """Take in every stage's reports on the step's new structures; all stages call it after the same step.
+    def settle(self, report: StepReport, reports: Reports) -> None:
+        """Take in every stage's reports on the step's new structures; all ranks call it after the same step.
 
         Raises:
             ValueError: a stage ran no module, neither in this training step nor before.
         """
         numbers = sorted({state.structure.number for state in report.microbatches})
+        by_stage = [reports[stage] for stage in range(len(self.placement))]
         if report.training:
-            self._note_leaves([list(stage_reports.values()) for stage_reports in reports])
+            self._note_leaves([list(found.values()) for found in by_stage])
         for number in numbers:
             structure = self._structures[number]
             if structure.settled:
                 continue
-            structure.settle([stage_reports[number] for stage_reports in reports])
+            structure.settle([found[number] for found in by_stage], self.placement)
             if not structure.dynamic:
                 self._templates[structure.key[0]] = structure  # type: ignore[index]
-        self._known_leaves |= self.interception.called
+        for stage in self._stages:
+            self._known_leaves[stage] = set(self.interception.called[stage])
 
     def _note_leaves(self, reports: list[list[Report]]) -> None:
-        """Note which stage runs which leaf; `reports` by stage."""
+        """Note which virtual stage runs which leaf; `reports` by stage."""
         ran = [set().union(*(report.leaves for report in stage_reports)) for stage_reports in reports]
         for stage, names in enumerate(ran):
             if not names and stage > 0:
@@ -195,39 +214,44 @@ class Pipeline:
 
     # -- details ----------------------------------------------------------------------------------------------------
 
-    def _announce(self, work: Work, microbatches: list[Any] | None) -> list[Microbatch]:
-        what = "the announcement of the next batch"
-        if self.stage == 0:
+    def _announce(self, work: Work, microbatches: list[Any] | None) -> tuple[Announcement, list[list[Tensor]] | None]:
+        """What the step's micro-batches are, and on the first rank their tensors."""
+        tensors: list[list[Tensor]] | None = None
+        if self.rank == 0:
             assert microbatches is not None
             announcement, tensors = self._describe(work.kind, microbatches)
-            for peer in range(1, self.num_stages):
+            for peer in range(1, self.num_ranks):
                 assert self._transport is not None
                 self._transport.send_object(announcement, peer)
         else:
             assert self._transport is not None
-            announcement, tensors = self._transport.recv_object(0, what), []
+            announcement = self._transport.recv_object(0, "the announcement of the next batch")
+        known = [number for number in announcement.numbers if number not in announcement.new]
+        for number in known:
+            self._structures.move_to_end(number)
+        self._forget(keep=len(known))
         for number, (key, layout) in announcement.new.items():
-            self._add(number, key, layout)
+            self._structures[number] = Structure(key, number)
+            self._by_key[key] = number
+            self._layouts[number] = layout
+        return announcement, tensors
+
+    def _states(self, work: Work, announcement: Announcement, structures: list[Structure]) -> list[Microbatch]:
         total = sum(announcement.sizes)
         even = len(set(announcement.sizes)) == 1
-        states = []
-        for index, number in enumerate(announcement.numbers):
-            self._structures.move_to_end(number)
-            states.append(
-                Microbatch(
-                    index=index,
-                    structure=self._structures[number],
-                    layout=announcement.layouts.get(index, self._layouts[number]),
-                    num_samples=announcement.sizes[index],
-                    weight=announcement.sizes[index] / total,
-                    num_microbatches=len(announcement.sizes),
-                    even=even,
-                    seed=mix(work.seed, index),
-                    tensors=tensors[index] if tensors else None,
-                )
+        return [
+            Microbatch(
+                index=index,
+                structure=structure,
+                layout=announcement.layouts.get(index, self._layouts[structure.number]),
+                num_samples=announcement.sizes[index],
+                weight=announcement.sizes[index] / total,
+                num_microbatches=len(structures),
+                even=even,
+                seed=mix(work.seed, index),
             )
-        self._forget()
-        return states
+            for index, structure in enumerate(structures)
+        ]
 
     def _describe(self, kind: Hashable, microbatches: list[Any]) -> tuple[Announcement, list[list[Tensor]]]:
         announcement = Announcement([], [], {}, {})
@@ -249,13 +273,8 @@ class Pipeline:
             all_tensors.append(tensors)
         return announcement, all_tensors
 
-    def _add(self, number: int, key: Hashable, layout: Layout) -> None:
-        self._structures[number] = Structure(key, number)
-        self._by_key[key] = number
-        self._layouts[number] = layout
-
-    def _forget(self) -> None:
-        while len(self._structures) > MAX_STRUCTURES:
+    def _forget(self, *, keep: int) -> None:
+        while len(self._structures) > max(MAX_STRUCTURES, keep):
             number, structure = self._structures.popitem(last=False)
             del self._by_key[structure.key], self._layouts[number]
 

@@ -1,8 +1,8 @@
-"""Which stages hold which parameters, as steps bring it to light."""
+"""Which ranks hold which parameters, as steps bring it to light."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,12 +17,15 @@ class Placement:
 
     Args:
         module: the LightningModule.
-        certain: stages of leaves that are known from the start.
+        placement: the rank of each virtual stage.
+        rank: this rank.
+        certain: virtual stages of leaves that are known from the start.
     """
 
-    def __init__(self, module: nn.Module, num_stages: int, stage: int, certain: Mapping[str, int]) -> None:
-        self.num_stages = num_stages
-        self.stage = stage
+    def __init__(self, module: nn.Module, placement: Sequence[int], rank: int, certain: Mapping[str, int]) -> None:
+        self.placement = tuple(placement)
+        self.num_ranks = max(placement) + 1
+        self.rank = rank
         self.leaf_stages: dict[str, set[int]] = {}
         self._certain = dict(certain)
         self._users: dict[str, set[int]] = {}
@@ -36,7 +39,7 @@ class Placement:
         self._names = list(tied.values())
 
     def find_present(self, module: nn.Module, transport: Transport | None) -> None:
-        """Take in which stages have which tensors, where an earlier run has left a module with a stage on each rank.
+        """Take in which ranks have which tensors, where an earlier run has left a module with a stage on each rank.
 
         Raises:
             ValueError: a parameter is on the meta device everywhere.
@@ -52,17 +55,17 @@ class Placement:
             return
         table = transport.all_gather_vector(torch.tensor(here, dtype=torch.float64), "presence of parameters").tolist()
         for column, names in enumerate(self._names):
-            stages = tuple(stage for stage, row in enumerate(table) if row[column])
-            if not stages:
+            ranks = tuple(rank for rank, row in enumerate(table) if row[column])
+            if not ranks:
                 raise ValueError(
                     f"{names[0]!r} is on the meta device on every rank: give it data before training, or build the "
                     f"module without the meta device"
                 )
-            if len(stages) < self.num_stages:
-                self._present.update(dict.fromkeys(names, stages))
+            if len(ranks) < self.num_ranks:
+                self._present.update(dict.fromkeys(names, ranks))
 
     def add(self, reports: Iterable[Report]) -> None:
-        """Take in the reports of one structure, one from each stage."""
+        """Take in the reports of one structure, one from each virtual stage."""
         for stage, report in enumerate(reports):
             for leaf in report.leaves:
                 self.leaf_stages.setdefault(leaf.removesuffix(".update"), set()).add(stage)
@@ -71,35 +74,44 @@ class Placement:
 
     def ownership(self) -> Ownership:
         """Who holds what, as far as it is known. What nobody has used yet is everybody's."""
-        everybody = tuple(range(self.num_stages))
+        everybody = tuple(range(self.num_ranks))
         holders: dict[str, tuple[int, ...]] = {}
         unseen: list[str] = []
         for names in self._names:
-            stages: set[int] = set()
-            open_names = False
-            for name in names:
-                stages |= self._users.get(name, set())
-                leaf = self._leaf_of(name, self.leaf_stages)
-                if leaf is not None:
-                    stages |= self.leaf_stages[leaf]
-                    continue
-                certain = self._leaf_of(name, self._certain)
-                if certain is not None:
-                    stages.add(self._certain[certain])
-                else:
-                    open_names = True
-            if open_names and (not self.leaf_stages or not stages):
-                stages = set(self._present.get(names[0], everybody))
+            stages, is_open = self._stages_of(names)
+            ranks = tuple(sorted({self.placement[stage] for stage in stages}))
+            if is_open and (not self.leaf_stages or not stages):
+                ranks = self._present.get(names[0], everybody)
                 if names[0] not in self._present:
                     unseen += names
-            for name in names:
-                holders[name] = tuple(sorted(stages))
-        return Ownership(self.num_stages, self.stage, holders, unseen=unseen)
+            holders.update(dict.fromkeys(names, ranks))
+        return Ownership(self.num_ranks, self.rank, holders, unseen=unseen)
 
-    def stage_of_module(self, name: str) -> int | None:
-        """The stage that runs the module of this name; the last one, where several do."""
+    def used_repeatedly(self) -> set[str]:
+        """Names of parameters and buffers that several virtual stages use, on whichever ranks."""
+        return {name for names in self._names if len(self._stages_of(names)[0]) > 1 for name in names}
+
+    def rank_of_module(self, name: str) -> int | None:
+        """The rank that runs the module of this name; that of the last virtual stage, where several do."""
         leaf = self._leaf_of(f"{name}.", self.leaf_stages)
-        return max(self.leaf_stages[leaf]) if leaf is not None else None
+        return self.placement[max(self.leaf_stages[leaf])] if leaf is not None else None
+
+    def _stages_of(self, names: Iterable[str]) -> tuple[set[int], bool]:
+        """The virtual stages that use a tensor, and whether others may turn out to."""
+        stages: set[int] = set()
+        is_open = False
+        for name in names:
+            stages |= self._users.get(name, set())
+            leaf = self._leaf_of(name, self.leaf_stages)
+            if leaf is not None:
+                stages |= self.leaf_stages[leaf]
+                continue
+            certain = self._leaf_of(name, self._certain)
+            if certain is not None:
+                stages.add(self._certain[certain])
+            else:
+                is_open = True
+        return stages, is_open
 
     @staticmethod
     def _leaf_of(name: str, leaves: Mapping[str, object]) -> str | None:

@@ -1,4 +1,4 @@
-"""Parameters that several stages hold: one value at the start, one gradient at each step."""
+"""Parameters that several stages use: one value at the start, one gradient at each step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ class SharedGradients:
         self._parts: dict[str, list[Tensor | None]] = {}
 
     def begin(self, candidates: Mapping[str, nn.Parameter]) -> None:
-        """Before the schedule. `candidates`: parameters that are, or may turn out to be, shared; alike on all stages,
-        though not all stages need have their data.
+        """Before the schedule.
+
+        Args:
+            candidates: parameters that several virtual stages use, or may turn out to; alike on all ranks, though not
+                all ranks need have their data.
         """
         self._watched = {}
         if self._transport is not None:
@@ -46,10 +49,12 @@ class SharedGradients:
         for parameter in self._watched.values():
             parameter.grad = None
 
-    def after_backward(self) -> None:
-        """After a micro-batch's backward: put its gradients aside."""
+    def after_backward(self, microbatch: int) -> None:
+        """After a micro-batch's backward on one virtual stage: put its gradients aside."""
         for name, parameter in self._watched.items():
-            self._parts[name].append(parameter.grad)
+            parts = self._parts[name]
+            parts.extend([None] * (microbatch + 1 - len(parts)))
+            parts[microbatch] = _add_up(parts[microbatch], [parameter.grad])
             parameter.grad = None
 
     def finish(self, shared: Mapping[str, tuple[nn.Parameter, Stages]], *, complete: bool) -> None:

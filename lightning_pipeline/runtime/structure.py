@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_pipeline.partition.absent import ValueId
@@ -13,7 +13,7 @@ from lightning_pipeline.runtime.transport import TensorMeta
 
 @dataclass(slots=True)
 class Report:
-    """What one stage saw while a structure was new; every stage gets every other's.
+    """What one virtual stage saw while a structure was new; every rank gets that of every one.
 
     Attributes:
         usage: what the stage used of what others hold.
@@ -49,32 +49,34 @@ class Report:
 
 @dataclass(slots=True)
 class Structure:
-    """One structure of micro-batch, as a stage knows it.
+    """One structure of micro-batch, as a rank knows it. Stages here are virtual ones, counted along the data.
 
     A structure is settled once every stage has reported on it: then both sides of a boundary know which values cross
     it and nothing but these is sent. In a dynamic one, whose shapes or numbers depend on data, each micro-batch goes
     on carrying its record.
 
     Attributes:
-        record: the events up to the end of this stage.
-        metas: how values that cross this stage's boundaries look.
+        records: for each stage of this rank, the events up to its end.
+        metas: how values that cross the boundaries of these stages look.
         crossing: for each boundary (after stage 0, 1, ...), the values that cross it.
         gradients: for each boundary, those of them whose gradient comes back.
         batch: for each stage, numbers of the batch's tensors that it uses.
+        batch_of_rank: for each rank, numbers of those that one of its stages uses.
     """
 
     key: Hashable
     number: int
-    record: Record = field(default_factory=Record)
+    records: dict[int, Record] = field(default_factory=dict)
     metas: dict[ValueId, tuple[TensorMeta, bool]] = field(default_factory=dict)
     crossing: list[tuple[ValueId, ...]] = field(default_factory=list)
     gradients: list[tuple[ValueId, ...]] = field(default_factory=list)
     batch: list[tuple[int, ...]] = field(default_factory=list)
+    batch_of_rank: list[tuple[int, ...]] = field(default_factory=list)
     settled: bool = False
     dynamic: bool = False
 
-    def settle(self, reports: list[Report]) -> None:
-        """Work out from the stages' reports what crosses each boundary."""
+    def settle(self, reports: list[Report], placement: Sequence[int]) -> None:
+        """Work out from the stages' reports what crosses each boundary. `placement`: the rank of each stage."""
         used_later: set[ValueId] = set()
         self.crossing, self.gradients = [], []
         for stage in range(len(reports) - 1, 0, -1):
@@ -83,6 +85,10 @@ class Structure:
             self.crossing.insert(0, tuple(crossing))
             self.gradients.insert(0, tuple(value for value in crossing if value in reports[stage].gradients))
         self.batch = [tuple(sorted(report.usage.batch)) for report in reports]
+        self.batch_of_rank = [
+            tuple(sorted({i for used, place in zip(self.batch, placement, strict=True) if place == rank for i in used}))
+            for rank in range(max(placement) + 1)
+        ]
         # What only the last stage's own code depends on, nobody else has to know.
         self.dynamic = any(report.dynamic for report in reports[:-1])
         self.settled = True

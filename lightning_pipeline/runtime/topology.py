@@ -24,6 +24,7 @@ class Topology:
         num_ranks_per_pipeline: ranks that make one pipeline, which is the number of stages.
         world_size: ranks in all.
         rank: this process.
+        placement: the place in the pipeline of each virtual stage, where these are several; for routes and messages.
 
     Raises:
         ValueError: more stages than devices, or devices that the stages do not divide.
@@ -32,6 +33,7 @@ class Topology:
     num_ranks_per_pipeline: int
     world_size: int
     rank: int
+    placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         stages, world = self.num_ranks_per_pipeline, self.world_size
@@ -94,8 +96,10 @@ class Topology:
         return list(range(replica, self.world_size, self.data_parallel_size))
 
     def describe(self, rank: int) -> str:
-        """``"stage 1 (rank 2)"``, as error messages write it."""
-        return f"stage {rank // self.data_parallel_size} (rank {rank})"
+        """``"stage 1 (rank 2)"``, or ``"stages 1 and 3 (rank 2)"``, as error messages write it."""
+        place = rank // self.data_parallel_size
+        stages = [str(stage) for stage, other in enumerate(self.placement) if other == place] or [str(place)]
+        return f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)} (rank {rank})"
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """A DeviceMesh with dimensions ``("stage", "data")``. Every rank calls it, as it makes process groups.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -41,17 +42,19 @@ class Route(NamedTuple):
     destination: int
 
 
-def linear_routes(num_stages: int) -> list[Route]:
-    """The routes of a pipeline whose data passes each stage once."""
-    routes = []
-    for stage in range(1, num_stages):
-        routes.append(Route(Channel.FORWARD, stage - 1, stage))
-        routes.append(Route(Channel.BACKWARD, stage, stage - 1))
-        routes.append(Route(Channel.BATCH, 0, stage))
-        for other in range(stage):
-            routes.append(Route(Channel.SHARED, other, stage))
-            routes.append(Route(Channel.SHARED, stage, other))
-    return routes
+def routes_along(placement: Sequence[int]) -> list[Route]:
+    """The routes of a pipeline whose data passes these ranks, one virtual stage after another."""
+    routes = set()
+    for source, destination in itertools.pairwise(placement):
+        if source != destination:
+            routes.add(Route(Channel.FORWARD, source, destination))
+            routes.add(Route(Channel.BACKWARD, destination, source))
+    for rank in range(1, max(placement) + 1):
+        routes.add(Route(Channel.BATCH, 0, rank))
+        for other in range(rank):
+            routes.add(Route(Channel.SHARED, other, rank))
+            routes.add(Route(Channel.SHARED, rank, other))
+    return sorted(routes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,8 @@ class Transport:
         device: where received tensors go.
         timeout: the longest any wait may take.
         store: carries failure notices; the default group's store or a PrefixStore around it.
-        routes: what will be used; default ``linear_routes``. Backends that connect on first use connect here, as
-            first uses in different orders would deadlock.
+        routes: what will be used; default: those along the topology's placement. Backends that connect on first use
+            connect here, as first uses in different orders would deadlock.
         send_window: forward or backward sends to one peer that may be underway before the oldest is waited for, on
             a backend that cannot tell whether a send has finished (Gloo). Bounds the memory that sends hold.
     """
@@ -174,7 +177,8 @@ class Transport:
         self.notice.tear_down = self._disconnect
         self.notice.interrupt = self._abort
         if topology.num_stages > 1:
-            self._connect(sorted(linear_routes(topology.num_stages) if routes is None else routes), send_window)
+            along = routes_along(topology.placement or range(topology.num_stages))
+            self._connect(sorted(along if routes is None else routes), send_window)
 
     # A process has one default group, and connections belong to it: strategies that follow one another share them.
     _shared: ClassVar[list[Transport]] = []

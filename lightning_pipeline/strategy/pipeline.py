@@ -35,7 +35,6 @@ from lightning_pipeline.runtime.shared import SharedGradients, Stages, shared_pa
 from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.schedules import build, check
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.checkpoint import gather_module_state, load_module_state
 from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value
@@ -51,9 +50,8 @@ from lightning_pipeline.strategy.lightning_private import (
 )
 from lightning_pipeline.strategy.metrics import share_metrics
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
+from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.steps import Steps
-
-SCHEDULES = ("1f1b", "gpipe")
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -62,10 +60,16 @@ class PipelineStrategy(ParallelStrategy):
     Args:
         stage_config: names of modules and their stages; a module without a key takes the stage where the data is when
             it is called, so the first module of each later stage is enough: ``{"layer3": 1}``. None takes the
-            module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules.
-        num_stages: number of stages; default: as many as the stage_config uses. 1 runs the same path on one device.
-        num_microbatches: micro-batches a step, at least ``num_stages``; default ``4 * num_stages``.
-        schedule: "1f1b" or "gpipe".
+            module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules. For a schedule of
+            virtual stages it numbers these along the data, or names the device that holds them (``resolve``).
+        num_stages: number of stages, each on a device of its own; default: as many as the stage_config uses, with
+            virtual stages as many as there are devices. 1 runs the same path on one device.
+        num_microbatches: micro-batches a step, at least ``num_stages``; default ``4 * num_stages``, or what a schedule
+            from a file is made for.
+        schedule: "1f1b", "gpipe", "zero_bubble"; with several virtual stages on a device "interleaved_1f1b",
+            "interleaved_1f1b_low_memory", "looped_bfs", "interleaved_zero_bubble", "zbv"; the path of a ``.csv`` file
+            in torch.distributed.pipelining's compute-only format; a ``Schedule``; or a function
+            ``(num_stages, num_microbatches) -> schedule`` (see ``ScheduleChoice``).
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
@@ -84,7 +88,7 @@ class PipelineStrategy(ParallelStrategy):
         stage_config: Mapping[str, int] | None = None,
         num_stages: int | None = None,
         num_microbatches: int | None = None,
-        schedule: str = "1f1b",
+        schedule: ScheduleArgument = "1f1b",
         loss_reduction: str = "mean",
         output_broadcast: bool = True,
         process_group_backend: str | None = None,
@@ -100,8 +104,7 @@ class PipelineStrategy(ParallelStrategy):
             raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
         _check_count("num_stages", num_stages)
         _check_count("num_microbatches", num_microbatches)
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule is one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}")
+        self._choice = ScheduleChoice(schedule)
         self.stage_config = stage_config
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
@@ -120,6 +123,7 @@ class PipelineStrategy(ParallelStrategy):
         self._layouts: list[OptimizerLayout] = []
         self._gradients = GradientHold()
         self._shared: dict[str, tuple[nn.Parameter, Stages]] = {}
+        self._repeated: set[str] = set()
         self._shared_gradients = SharedGradients(None, 0)
         self._accumulating = False
         self._failed = False
@@ -156,7 +160,7 @@ class PipelineStrategy(ParallelStrategy):
 
     @property
     def peak_live(self) -> int:
-        """The most micro-batches of a training step that were live on this stage at once, since setup."""
+        """The most activations of virtual stages that were live on this rank at once in a training step so far."""
         return self._steps.peak_live if self._steps is not None else 0
 
     @property
@@ -217,44 +221,56 @@ class PipelineStrategy(ParallelStrategy):
     def _set_up_pipeline(self, module: LightningModule) -> None:
         """Topology, transport and partition; kept from one trainer function to the next on the same module."""
         config = read_stage_config(module, self.stage_config)
-        num_stages = self.num_stages or count_stages(config) or self.world_size
+        num_stages = self._count_stages(config)
         if self._set_up_for == (module, num_stages):
             return
-        num_microbatches = self.num_microbatches or 4 * num_stages
+        num_microbatches = self.num_microbatches or self._choice.num_microbatches or 4 * num_stages
         if num_microbatches < num_stages:
             raise ValueError(
                 f"num_microbatches={num_microbatches} is less than num_stages={num_stages}, so some stage would "
                 f"always be idle; use num_microbatches={num_stages} or more, or fewer stages"
             )
-        topology = Topology(num_ranks_per_pipeline=num_stages, world_size=self.world_size, rank=self.global_rank)
-        if topology.data_parallel_size > 1:
+        Topology(num_ranks_per_pipeline=num_stages, world_size=self.world_size, rank=self.global_rank)
+        if self.world_size > num_stages:
             raise ValueError(
-                f"{self.world_size} devices and {num_stages} stages would make {topology.data_parallel_size} replicas "
-                f"of the pipeline, which this version does not train; use devices={num_stages}, or "
+                f"{self.world_size} devices and {num_stages} stages would make {self.world_size // num_stages} "
+                f"replicas of the pipeline, which this version does not train; use devices={num_stages}, or "
                 f"num_stages={self.world_size} with a stage_config that uses as many"
             )
-        stages = resolve(module, config, num_stages)
-        check(build(self.schedule, num_stages, num_microbatches))
+        stages = resolve(module, config, num_stages, has_virtual_stages=self._choice.has_virtual_stages)
+        schedules = self._choice.bind(
+            num_stages=num_stages,
+            num_virtual_stages=stages.num_stages // num_stages,
+            num_microbatches=num_microbatches,
+        )
+        placement = schedules.placement
+        topology = Topology(
+            num_ranks_per_pipeline=num_stages,
+            world_size=self.world_size,
+            rank=self.global_rank,
+            placement=tuple(placement) if len(placement) > num_stages else (),
+        )
         self.topology = topology
-        stage = topology.stage_rank
+        rank = topology.stage_rank
         if self._transport is None and num_stages > 1:
             store = dist.distributed_c10d._get_default_store()
             self._transport = Transport.shared(topology, self.root_device, self.timeout, store)
         streams = Streams(self.root_device)
         interception = Interception(module, stages, streams)
-        self._placement = Placement(module, num_stages, stage, certain_stages(interception.leaves, num_stages))
+        certain = certain_stages(interception.leaves, stages.num_stages)
+        self._placement = Placement(module, placement, rank, certain)
         self._placement.find_present(module, self._transport)
         self._release_remote(module)
         self.pipeline = Pipeline(
-            stage=stage,
-            num_stages=num_stages,
+            rank=rank,
+            placement=placement,
             device=self.root_device,
             transport=self._transport,
             interception=interception,
-            schedule=self.schedule,
+            schedule=schedules,
             num_microbatches=num_microbatches,
         )
-        self._shared_gradients = SharedGradients(self._transport, stage)
+        self._shared_gradients = SharedGradients(self._transport, rank)
         self._steps = Steps(
             module,
             self.pipeline,
@@ -265,6 +281,17 @@ class PipelineStrategy(ParallelStrategy):
             on_new=self._on_new,
         )
         self._set_up_for = (module, num_stages)
+
+    def _count_stages(self, config: Mapping[str, int]) -> int:
+        """The number of device groups, which share the virtual stages of a schedule that has such."""
+        if self.num_stages is not None:
+            return self.num_stages
+        used = count_stages(config)
+        if self._choice.fixed is not None:
+            return self._choice.fixed.num_ranks
+        if used is not None and self._choice.has_virtual_stages:
+            return min(used, self.world_size)
+        return used or self.world_size
 
     def _transfer(self, module: LightningModule) -> None:
         """Move what is held here to the device, and give every stage one value of what several hold."""
@@ -305,7 +332,7 @@ class PipelineStrategy(ParallelStrategy):
             return None
         assert self.pipeline is not None and self._placement is not None
         name = self.pipeline.interception.module_names.get(id(metric))
-        return self._placement.stage_of_module(name) if name is not None else None
+        return self._placement.rank_of_module(name) if name is not None else None
 
     @contextmanager
     @override
@@ -415,14 +442,14 @@ class PipelineStrategy(ParallelStrategy):
             layout.drop_remote(self.ownership)
         named = dict(self.lightning_module.named_parameters(remove_duplicate=False))
         self._shared = shared_parameters(named, self.ownership)
+        assert self._placement is not None
+        self._repeated = self._placement.used_repeatedly()
 
     def _maybe_shared(self) -> dict[str, nn.Parameter]:
-        """Parameters that several stages hold, or that no step has used yet, by their first name."""
+        """Parameters that several virtual stages use, or that no step has used yet, by their first name."""
         assert self.ownership is not None and self.lightning_module is not None
-        unseen = self.ownership.unseen
-        if not unseen:
-            return {name: parameter for name, (parameter, _) in self._shared.items()}
-        return {n: p for n, p in self.lightning_module.named_parameters() if n in unseen or n in self._shared}
+        names = self.ownership.unseen | self._repeated
+        return {n: p for n, p in self.lightning_module.named_parameters() if n in names} if names else {}
 
     def _local_parameters(self) -> list[nn.Parameter]:
         assert self.lightning_module is not None
@@ -484,7 +511,7 @@ class PipelineStrategy(ParallelStrategy):
             self.lightning_module,
             self.ownership,
             self._transport,
-            stage_of_module=self._placement.stage_of_module,
+            stage_of_module=self._placement.rank_of_module,
         )
 
     @override
@@ -544,7 +571,12 @@ class PipelineStrategy(ParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        registered = {"pipeline": "1f1b", "pipeline_gpipe": "gpipe", "pipeline_1f1b": "1f1b"}
+        registered = {
+            "pipeline": "1f1b",
+            "pipeline_gpipe": "gpipe",
+            "pipeline_1f1b": "1f1b",
+            "pipeline_interleaved": "interleaved_1f1b",
+        }
         for name, schedule in registered.items():
             if name not in strategy_registry:
                 strategy_registry.register(

@@ -16,9 +16,10 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.microbatch import split_batch
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.runtime.microbatch import Microbatch
-from lightning_pipeline.runtime.pipeline import Pipeline, StepReport, Work
+from lightning_pipeline.runtime.pipeline import Pipeline, Reports, StepReport
 from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.work import Work
 from lightning_pipeline.strategy.logged_values import LoggedValues
 from lightning_pipeline.strategy.outputs import combine, mean_loss
 
@@ -57,7 +58,7 @@ class Steps:
         self._output_broadcast = output_broadcast
         self._on_new = on_new
         self._logged = LoggedValues(module)
-        self._last = pipeline.num_stages - 1
+        self._last = pipeline.last_rank
 
     def train(
         self,
@@ -66,7 +67,7 @@ class Steps:
         number: int,
         accumulate: int,
         context: Callable[[], AbstractContextManager[Any]],
-        after_backward: Callable[[], None],
+        after_backward: Callable[[int], None],
     ) -> Any:
         """One training step, its backward included. Returns the loss, or the step's dictionary with it.
 
@@ -75,7 +76,7 @@ class Steps:
             number: number of the batch since training began.
             accumulate: number of batches over which gradients are accumulated.
             context: the precision's context around a step.
-            after_backward: called after each micro-batch's backward.
+            after_backward: called after each micro-batch's backward, with its number.
 
         Raises:
             ValueError: the step returned no loss.
@@ -95,6 +96,7 @@ class Steps:
             loss_of=loss_of,
             run_backward=self._module.backward,
             after_backward=after_backward,
+            can_split=type(self._module).backward is LightningModule.backward,
             seed=mix(self._seed, 0, number),
         )
         report = self._run(work, args[0])
@@ -105,7 +107,7 @@ class Steps:
             loss = self._reported(losses, sizes)
             extra = _without_loss([state.result for state in report.microbatches], sizes)
         extras = self._finish(work.kind, report, loss=loss, has_outputs=bool(extra))
-        if self._last > 0:
+        if self._transport is not None:
             loss = torch.tensor(extras[self._last][_LOSS], dtype=torch.float32, device=self._module.device)
         if extras[self._last][_OUTPUTS]:
             extra = self._spread(extra)
@@ -124,14 +126,11 @@ class Steps:
         work = Work(
             kind=(stage, self._module.training, *numbers[1:]),
             step=self._step_function(function, args[1:], context),
-            loss_of=None,
-            run_backward=lambda loss: None,
-            after_backward=lambda: None,
             seed=mix(self._seed, zlib.crc32(stage.encode()), *numbers),
         )
         report = self._run(work, args[0])
         output = None
-        if self._pipeline.stage == self._last:
+        if self._pipeline.rank == self._last:
             sizes = [state.num_samples for state in report.microbatches]
             output = _detached(combine([state.result for state in report.microbatches], sizes))
         has_outputs = self._output_broadcast and output is not None
@@ -142,7 +141,7 @@ class Steps:
 
     def _run(self, work: Work, batch: Any) -> StepReport:
         microbatches = None
-        if self._pipeline.stage == 0:
+        if self._pipeline.rank == 0:
             split = getattr(self._module, "split_batch", None) or split_batch
             microbatches = split(batch, self._pipeline.num_microbatches)
             if not isinstance(microbatches, (list, tuple)) or not microbatches:
@@ -192,22 +191,22 @@ class Steps:
         return extras
 
     def _settle(self, kind: Hashable, report: StepReport) -> None:
+        reports: Reports = {}
         own = self._pipeline.own_reports(report)
         if self._transport is None:
-            everyone = [own]
+            reports = own
         else:
-            everyone = [
-                self._transport.broadcast_object(own, stage, "reports on a new structure")
-                for stage in range(self._last + 1)
-            ]
-        self._pipeline.settle(report, everyone)
-        self._on_new(kind, [[stage[number] for stage in everyone] for number in own])
+            for rank in range(self._pipeline.num_ranks):
+                reports.update(self._transport.broadcast_object(own, rank, "reports on a new structure"))
+        self._pipeline.settle(report, reports)
+        numbers = next(iter(own.values()))
+        self._on_new(kind, [[reports[stage][number] for stage in sorted(reports)] for number in numbers])
 
     def _spread(self, output: Any) -> Any:
         if self._transport is None:
             return output
         moved = self._transport.broadcast_object(_to(output, torch.device("cpu")), self._last, "the step's outputs")
-        return output if self._pipeline.stage == self._last else _to(moved, self._module.device)
+        return output if self._pipeline.rank == self._last else _to(moved, self._module.device)
 
     def _weighted(self, loss: Tensor, state: Microbatch, accumulate: int) -> Tensor:
         """The micro-batch's share of the loss that is minimised."""

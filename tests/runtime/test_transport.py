@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.runtime.topology import Topology
-from lightning_pipeline.runtime.transport import Channel, Route, TensorMeta, Transport, linear_routes, wire_layout
+from lightning_pipeline.runtime.transport import Channel, Route, TensorMeta, Transport, routes_along, wire_layout
 
 TIMEOUT = timedelta(seconds=20)
 FORWARD, BACKWARD, BATCH = Channel.FORWARD, Channel.BACKWARD, Channel.BATCH
@@ -247,7 +247,7 @@ def test_replicas() -> None:
 @pytest.mark.multiprocess
 def test_backend_other_than_gloo() -> None:
     loop = [Route(FORWARD, 1, 0), Route(BACKWARD, 0, 1)]
-    launch(another_backend, stages=2, backend="other", routes=[*linear_routes(2), *loop])
+    launch(another_backend, stages=2, backend="other", routes=[*routes_along(range(2)), *loop])
 
 
 def test_one_process_needs_nothing() -> None:

@@ -1,0 +1,155 @@
+"""What lies where in an autograd graph: on the way from its roots to its inputs, and beside it.
+
+    root --> * --> * --> * --> input
+             |     |
+             v     v
+            leaf   . --> leaf
+
+A `*` is on the way to an input. One with edges to what is not is a *junction*, and each of these edges a *branch*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+LEAF = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+"""The type of the node that adds to a leaf's `.grad`."""
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """Nodes beside the way that lead to common leaves.
+
+    Attributes:
+        entered_from: a junction, or the root, that leads here.
+        shared: there are others.
+        crossed: several junctions lead to a node at which a branch begins. Backward from one of these junctions to
+            that node would then go on along the way and past the others, too.
+        leaves: the leaves.
+        part_of: the region that this one turned out to be a part of.
+    """
+
+    entered_from: Node
+    shared: bool = False
+    crossed: bool = False
+    leaves: list[GradientEdge] = field(default_factory=list)
+    part_of: Region | None = None
+
+    def whole(self) -> Region:
+        """The region that this one is now a part of."""
+        region = self
+        while region.part_of is not None:
+            region = region.part_of
+        return region
+
+    def absorb(self, other: Region) -> None:
+        """Make `other` a part of this one."""
+        self.shared |= other.shared or other.entered_from is not self.entered_from
+        self.leaves += other.leaves
+        other.part_of = self
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """The edge number `index` of a junction, into a region."""
+
+    index: int
+    edge: GradientEdge
+    region: Region
+
+
+class Walk:
+    """One walk over a graph.
+
+    Args:
+        roots: where backward starts.
+        inputs: where the walk ends, besides at leaves.
+    """
+
+    def __init__(self, roots: Sequence[Node], inputs: set[Node]) -> None:
+        self.leads: dict[Node, bool | None] = dict.fromkeys(inputs, True)
+        """Whether a node leads to an input."""
+        self.edges: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+        """Edges of all nodes but the inputs'."""
+        self.junctions: dict[Node, list[Branch]] = {}
+        self.root_regions: dict[Node, Region] = {}
+        """Regions of the roots that lead to no input."""
+        self._regions: dict[Node, Region] = {}
+        for root in roots:
+            self._visit(root)
+        self._find_junctions()
+        for root in roots:
+            if not self.leads[root]:
+                self.root_regions[root] = self._enter(root, root)
+                self.root_regions[root].whole().shared = True
+        self._find_crossed()
+        for branch in (branch for branches in self.junctions.values() for branch in branches):
+            branch.region = branch.region.whole()
+        self.root_regions = {root: region.whole() for root, region in self.root_regions.items()}
+
+    def _visit(self, root: Node) -> None:
+        leads, seen_edges = self.leads, self.edges
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node not in leads:
+                leads[node] = None
+                edges = seen_edges[node] = node.next_functions
+                stack += [child for child, _ in edges if child is not None and child not in leads]
+            else:
+                stack.pop()
+                if leads[node] is None:
+                    leads[node] = any(leads[child] for child, _ in seen_edges[node] if child is not None)
+
+    def _find_junctions(self) -> None:
+        leads = self.leads
+        for node, edges in self.edges.items():
+            if leads[node]:
+                for index, (child, number) in enumerate(edges):
+                    if child is not None and not leads[child]:
+                        branch = Branch(index, GradientEdge(child, number), self._enter(node, child))
+                        self.junctions.setdefault(node, []).append(branch)
+
+    def _enter(self, source: Node, node: Node) -> Region:
+        """The region of `node`, to which `source` leads."""
+        regions = self._regions
+        region = Region(source)
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            known = regions.get(node)
+            if known is None:
+                regions[node] = region
+                if type(node) is LEAF:
+                    region.leaves.append(GradientEdge(node, 0))
+                else:
+                    stack += [child for child, _ in self.edges[node] if child is not None]
+            elif known.whole() is not region:
+                known = known.whole()
+                known.absorb(region)
+                region = known
+        return region
+
+    def _find_crossed(self) -> None:
+        shared = {
+            node: branches
+            for node, branches in self.junctions.items()
+            if any(branch.region.whole().shared for branch in branches)
+        }
+        reached: dict[Node, Node | None] = {}  # from which junction; None: from several
+        for junction, branches in shared.items():
+            stack: list[Node] = [branch.edge.node for branch in branches]
+            while stack:
+                node = stack.pop()
+                known = reached.get(node, node)
+                if known is node or (known is not None and known is not junction):
+                    reached[node] = junction if known is node else None
+                    stack += [child for child, _ in self.edges[node] if child is not None]
+        for branches in shared.values():
+            for branch in branches:
+                if reached[branch.edge.node] is None:
+                    branch.region.whole().crossed = True

@@ -1,0 +1,207 @@
+"""A backward in two parts: the gradients of what a stage received at once, those of its parameters later.
+
+The first part runs backward for the inputs alone, and keeps what came to each junction (see `graph_walk`). The second
+runs each junction once more, for its branches alone, and the branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import compress
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from lightning_pipeline.partition.graph_walk import LEAF, Branch, Walk
+from lightning_pipeline.partition.saved import let_go
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class SplitBackward:
+    """Backward from `roots`, in two parts: what it adds to `.grad` is to the bit what one backward adds.
+
+    Hooks on leaves run once, in the second part. A hook on the result of a junction is called in both; what it returns
+    counts once.
+
+    Args:
+        roots: where backward starts.
+        gradients: the gradient there, each; None for a scalar.
+        inputs: the received values, from `get_gradient_edge` when they entered the graph: leaves, or results of one
+            autograd.Function. Their nodes do not run, unless the graph cannot be split: then all of backward is in the
+            first part.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Tensor | GradientEdge],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[GradientEdge],
+    ) -> None:
+        self._roots = [(root if isinstance(root, GradientEdge) else get_gradient_edge(root)) for root in roots]
+        self._gradients = list(gradients)
+        self._inputs = list(inputs)
+        self._junctions: list[_Junction] = []
+
+    def input_gradients(self) -> Gradients:
+        """The first part: the gradient of each input, None where none comes to it."""
+        inputs, self._inputs = self._inputs, []
+        roots, gradients = self._roots, self._gradients
+        if not inputs:
+            return ()
+        walk = Walk([root.node for root in roots], {edge.node for edge in inputs})
+        if not any(walk.leads[root.node] for root in roots):
+            return (None,) * len(inputs)
+        if not all(map(_can_run_twice, walk.edges)):
+            self._roots, self._gradients = [], []
+            return _run_whole(roots, gradients, inputs)
+        regions = [branch.region for branches in walk.junctions.values() for branch in branches]
+        leaves = [leaf for region in dict.fromkeys(regions) if region.crossed for leaf in region.leaves]
+        self._junctions = [
+            _Junction(node, left)
+            for node, branches in walk.junctions.items()
+            if (left := [branch for branch in branches if not branch.region.crossed])
+        ]
+        region_of = walk.root_regions
+        now = [root.node not in region_of or region_of[root.node].crossed for root in roots]
+        with _without_hooks(leaves):
+            found = torch.autograd.grad(
+                list(compress(roots, now)),
+                [*inputs, *leaves],
+                list(compress(gradients, now)),
+                retain_graph=True,
+                allow_unused=True,
+            )
+        there = [gradient is not None for gradient in found[len(inputs) :]]
+        later = [not early for early in now]
+        self._roots = [*compress(roots, later), *compress(leaves, there)]
+        self._gradients = [*compress(gradients, later), *compress(found[len(inputs) :], there)]
+        again = {junction.node for junction in self._junctions if not junction.is_function}
+        let_go(node for node in walk.edges if walk.leads[node] and node not in again)
+        return found[: len(inputs)]
+
+    def weight_gradients(self) -> None:
+        """The second part: add the leaves' gradients to their `.grad`, and let go of the graph."""
+        starts, gradients, junctions = self._roots, self._gradients, self._junctions
+        self._roots, self._gradients, self._junctions = [], [], []
+        for junction in junctions:
+            for edge, gradient in junction.run():
+                starts.append(edge)
+                gradients.append(gradient)
+        if starts:
+            torch.autograd.backward(starts, gradients)
+
+
+class _Junction:
+    """A junction, what came to it, and the branches that are left to do."""
+
+    def __init__(self, node: Node, branches: list[Branch]) -> None:
+        self.node = node
+        self.is_function = isinstance(node, BackwardCFunction)
+        self._branches = branches
+        self._kept = _Kept()
+        if self.is_function:  # it computes all of its gradients, whatever is asked for, so that it is not run again
+            self._hook = node.register_hook(self._kept.outgoing)
+        else:
+            self._hook = node.register_prehook(self._kept.incoming)
+
+    def run(self) -> list[tuple[GradientEdge, Tensor]]:
+        """Add the gradients of leaves to which nothing else leads; returns those of the other branches."""
+        kept = self._kept.gradients
+        if kept is None or all(gradient is None for gradient in kept):
+            return []  # nothing came
+        if self.is_function:
+            found = {branch: kept[branch.index] for branch in self._branches}
+        else:
+            starts = [GradientEdge(self.node, number) for number, gradient in enumerate(kept) if gradient is not None]
+            gradients = [gradient for gradient in kept if gradient is not None]
+            found = self._run_again(starts, gradients)
+        self._hook.remove()
+        there = [(branch, gradient) for branch, gradient in found.items() if gradient is not None]
+        own = [(branch.edge, gradient) for branch, gradient in there if not branch.region.shared]
+        if own:
+            torch.autograd.backward([edge for edge, _ in own], [gradient for _, gradient in own])
+        return [(branch.edge, gradient) for branch, gradient in there if branch.region.shared]
+
+    def _run_again(self, starts: list[GradientEdge], gradients: list[Tensor]) -> dict[Branch, Tensor | None]:
+        """Run from the junction up to the leaves, or, if some are shared, into the branches."""
+        if any(branch.region.shared for branch in self._branches):
+            branches = list({branch.edge: branch for branch in self._branches}.values())
+            edges = [branch.edge for branch in branches]
+            with _without_hooks(edges):
+                found = torch.autograd.grad(starts, edges, gradients, allow_unused=True)
+            return dict(zip(branches, found, strict=True))
+        regions = dict.fromkeys(branch.region for branch in self._branches)
+        leaves = [leaf for region in regions for leaf in region.leaves]
+        if leaves:
+            torch.autograd.backward(starts, gradients, inputs=leaves)
+        return {}
+
+
+class _Kept:
+    """Gradients that the hook of a junction keeps; it does not know the node, which owns the hook."""
+
+    def __init__(self) -> None:
+        self.gradients: Gradients | None = None
+
+    def incoming(self, gradients: Gradients) -> Gradients | None:
+        """Before the node runs; the second time hooks of the user's have changed the kept gradients once more."""
+        if self.gradients is None:
+            self.gradients = gradients
+            return None
+        return self.gradients
+
+    def outgoing(self, gradients: Gradients, _: Gradients) -> None:
+        """After the node has run."""
+        self.gradients = gradients
+
+
+@contextmanager
+def _without_hooks(edges: list[GradientEdge]) -> Iterator[None]:
+    """While entered, no hooks are on the leaves among `edges`: theirs run when the gradients are added."""
+    hooks = [edge.node.variable._backward_hooks for edge in edges if type(edge.node) is LEAF]  # type: ignore[attr-defined]
+    registered = [(of_leaf, dict(of_leaf)) for of_leaf in hooks if of_leaf]
+    for of_leaf, _ in registered:
+        of_leaf.clear()
+    try:
+        yield
+    finally:
+        for of_leaf, before in registered:
+            of_leaf.update(before)
+
+
+def _run_whole(
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None], inputs: Sequence[GradientEdge]
+) -> Gradients:
+    """All of backward; returns the gradients of `inputs`."""
+    found: list[Tensor | None] = [None] * len(inputs)
+
+    def stop_at(places: list[int], gradients: Gradients) -> Gradients:
+        for place in places:
+            found[place] = gradients[inputs[place].output_nr]
+        return (None,) * len(gradients)
+
+    places: dict[Node, list[int]] = {}
+    for place, edge in enumerate(inputs):
+        places.setdefault(edge.node, []).append(place)
+    hooks = [node.register_prehook(partial(stop_at, of_node)) for node, of_node in places.items()]
+    try:
+        torch.autograd.backward(roots, gradients)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return tuple(found)
+
+
+def _can_run_twice(node: Node) -> bool:
+    """Whether a node can run for some of its edges, and keep what it needs for the others."""
+    name = type(node).__name__
+    if name == "CheckpointFunctionBackward":  # runs a backward inside, and only in a backward for all leaves
+        return False
+    if name == "CompiledFunctionBackward":  # may reuse the memory of what it saved
+        return not torch._functorch.config.donated_buffer
+    return True

@@ -1,0 +1,47 @@
+"""What a step asks of every stage, and what a rank counts meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.runtime.microbatch import Microbatch
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """What a step does with its micro-batches.
+
+    Attributes:
+        kind: which of the user's steps; structures of different kinds are kept apart.
+        step: runs the step on one micro-batch.
+        loss_of: the loss that backward starts from; None without backward.
+        run_backward: runs backward from a loss.
+        after_backward: called after each micro-batch's backward, with its number.
+        can_split: whether backward from a loss is torch's own, which can be split into I and W.
+        seed: seed of the step; each micro-batch derives its own.
+    """
+
+    kind: Hashable
+    step: Callable[[Microbatch, Any], Any]
+    loss_of: Callable[[Microbatch, Any], Tensor] | None = None
+    run_backward: Callable[[Tensor], None] = torch.autograd.backward
+    after_backward: Callable[[int], None] = lambda microbatch: None
+    can_split: bool = True
+    seed: int
+
+
+@dataclass(slots=True)
+class LiveCount:
+    """Activations of virtual stages that a rank holds, now and at most."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self) -> None:
+        self.now += 1
+        self.peak = max(self.peak, self.now)

@@ -1,0 +1,145 @@
+"""What `schedule=` stands for: a name, a file, a function, or a schedule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from lightning_pipeline.schedules import (
+    SCHEDULE_NAMES,
+    Kind,
+    Schedule,
+    ScheduleError,
+    as_schedule,
+    build,
+    build_for_batch,
+    check,
+    default_virtual_stages,
+    load_csv,
+)
+
+TRAINING_SCHEDULES = tuple(name for name in SCHEDULE_NAMES if name != "forward")
+
+ScheduleArgument = str | PathLike[str] | Schedule | Callable[..., Any]
+
+
+class ScheduleChoice:
+    """The schedule of training steps, as far as it is known before the stages are.
+
+    Args:
+        schedule: a name, the path of a ``.csv`` file, a :class:`Schedule`, or a function
+            ``(num_stages, num_microbatches) -> schedule`` that may also take ``num_virtual_stages`` and returns a
+            :class:`Schedule` or, for each rank, a list such as ``["0F0", "0B0"]``.
+
+    Raises:
+        ValueError: the argument is none of these.
+        FileNotFoundError: the file does not exist.
+    """
+
+    def __init__(self, schedule: ScheduleArgument) -> None:
+        self.name = ""
+        self.fixed: Schedule | None = None
+        self.function: Callable[..., Any] | None = None
+        if isinstance(schedule, Schedule):
+            self.fixed = schedule.compute()
+        elif isinstance(schedule, (str, PathLike)) and str(schedule).endswith(".csv"):
+            if not Path(schedule).is_file():
+                raise FileNotFoundError(f"schedule={str(schedule)!r} is not a file; save one with schedules.save_csv")
+            self.fixed = load_csv(schedule)
+        elif callable(schedule):
+            self.function = schedule
+        elif schedule in TRAINING_SCHEDULES:
+            self.name = str(schedule)
+        else:
+            raise ValueError(
+                f"schedule is one of {', '.join(map(repr, TRAINING_SCHEDULES))}, the path of a .csv file, a Schedule "
+                f"or a function (num_stages, num_microbatches) -> schedule; got {schedule!r}"
+            )
+        self.label = self.name or (self.fixed.name if self.fixed else getattr(schedule, "__name__", repr(schedule)))
+
+    @property
+    def has_virtual_stages(self) -> bool:
+        """Whether a rank may hold several virtual stages, so that keys of stage_config may go round the ranks."""
+        if self.fixed is not None:
+            return self.fixed.num_stages > self.fixed.num_ranks
+        return self.function is not None or default_virtual_stages(self.name) > 1
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """What a file or a ready schedule is made for."""
+        return self.fixed.num_microbatches if self.fixed is not None else None
+
+    def bind(self, *, num_stages: int, num_virtual_stages: int, num_microbatches: int) -> Schedules:
+        """The schedules for these counts: `num_stages` ranks with `num_virtual_stages` each.
+
+        Raises:
+            ScheduleError: the schedule is unsound, or not one for these counts.
+        """
+        full = self._full(num_stages, num_virtual_stages, num_microbatches)
+        if not self.name:
+            _require(full, self.label, num_stages, num_virtual_stages, num_microbatches)
+        check(full)
+        return Schedules(full, self.name, num_stages, num_virtual_stages)
+
+    def _full(self, num_stages: int, num_virtual_stages: int, num_microbatches: int) -> Schedule:
+        if self.name:
+            return build(self.name, num_stages, num_microbatches, num_virtual_stages)
+        if self.fixed is not None:
+            return self.fixed
+        assert self.function is not None
+        keywords = {}
+        if "num_virtual_stages" in inspect.signature(self.function).parameters:
+            keywords["num_virtual_stages"] = num_virtual_stages
+        made = self.function(num_stages, num_microbatches, **keywords)
+        return as_schedule(made, name=self.label, num_microbatches=num_microbatches).compute()
+
+
+class Schedules:
+    """The schedule of a step for each number of micro-batches that a batch makes, all on one placement."""
+
+    def __init__(self, full: Schedule, name: str, num_stages: int, num_virtual_stages: int) -> None:
+        self.full = full
+        self.placement: Sequence[int] = full.placement
+        self._name = name
+        self._num_stages = num_stages
+        self._num_virtual_stages = num_virtual_stages
+
+    def __call__(self, num_microbatches: int) -> Schedule:
+        """The schedule of a batch with `num_microbatches`, which are fewer than usual in a last batch that is small."""
+        if self._name:
+            return build_for_batch(self._name, self._num_stages, num_microbatches, self._num_virtual_stages)
+        return self.full.take(num_microbatches)
+
+
+def _require(
+    schedule: Schedule, label: str, num_stages: int, num_virtual_stages: int, num_microbatches: int
+) -> None:
+    """What a schedule of the user's own has to be, beside sound."""
+    found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
+    wanted = (num_stages, num_stages * num_virtual_stages, num_microbatches)
+    if found != wanted:
+        raise ScheduleError(
+            f"schedule {label!r} is for {found[0]} ranks, {found[1]} virtual stages and {found[2]} micro-batches, and "
+            f"num_stages={wanted[0]}, {wanted[1]} virtual stages in stage_config and num_microbatches={wanted[2]} ask "
+            f"for another; change either"
+        )
+    if schedule.placement[0] != 0:
+        raise ScheduleError(
+            f"schedule {label!r} has stage 0 on rank {schedule.placement[0]}; it has to be on rank 0, which reads the "
+            f"data: reorder the rows"
+        )
+    if not schedule.has_backward:
+        raise ScheduleError(f"schedule {label!r} has forwards only; training needs B, or I and W, of every micro-batch")
+    for rank, order in enumerate(schedule.orders):
+        latest: dict[int, int] = {}
+        for position, action in enumerate(order):
+            if action.kind is Kind.F and action.microbatch < latest.get(action.stage, 0):
+                raise schedule.error(
+                    f"rank {rank} runs {action} after micro-batch {latest[action.stage]}; forwards of a stage ascend",
+                    {(rank, position)},
+                )
+            if action.kind is Kind.F:
+                latest[action.stage] = action.microbatch

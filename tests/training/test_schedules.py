@@ -1,0 +1,113 @@
+"""Every schedule gives the bits of one stage, with virtual stages written either way, and of the user's own making."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_pipeline.schedules import Schedule, build, save_csv, simulate
+from tests.launching import launch
+from tests.training.models import NUM_BLOCKS, LitGPT, token_loader
+from tests.training.runs import Losses, differing, pipeline_trainer, weights
+
+pytestmark = pytest.mark.multiprocess
+
+SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 21, 8, 4  # the last batch has 5 samples, and so other micro-batches
+WORLD = 2
+ALONG = {"net.blocks.1": 1, "net.blocks.2": 2, "net.blocks.3": 3}
+BY_GROUP = {"net.blocks.1": 1, "net.blocks.2": 0, "net.blocks.3": 1}
+HALVES = {f"net.blocks.{NUM_BLOCKS // 2}": 1}
+
+
+def own(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> list[list[str]]:
+    """The first rank does GPipe's order and the second one 1F1B's; as lists of text."""
+    assert (num_stages, num_virtual_stages) == (WORLD, 1)
+    microbatches = range(num_microbatches)
+    first = [f"0F{i}" for i in microbatches] + [f"0B{i}" for i in microbatches]
+    return [first, [f"1{kind}{i}" for i in microbatches for kind in "FB"]]
+
+
+def ready(name: str) -> Schedule:
+    return build(name, WORLD, NUM_MICROBATCHES, 2)
+
+
+CASES: dict[str, tuple[Any, dict[str, int]]] = {
+    "1f1b": ("1f1b", HALVES),
+    "gpipe": ("gpipe", HALVES),
+    "interleaved_1f1b": ("interleaved_1f1b", ALONG),
+    "interleaved_1f1b by group": ("interleaved_1f1b", BY_GROUP),
+    "interleaved_1f1b_low_memory": ("interleaved_1f1b_low_memory", ALONG),
+    "looped_bfs": ("looped_bfs", BY_GROUP),
+    "zero_bubble": ("zero_bubble", HALVES),
+    "interleaved_zero_bubble": ("interleaved_zero_bubble", BY_GROUP),
+    "zbv": ("zbv", ALONG),
+    "a schedule": (ready("interleaved_1f1b"), ALONG),
+    "a function": (own, HALVES),
+}
+
+
+def run(schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    strategy = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES}
+    trainer = pipeline_trainer(
+        stage_config, world=world, strategy=strategy, callbacks=[losses], max_epochs=2, gradient_clip_val=0.5
+    )
+    module = LitGPT(dropout=0.1, tied=tied)
+    loader = token_loader(SAMPLES, BATCH_SIZE, shuffle=True)
+    trainer.fit(module, loader)
+    found = {"losses": losses.values, "weights": weights(trainer), "live": trainer.strategy.peak_live}
+    return {**found, "loss": trainer.validate(module, loader, verbose=False)[0]["val_loss"]}
+
+
+def run_cases(world: int, csv: str) -> dict[tuple[str, bool], Any]:
+    cases = {**CASES, "a file": (csv, ALONG)} if world > 1 else {"1f1b": CASES["1f1b"]}
+    return {(name, tied): run(*case, world, tied=tied) for name, case in cases.items() for tied in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def csv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("schedules") / "mine.csv"
+    save_csv(ready("interleaved_1f1b_low_memory"), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_process(csv: Path) -> dict[tuple[str, bool], Any]:
+    return launch(run_cases, 1, str(csv), world=1)[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(csv: Path) -> list[dict[tuple[str, bool], Any]]:
+    return launch(run_cases, WORLD, str(csv), world=WORLD)
+
+
+@pytest.mark.parametrize("name", [*CASES, "a file"])
+def test_the_bits_are_those_of_one_process(name: str, one_process: Any, two_ranks: Any) -> None:
+    expected, found = one_process["1f1b", False], two_ranks[0][name, False]
+    assert found["losses"] == two_ranks[1][name, False]["losses"] == expected["losses"]
+    assert not differing(found["weights"], expected["weights"])
+    assert found["loss"] == expected["loss"]
+
+
+@pytest.mark.parametrize("name", [*CASES, "a file"])
+def test_tied_weights_too(name: str, one_process: Any, two_ranks: Any) -> None:
+    expected, found = one_process["1f1b", True], two_ranks[0][name, True]
+    assert all(difference < 1e-5 for difference in differing(found["weights"], expected["weights"]).values())
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, (schedule, _) in CASES.items() if isinstance(schedule, str)])
+def test_live_activations_are_as_many_as_simulated(name: str, two_ranks: Any) -> None:
+    schedule, stage_config = CASES[name]
+    num_virtual_stages = len(stage_config) // 2 + 1
+    expected = simulate(build(schedule, WORLD, NUM_MICROBATCHES, num_virtual_stages)).peak_live
+    assert [rank[name, False]["live"] for rank in two_ranks] == expected
+
+
+def test_the_low_memory_order_holds_fewer(two_ranks: Any) -> None:
+    low, usual = (two_ranks[0][name, False]["live"] for name in ("interleaved_1f1b_low_memory", "interleaved_1f1b"))
+    assert low < usual
