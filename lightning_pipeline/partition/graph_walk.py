@@ -27,15 +27,15 @@ class Region:
     Attributes:
         entered_from: a junction, or the root, that leads here.
         shared: there are others.
-        crossed: several junctions lead to a node at which a branch begins. Backward from one of these junctions to
-            that node would then go on along the way and past the others, too.
+        mixed: a branch of several that end here begins at a node to which another node of the region leads, too. What
+            comes from both is then added up in another order, unless all of it runs at once.
         leaves: the leaves.
         part_of: the region that this one turned out to be a part of.
     """
 
     entered_from: Node
     shared: bool = False
-    crossed: bool = False
+    mixed: bool = False
     leaves: list[GradientEdge] = field(default_factory=list)
     part_of: Region | None = None
 
@@ -86,7 +86,7 @@ class Walk:
             if not self.leads[root]:
                 self.root_regions[root] = self._enter(root, root)
                 self.root_regions[root].whole().shared = True
-        self._find_crossed()
+        self._find_mixed()
         for branch in (branch for branches in self.junctions.values() for branch in branches):
             branch.region = branch.region.whole()
         self.root_regions = {root: region.whole() for root, region in self.root_regions.items()}
@@ -134,22 +134,15 @@ class Walk:
                 region = known
         return region
 
-    def _find_crossed(self) -> None:
-        shared = {
-            node: branches
-            for node, branches in self.junctions.items()
-            if any(branch.region.whole().shared for branch in branches)
+    def _find_mixed(self) -> None:
+        begins = {
+            branch.edge.node: branch
+            for branches in self.junctions.values()
+            for branch in branches
+            if branch.region.whole().shared
         }
-        reached: dict[Node, Node | None] = {}  # from which junction; None: from several
-        for junction, branches in shared.items():
-            stack: list[Node] = [branch.edge.node for branch in branches]
-            while stack:
-                node = stack.pop()
-                known = reached.get(node, node)
-                if known is node or (known is not None and known is not junction):
-                    reached[node] = junction if known is node else None
-                    stack += [child for child, _ in self.edges[node] if child is not None]
-        for branches in shared.values():
-            for branch in branches:
-                if reached[branch.edge.node] is None:
-                    branch.region.whole().crossed = True
+        if begins:
+            for node in self._regions:
+                for child, _ in self.edges[node]:
+                    if child in begins:
+                        begins[child].region.whole().mixed = True

@@ -71,7 +71,7 @@ class Interception:
                 stack.enter_context(_patched(owner, "__call__", self._call_override(owner.__call__)))
             apply = torch.autograd.Function.__dict__["apply"]
             stack.enter_context(_patched(torch.autograd.Function, "apply", self._function_apply(apply)))
-            stack.enter_context(recomputation(self.streams, self))
+            stack.enter_context(recomputation(self.streams, self, keep=splitting))
             yield
 
     def run(self, replay: Replay, step: Callable[..., Any], *args: Any) -> Outcome:

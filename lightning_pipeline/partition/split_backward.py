@@ -1,7 +1,7 @@
 """A backward in two parts: the gradients of what a stage received at once, those of its parameters later.
 
 The first part runs backward for the inputs alone, and keeps what came to each junction (see `graph_walk`). The second
-runs each junction once more, for its branches alone, and the branches.
+runs the junctions once more, for their branches alone, and then the branches.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.variable import Variable
 
 from lightning_pipeline.partition.graph_walk import LEAF, Branch, Walk
 from lightning_pipeline.partition.saved import let_go
 
 Gradients = tuple[Tensor | None, ...]
 
+_AT_ONCE = 8
+"""Junctions that the second part runs before it adds to `.grad`: as many as keep it quick, as few as memory wants."""
+
 
 class SplitBackward:
     """Backward from `roots`, in two parts: what it adds to `.grad` is to the bit what one backward adds.
 
-    Hooks on leaves run once, in the second part. A hook on the result of a junction is called in both; what it returns
-    counts once.
+    Hooks run once: those on leaves and beside the way in the second part, those on the way in the first.
 
     Args:
         roots: where backward starts.
@@ -60,14 +63,14 @@ class SplitBackward:
             self._roots, self._gradients = [], []
             return _run_whole(roots, gradients, inputs)
         regions = [branch.region for branches in walk.junctions.values() for branch in branches]
-        leaves = [leaf for region in dict.fromkeys(regions) if region.crossed for leaf in region.leaves]
+        leaves = [leaf for region in dict.fromkeys(regions) if region.mixed for leaf in region.leaves]
         self._junctions = [
             _Junction(node, left)
             for node, branches in walk.junctions.items()
-            if (left := [branch for branch in branches if not branch.region.crossed])
+            if (left := [branch for branch in branches if not branch.region.mixed])
         ]
         region_of = walk.root_regions
-        now = [root.node not in region_of or region_of[root.node].crossed for root in roots]
+        now = [root.node not in region_of or region_of[root.node].mixed for root in roots]
         with _without_hooks(leaves):
             found = torch.autograd.grad(
                 list(compress(roots, now)),
@@ -88,76 +91,91 @@ class SplitBackward:
         """The second part: add the leaves' gradients to their `.grad`, and let go of the graph."""
         starts, gradients, junctions = self._roots, self._gradients, self._junctions
         self._roots, self._gradients, self._junctions = [], [], []
-        for junction in junctions:
-            for edge, gradient in junction.run():
-                starts.append(edge)
-                gradients.append(gradient)
-        if starts:
-            torch.autograd.backward(starts, gradients)
+        junctions.reverse()  # to take them off the end, and their memory with them
+        while junctions:
+            some = [junctions.pop() for _ in range(min(_AT_ONCE, len(junctions)))]
+            own: list[GradientEdge] = []
+            own_gradients: list[Tensor] = []
+            for branch, gradient in _through_junctions(some):
+                (starts if branch.region.shared else own).append(branch.edge)
+                (gradients if branch.region.shared else own_gradients).append(gradient)
+            _run_branches(own, own_gradients)
+        _run_branches(starts, gradients)
 
 
 class _Junction:
-    """A junction, what came to it, and the branches that are left to do."""
+    """A junction, and the branches that are left to do."""
 
     def __init__(self, node: Node, branches: list[Branch]) -> None:
         self.node = node
+        self.branches = branches
         self.is_function = isinstance(node, BackwardCFunction)
-        self._branches = branches
         self._kept = _Kept()
         if self.is_function:  # it computes all of its gradients, whatever is asked for, so that it is not run again
             self._hook = node.register_hook(self._kept.outgoing)
         else:
             self._hook = node.register_prehook(self._kept.incoming)
 
-    def run(self) -> list[tuple[GradientEdge, Tensor]]:
-        """Add the gradients of leaves to which nothing else leads; returns those of the other branches."""
-        kept = self._kept.gradients
-        if kept is None or all(gradient is None for gradient in kept):
-            return []  # nothing came
-        if self.is_function:
-            found = {branch: kept[branch.index] for branch in self._branches}
-        else:
-            starts = [GradientEdge(self.node, number) for number, gradient in enumerate(kept) if gradient is not None]
-            gradients = [gradient for gradient in kept if gradient is not None]
-            found = self._run_again(starts, gradients)
+    def run(self) -> Gradients:
+        """The gradients of the branches, in a backward for these."""
         self._hook.remove()
-        there = [(branch, gradient) for branch, gradient in found.items() if gradient is not None]
-        own = [(branch.edge, gradient) for branch, gradient in there if not branch.region.shared]
-        if own:
-            torch.autograd.backward([edge for edge, _ in own], [gradient for _, gradient in own])
-        return [(branch.edge, gradient) for branch, gradient in there if branch.region.shared]
-
-    def _run_again(self, starts: list[GradientEdge], gradients: list[Tensor]) -> dict[Branch, Tensor | None]:
-        """Run from the junction up to the leaves, or, if some are shared, into the branches."""
-        if any(branch.region.shared for branch in self._branches):
-            branches = list({branch.edge: branch for branch in self._branches}.values())
-            edges = [branch.edge for branch in branches]
-            with _without_hooks(edges):
-                found = torch.autograd.grad(starts, edges, gradients, allow_unused=True)
-            return dict(zip(branches, found, strict=True))
-        regions = dict.fromkeys(branch.region for branch in self._branches)
-        leaves = [leaf for region in regions for leaf in region.leaves]
-        if leaves:
-            torch.autograd.backward(starts, gradients, inputs=leaves)
-        return {}
+        kept, self._kept.gradients = self._kept.gradients, ()
+        if not kept:
+            return (None,) * len(self.branches)  # the first part did not come here
+        found = kept
+        if not self.is_function:
+            found = self.node(*kept)  # type: ignore[operator]
+            if not isinstance(found, tuple):
+                found = (found,)
+            let_go((self.node,))
+        return tuple(found[branch.index] for branch in self.branches)
 
 
 class _Kept:
     """Gradients that the hook of a junction keeps; it does not know the node, which owns the hook."""
 
     def __init__(self) -> None:
-        self.gradients: Gradients | None = None
+        self.gradients: Gradients = ()
 
-    def incoming(self, gradients: Gradients) -> Gradients | None:
-        """Before the node runs; the second time hooks of the user's have changed the kept gradients once more."""
-        if self.gradients is None:
-            self.gradients = gradients
-            return None
-        return self.gradients
+    def incoming(self, gradients: Gradients) -> None:
+        """Before the node runs."""
+        self.gradients = gradients
 
     def outgoing(self, gradients: Gradients, _: Gradients) -> None:
         """After the node has run."""
         self.gradients = gradients
+
+
+def _through_junctions(junctions: list[_Junction]) -> list[tuple[Branch, Tensor]]:
+    """The gradients of the junctions' branches.
+
+    A node computes the gradients of those of its edges that the present backward needs. A backward from a junction
+    would look at all of the graph below it; so this is one for the branches from somewhere else, and in a hook of it
+    the junctions run, by themselves.
+    """
+    found: list[tuple[Branch, Tensor]] = []
+
+    def run(_: Tensor) -> None:
+        for junction in junctions:
+            gradients = zip(junction.branches, junction.run(), strict=True)
+            found.extend((branch, gradient) for branch, gradient in gradients if gradient is not None)
+
+    start = torch.zeros((), requires_grad=True)
+    start.register_hook(run)
+    wanted = [branch.edge for junction in junctions for branch in junction.branches if not junction.is_function]
+    torch.autograd.grad(start, [get_gradient_edge(start), *wanted], torch.ones(()), allow_unused=True)
+    return found
+
+
+def _run_branches(starts: list[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
+    """Backward from `starts`, where gradients are as nodes return them: of broadcast shapes, or another dtype.
+
+    `torch.autograd.backward` would refuse these; the engine makes them fit as it does between nodes.
+    """
+    if starts:
+        Variable._execution_engine.run_backward(
+            tuple(starts), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 @contextmanager

@@ -264,11 +264,11 @@ class Stage:
             header = self._header(state)
             record = header.record
             header.record = Record(list(record.events), dict(record.starts), dict(record.counts))
-            header.aliases = {}  # values that share memory still do
             following.header = header
             self._note_metas(state, header)
             following.metas = dict(state.metas)
-        following.pending_values = [(value, Here(tensor.detach())) for value, tensor in state.outputs.items()]
+        # Copies, as over a connection: the next stage may write into what it receives, and this one's graph needs it.
+        following.pending_values = [(value, Here(tensor.detach().clone())) for value, tensor in state.outputs.items()]
         self._keep_edges(state)
 
     def _pass_back(self, state: Microbatch) -> None:

@@ -9,24 +9,47 @@ import pytest
 
 from .conftest import ROOT
 
-SIZES = ["--width", "8", "--num-blocks", "2", "--length", "4", "--num-linear-microbatches", "4"]
-ROUNDS = ["--num-rounds", "2", "--num-steps", "2"]
+SIZES = ["--width", "8", "--num-blocks", "4", "--length", "4", "--num-linear-microbatches", "4"]
+ROUNDS = ["--num-rounds", "1", "--num-steps", "2"]
+
+
+def run_benchmark(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(ROOT / "examples/benchmark/run.py"), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
 
 
 @pytest.mark.multiprocess
 def test_the_contenders_train_alike(tmp_path: Path) -> None:
+    schedules = ["--schedules", "interleaved_1f1b", "interleaved_1f1b_low_memory"]
     output = tmp_path / "results.json"
-    command = [sys.executable, str(ROOT / "examples/benchmark/run.py"), *SIZES, *ROUNDS, "--json", str(output)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = run_benchmark(*SIZES, *ROUNDS, *schedules, "--json", str(output), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "median / ideal" in done.stdout
+    assert "ours / torch" in done.stdout
+    assert "Left out: torch interleaved_1f1b_low_memory" in done.stdout
 
     results = json.loads(output.read_text())
-    names = {"one process", "torch 1f1b", "ours 1f1b", "torch gpipe", "ours gpipe"}
+    ours = {"ours interleaved_1f1b", "ours interleaved_1f1b_low_memory"}
     for workload in ("gpt", "linear"):
-        assert set(results[workload]) == names
+        assert set(results[workload]) == {"one process", "torch interleaved_1f1b"} | ours
         alone = results[workload]["one process"]["loss"]
         for measured in results[workload].values():
             assert measured["loss"] == pytest.approx(alone, rel=1e-5)
-            assert len(measured["seconds"]) == 2 * 2
+            assert len(measured["seconds"]) == 2
             assert min(measured["seconds"]) > 0
+    # Two ranks with two stages each and 8 micro-batches: 16 passes of a rank and a bubble of one.
+    assert results["ideal_share"]["interleaved_1f1b"] == pytest.approx(17 / 16 / 2)
+    assert set(results["left_out"]) == {"torch interleaved_1f1b_low_memory"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedules", "zbv", "--num-blocks", "3"], "--num-blocks 3 is less than the 4 stages of zbv"),
+        (["--num-microbatches", "1"], "num_microbatches must be at least"),
+        (["--schedules", "2f2b"], "invalid choice: '2f2b'"),
+    ],
+)
+def test_settings_that_cannot_run_are_told_at_once(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = run_benchmark(*arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
