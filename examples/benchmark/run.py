@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -11,15 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+
+from contenders import Contender, line_up
+from lightning_pipeline.schedules import SCHEDULE_NAMES, ScheduleError
+from report import gpt_table, ideal_share, linear_table
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+WORKLOADS = ("gpt", "linear")
+SCHEDULES = tuple(name for name in SCHEDULE_NAMES if name != "forward")
+DEFAULT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--num-stages", type=int, default=2, help="processes, one stage each")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=DEFAULT_SCHEDULES, help="to compare")
+    parser.add_argument("--num-stages", type=int, default=2, help="processes, which schedules that interleave cut in 2")
     parser.add_argument("--num-microbatches", type=int, default=8, help="of the GPT's batch")
     parser.add_argument("--num-linear-microbatches", type=int, default=64, help="of the Linear's batch, a sample each")
     parser.add_argument("--num-rounds", type=int, default=3, help="turns of every contender")
@@ -29,58 +35,73 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=8, help="of the GPT")
     parser.add_argument("--length", type=int, default=128, help="tokens a sequence")
     parser.add_argument("--json", type=Path, help="a file for every step's time as well")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    for schedule in parsed.schedules:
+        num_cuts = len(Contender("ours", schedule).placement(parsed.num_stages))
+        if parsed.num_blocks < num_cuts:
+            parser.error(f"--num-blocks {parsed.num_blocks} is less than the {num_cuts} stages of {schedule}")
+        for num_microbatches in (parsed.num_microbatches, parsed.num_linear_microbatches):
+            try:
+                ideal_share(schedule, parsed.num_stages, num_microbatches)
+            except ScheduleError as error:
+                parser.error(str(error))
+    return parsed
 
 
-def run_workers(settings: dict[str, Any]) -> dict[str, Any]:
-    """Runs the contenders on ``settings["num_stages"]`` processes with one thread each."""
+def take_turns(
+    contenders: list[Contender], settings: dict[str, Any], console: Console
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """What each contender measured, by workload and name, and what it could not run, with the reason."""
+    results: dict[str, dict[str, Any]] = {workload: {} for workload in WORKLOADS}
+    left_out: dict[str, str] = {}
+    for turn in range(settings["num_rounds"]):
+        for contender in contenders:
+            for workload, measured in run_turn(contender, settings).items():
+                if "unavailable" in measured:
+                    left_out[f"{contender.name} ({workload})"] = measured["unavailable"]
+                    continue
+                result = results[workload].setdefault(contender.name, {"seconds": []})
+                result["seconds"] += measured["seconds"]
+                result["loss"] = measured["loss"]
+            console.print(f"round {turn + 1} of {settings['num_rounds']}: {contender.name}")
+    return results, left_out
+
+
+def run_turn(contender: Contender, settings: dict[str, Any]) -> dict[str, Any]:
+    """One turn, in processes of its own with one thread each."""
     path = os.pathsep.join([str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    launcher = [] if contender.schedule is None else ["-m", "torch.distributed.run", "--standalone"]
+    if launcher:
+        launcher += ["--nproc-per-node", str(settings["num_stages"])]
+    turn = {**settings, "who": contender.who, "schedule": contender.schedule}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "results.json"
-        command = [*launch, str(settings["num_stages"]), str(HERE / "worker.py"), json.dumps(settings), str(output)]
+        command = [sys.executable, *launcher, str(HERE / "worker.py"), json.dumps(turn), str(output)]
         subprocess.run(command, env=environment, check=True)
         return json.loads(output.read_text())
 
 
-def ideal_share(num_stages: int, num_microbatches: int) -> float:
-    """The share of one process's time that a perfect pipeline takes: (m + p - 1) / (m p)."""
-    return (num_microbatches + num_stages - 1) / (num_microbatches * num_stages)
-
-
-def gpt_table(measured: dict[str, Any], settings: dict[str, Any]) -> Table:
-    ideal = ideal_share(settings["num_stages"], settings["num_microbatches"])
-    alone = measured["one process"]["seconds"]
-    table = Table(
-        "", "median ms", "min ms", "median / ideal", "min / ideal", "loss", title="GPT: time of a step", min_width=72
-    )
-    for name, result in measured.items():
-        median, least = statistics.median(result["seconds"]), min(result["seconds"])
-        to_ideal = [median / (ideal * statistics.median(alone)), least / (ideal * min(alone))]
-        ratios = ["", ""] if name == "one process" else [f"{ratio:.3f}" for ratio in to_ideal]
-        table.add_row(name, f"{median * 1e3:.1f}", f"{least * 1e3:.1f}", *ratios, f"{result['loss']:.5f}")
-    return table
-
-
-def linear_table(measured: dict[str, Any], settings: dict[str, Any]) -> Table:
-    share = 1e3 / settings["num_linear_microbatches"]
-    table = Table("", "median ms", "min ms", title="8x8 Linear a stage: time of a micro-batch", min_width=72)
-    for name, result in measured.items():
-        median, least = statistics.median(result["seconds"]), min(result["seconds"])
-        table.add_row(name, f"{median * share:.3f}", f"{least * share:.3f}")
-    return table
-
-
 def main() -> None:
-    arguments = parse_arguments()
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    results = run_workers(settings)
-    console = Console()
-    console.print(gpt_table(results["gpt"], settings), linear_table(results["linear"], settings))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"settings": settings, **results}, indent=2))
-        console.print(f"Written to {arguments.json}")
+    settings = vars(parse_arguments())
+    output = settings.pop("json")
+    # A file or a pipe has no width of its own, and the table of the GPT wants this one.
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    contenders, absent = line_up(settings["schedules"])
+    results, refused = take_turns(contenders, settings, console)
+    left_out = absent | refused
+    console.print(
+        gpt_table(results["gpt"], contenders, settings), linear_table(results["linear"], contenders, settings)
+    )
+    for name, reason in left_out.items():
+        console.print(f"Left out: {name}: {reason}")
+    if output:
+        counts = settings["num_stages"], settings["num_microbatches"]
+        ideals = {schedule: ideal_share(schedule, *counts) for schedule in settings["schedules"]}
+        output.write_text(
+            json.dumps({"settings": settings, **results, "ideal_share": ideals, "left_out": left_out}, indent=2)
+        )
+        console.print(f"Written to {output}")
 
 
 if __name__ == "__main__":

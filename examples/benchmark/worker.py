@@ -1,76 +1,56 @@
-"""One rank of the benchmark: the contenders take turns, and the last rank writes what it measured."""
+"""One process of one contender's turn; that of the last stage writes what it measured."""
 
+import importlib
 import json
-import logging
 import os
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from contenders import Measured, ours, single, torch_pipelining
+from contenders import Contender, Plan, Unavailable
 from workload import Workload, gpt, linear
 
 NUM_WARMUP = 2
 """Steps of every turn that are not counted: shapes are learnt and buffers made in them."""
 
-SCHEDULES = ("1f1b", "gpipe")
+# Imported by name, so that no contender's process holds another's libraries.
+MODULES = {"one process": "one_process", "torch": "with_torch", "ours": "with_lightning"}
 
 
-def measure(make: Callable[[], Workload], *, num_microbatches: int, num_steps: int, num_rounds: int) -> dict[str, Any]:
-    """Seconds of every counted step and the last loss, by contender."""
-    counts = {"num_microbatches": num_microbatches, "num_steps": num_steps + NUM_WARMUP}
-    seconds: dict[str, list[float]] = defaultdict(list)
-    losses: dict[str, float] = {}
-
-    def take_turn(name: str, turn: Callable[[], Measured]) -> None:
-        dist.barrier()
-        measured = turn()
-        seconds[name] += measured.seconds[NUM_WARMUP:]
-        losses[name] = measured.loss
-
-    for _ in range(num_rounds):
-        # The other ranks wait at the next barrier and leave the cores alone.
-        if is_last_rank():
-            take_turn("one process", partial(single, make(), **counts))
-        else:
-            dist.barrier()
-        for schedule in SCHEDULES:
-            for name, contender in (("torch", torch_pipelining), ("ours", ours)):
-                take_turn(f"{name} {schedule}", partial(contender, make(), schedule, **counts))
-    return {name: {"seconds": seconds[name], "loss": losses[name]} for name in seconds}
-
-
-def is_last_rank() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
+def take_turn(contender: Contender, workload: Workload, plan: Plan) -> dict[str, Any]:
+    """Seconds of every counted step and the last loss, or why there are none."""
+    try:
+        measured = importlib.import_module(MODULES[contender.who]).train(workload, plan)
+    except Unavailable as error:
+        return {"unavailable": str(error)}
+    return {"seconds": measured.seconds[NUM_WARMUP:], "loss": measured.loss}
 
 
 def main(settings: dict[str, Any], output: Path) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
-    num_stages = dist.get_world_size()
+    contender = Contender(settings["who"], settings["schedule"])
+    num_ranks = settings["num_stages"]
+    placement = contender.placement(num_ranks)
     sizes = {name: settings[name] for name in ("batch_size", "width", "num_blocks", "length")}
-    rounds = {"num_steps": settings["num_steps"], "num_rounds": settings["num_rounds"]}
-    small = settings["num_linear_microbatches"]
-    results = {
-        "gpt": measure(
-            lambda: gpt(num_stages=num_stages, **sizes), num_microbatches=settings["num_microbatches"], **rounds
-        ),
-        "linear": measure(lambda: linear(num_stages=num_stages, batch_size=small), num_microbatches=small, **rounds),
+    num_samples = settings["num_linear_microbatches"]
+    workloads = {
+        "gpt": (gpt(num_stages=len(placement), **sizes), settings["num_microbatches"]),
+        "linear": (linear(num_layers=max(num_ranks, len(placement)), batch_size=num_samples), num_samples),
     }
-    if is_last_rank():
+    results = {}
+    for name, (workload, num_microbatches) in workloads.items():
+        plan = Plan(contender.schedule or "", placement, num_microbatches, settings["num_steps"] + NUM_WARMUP)
+        results[name] = take_turn(contender, workload, plan)
+    if int(os.environ.get("RANK", "0")) == placement[-1]:
         output.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

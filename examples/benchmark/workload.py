@@ -1,4 +1,4 @@
-"""What every contender trains: the same modules, weights and batch."""
+"""What every contender trains: the same modules, weights and batch, however they are cut."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +40,10 @@ class Workload:
 
 
 def gpt(*, num_stages: int, batch_size: int, width: int = 256, num_blocks: int = 8, length: int = 128) -> Workload:
-    """A GPT of plain modules with as many blocks on every stage, on random tokens."""
+    """A GPT of plain modules with as many blocks on every stage, on random tokens.
+
+    The embedding comes with the first blocks, the head with the last.
+    """
     torch.manual_seed(0)
     net = GPT(vocab_size=VOCAB_SIZE, max_length=length, width=width, num_blocks=num_blocks, num_heads=4, tied=False)
     layers = nn.Sequential(Embedding(net), *net.blocks, nn.Sequential(net.norm, net.head))
@@ -49,13 +52,12 @@ def gpt(*, num_stages: int, batch_size: int, width: int = 256, num_blocks: int =
     return Workload(layers, cuts, token_loss, (ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
 
 
-def linear(*, num_stages: int, batch_size: int) -> Workload:
-    """One 8x8 Linear a stage: next to no work, so that a step's time is overhead."""
+def linear(*, num_layers: int, batch_size: int) -> Workload:
+    """An 8x8 Linear on every stage: next to no work, so that a step's time is overhead."""
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_stages)))
-    return Workload(
-        layers, list(range(1, num_stages)), F.mse_loss, (torch.rand(batch_size, 8), torch.rand(batch_size, 8))
-    )
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
+    batch = (torch.rand(batch_size, 8), torch.rand(batch_size, 8))
+    return Workload(layers, list(range(1, num_layers)), F.mse_loss, batch)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from lightning_pipeline.partition.absent import ValueId, fill
 
@@ -20,12 +20,13 @@ class Received:
         requires_grad: those of them that require grad where they come from.
     """
 
+    _anchor = torch.empty(0, requires_grad=True)
+
     def __init__(self, values: dict[ValueId, Tensor], requires_grad: set[ValueId]) -> None:
         self.gradients: dict[ValueId, Tensor] = {}
         """After backward: gradients of the values that have one."""
-        self.edges: list[GradientEdge] = []
-        """Where the values are in the graph, until backward has been there."""
         self.backward_allowed = False
+        self._node: Node | None = None
         self._values = values
         self._requires_grad = requires_grad
         self._attached: list[ValueId] = []
@@ -48,9 +49,14 @@ class Received:
                 attach.append(place)
                 self._attached.append(value)
         if attach:
-            _attach(self, torch.empty(0, requires_grad=True), *attach)
-            self.edges = [get_gradient_edge(place) for place in attach]
+            _attach(self, self._anchor, *attach)
+            self._node = attach[0].grad_fn
         self._values = {}
+
+    def take_edges(self) -> list[GradientEdge]:
+        """Where the values with gradients are in the graph, which is let go."""
+        node, self._node = self._node, None
+        return [GradientEdge(node, number) for number in range(len(self._attached))] if node is not None else []
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Take the gradients of the values, in the order of their `edges`; None where there is none."""

@@ -46,9 +46,10 @@ class BatchDelivery:
         self._peers = range(1, num_ranks)
         self._device = device
         self._sent_whole: dict[int, bool] = {}
-        self._whole: dict[int, PendingReceive | Sequence[Tensor]] | None = None
+        self._whole: dict[int, PendingReceive] | None = None
+        self._columns: list[Sequence[Tensor] | None] = []
         self._pending: dict[int, dict[int, PendingReceive]] = {}
-        self._there: dict[int, dict[int, Tensor]] = {}
+        self._there: dict[int, list[Tensor | None]] = {}
 
     def begin(self) -> None:
         """Before the schedule: send, or make room for, what travels whole."""
@@ -93,28 +94,34 @@ class BatchDelivery:
 
     def take(self, microbatch: int, stage: int) -> list[Tensor]:
         """A micro-batch's tensors for one of this rank's stages, absent ones where the rank has no use for them."""
-        structure = self._structures[microbatch]
-        shapes = batch_shapes(structure)
-        there = self._held(microbatch, f"the batch of micro-batch {microbatch} ({stage}F{microbatch})")
+        if self._tensors is not None:
+            tensors: Sequence[Tensor | None] = self._tensors[microbatch]
+        else:
+            tensors = self._arrived(microbatch, f"the batch of micro-batch {microbatch} ({stage}F{microbatch})")
         if stage == self._last:
             self._let_go(microbatch)
-        elif there:  # what a stage does to a tensor's object must not be seen by the next one
-            there = {index: tensor.detach() for index, tensor in there.items()}
+        else:  # what a stage does to a tensor's object must not be seen by the next one
+            tensors = [tensor.detach() if tensor is not None else None for tensor in tensors]
         return [
-            there[index]
-            if index in there
-            else Absent.make(ValueMeta(*meta), self._device, (BATCH, index), f"the batch (tensor {index})")
-            for index, meta in enumerate(shapes)
+            tensor if tensor is not None else self._absent(microbatch, index) for index, tensor in enumerate(tensors)
         ]
 
-    def _held(self, microbatch: int, what: str) -> dict[int, Tensor]:
-        if self._tensors is not None:
-            return dict(enumerate(self._tensors[microbatch]))
+    def _absent(self, microbatch: int, index: int) -> Absent:
+        """Stands for a tensor that is not here."""
+        meta = ValueMeta(*batch_shapes(self._structures[microbatch])[index])
+        return Absent.make(meta, self._device, (BATCH, index), f"the batch (tensor {index})")
+
+    def _arrived(self, microbatch: int, what: str) -> Sequence[Tensor | None]:
+        """A micro-batch's tensors on a rank that gets them, None where it has no use for one."""
         if self._whole is not None:
-            return {index: self._parts(index, what)[microbatch] for index in self._whole}
+            if not self._columns:
+                self._columns = [self._parts(index, what) for index in range(len(batch_shapes(self._structures[0])))]
+            return [parts[microbatch] if parts is not None else None for parts in self._columns]
         if microbatch not in self._there:
             pending, self._pending[microbatch] = self._pending[microbatch], {}
-            self._there[microbatch] = {index: receive.wait(what) for index, receive in pending.items()}
+            there = {index: receive.wait(what) for index, receive in pending.items()}
+            count = len(batch_shapes(self._structures[microbatch]))
+            self._there[microbatch] = [there.get(index) for index in range(count)]
         return self._there[microbatch]
 
     def _let_go(self, microbatch: int) -> None:
@@ -122,14 +129,13 @@ class BatchDelivery:
             self._tensors[microbatch] = []
         self._there.pop(microbatch, None)
 
-    def _parts(self, index: int, what: str) -> Sequence[Tensor]:
+    def _parts(self, index: int, what: str) -> Sequence[Tensor] | None:
         """The micro-batches' parts of a tensor that came whole."""
         assert self._whole is not None
-        whole = self._whole[index]
-        if isinstance(whole, PendingReceive):
-            sizes = [batch_shapes(structure)[index][0][0] for structure in self._structures]
-            whole = self._whole[index] = whole.wait(what).split(sizes)
-        return whole
+        pending = self._whole.get(index)
+        if pending is None:
+            return None
+        return pending.wait(what).split([batch_shapes(structure)[index][0][0] for structure in self._structures])
 
 
 def batch_shapes(structure: Structure) -> Shapes:

@@ -193,9 +193,8 @@ class Stage:
         if self.last and not self._work.can_split:
             self._run_whole(state, roots, gradients)
         elif roots:
-            state.split = SplitBackward(roots, gradients, received.edges)
+            state.split = SplitBackward(roots, gradients, received.take_edges())
             received.note_gradients(state.split.input_gradients())
-            received.edges = []
         self._pass_back(state)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -310,7 +309,7 @@ class Stage:
     ) -> None:
         received = state.received
         assert received is not None
-        received.edges = []
+        received.take_edges()
         received.backward_allowed = True
         if self.last:
             self._work.run_backward(roots[0])  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from lightning_pipeline.partition.ownership import Ownership, release
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
 from lightning_pipeline.runtime.gradients import GradientHold
+from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.shared import SharedGradients, Stages, shared_parameters, spread_from_owner
@@ -252,6 +253,8 @@ class PipelineStrategy(ParallelStrategy):
         )
         self.topology = topology
         rank = topology.stage_rank
+        if self.root_device.type == "cpu":
+            keep_freed_memory()
         if self._transport is None and num_stages > 1:
             store = dist.distributed_c10d._get_default_store()
             self._transport = Transport.shared(topology, self.root_device, self.timeout, store)

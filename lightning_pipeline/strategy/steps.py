@@ -221,9 +221,11 @@ class Steps:
 
 
 def _loss_in(result: Any, module: str) -> Tensor:
-    loss = result.get("loss") if isinstance(result, Mapping) else result
+    loss = result
+    if not isinstance(result, Tensor) and isinstance(result, Mapping):
+        loss = result.get("loss")
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.reshape(())
+        return loss.reshape(()) if loss.dim() else loss
     what = "None" if result is None else type(result).__name__
     if isinstance(result, Mapping):
         what = f"{what} {list(result)}"

@@ -1,0 +1,84 @@
+"""PipelineStrategy under Lightning's own loop, with all that the loop does between two steps."""
+
+import logging
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from contenders import LEARNING_RATE, Measured, Plan, intervals
+from lightning_pipeline import PipelineStrategy
+from workload import Workload
+
+
+def train(workload: Workload, plan: Plan) -> Measured:
+    """Train this rank's stages for ``plan.num_steps``, as a user would."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    num_ranks = len(set(plan.placement))
+    clock = Clock()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=PipelineStrategy(num_stages=num_ranks, num_microbatches=plan.num_microbatches, schedule=plan.schedule),
+        max_steps=plan.num_steps,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LitWorkload(workload), DataLoader(Repeated(workload.batch, plan.num_steps), batch_size=None))
+    return Measured(intervals(clock.starts), clock.loss)
+
+
+class LitWorkload(L.LightningModule):
+    """The workload as an ordinary module, its stages numbered along the data."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.layers = workload.layers
+        self.loss = workload.loss
+        self.stage_config = {f"layers.{cut}": stage for stage, cut in enumerate(workload.cuts, start=1)}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        return self.loss(self.layers(inputs), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+
+
+class Repeated(Dataset):
+    """The same batch, time and again."""
+
+    def __init__(self, batch: tuple[Tensor, Tensor], length: int) -> None:
+        self.batch = batch
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.batch
+
+
+class Clock(L.Callback):
+    """Notes when each step starts and when the last one ends."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.loss = float("nan")
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.starts.append(time.perf_counter())
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == trainer.max_steps:
+            self.starts.append(time.perf_counter())
+            self.loss = float(outputs["loss"])
