@@ -79,6 +79,8 @@ class Walk:
         self.root_regions: dict[Node, Region] = {}
         """Regions of the roots that lead to no input."""
         self._regions: dict[Node, Region] = {}
+        self._parents: dict[Node, list[Node]] = {}
+        self._told: set[Node] = set()
         for root in roots:
             self._visit(root)
         self._find_junctions()
@@ -91,6 +93,22 @@ class Walk:
             branch.region = branch.region.whole()
         self.root_regions = {root: region.whole() for root, region in self.root_regions.items()}
 
+    def passed_before(self, node: Node) -> list[Node]:
+        """The nodes through which backward has to go before `node`; each is told once."""
+        found: list[Node] = []
+        stack = [node]
+        while stack:
+            for parent in self._parents.get(stack.pop(), ()):
+                if parent not in self._told:
+                    self._told.add(parent)
+                    found.append(parent)
+                    stack.append(parent)
+        return found
+
+    def passed_last(self) -> list[Node]:
+        """The other nodes on the way."""
+        return [node for node in self.edges if self.leads[node] and node not in self._told]
+
     def _visit(self, root: Node) -> None:
         leads, seen_edges = self.leads, self.edges
         stack = [root]
@@ -99,7 +117,11 @@ class Walk:
             if node not in leads:
                 leads[node] = None
                 edges = seen_edges[node] = node.next_functions
-                stack += [child for child, _ in edges if child is not None and child not in leads]
+                for child, _ in edges:
+                    if child is not None:
+                        self._parents.setdefault(child, []).append(node)
+                        if child not in leads:
+                            stack.append(child)
             else:
                 stack.pop()
                 if leads[node] is None:

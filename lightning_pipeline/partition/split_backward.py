@@ -22,7 +22,7 @@ from lightning_pipeline.partition.saved import let_go
 
 Gradients = tuple[Tensor | None, ...]
 
-_AT_ONCE = 8
+_AT_ONCE = 4
 """Junctions that the second part runs before it adds to `.grad`: as many as keep it quick, as few as memory wants."""
 
 
@@ -45,8 +45,10 @@ class SplitBackward:
         gradients: Sequence[Tensor | None],
         inputs: Sequence[GradientEdge],
     ) -> None:
-        self._roots = [(root if isinstance(root, GradientEdge) else get_gradient_edge(root)) for root in roots]
-        self._gradients = list(gradients)
+        self._roots = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
+        self._gradients = [
+            _one_for(root) if gradient is None else gradient for root, gradient in zip(roots, gradients, strict=True)
+        ]
         self._inputs = list(inputs)
         self._junctions: list[_Junction] = []
 
@@ -66,25 +68,33 @@ class SplitBackward:
         leaves = [leaf for region in dict.fromkeys(regions) if region.mixed for leaf in region.leaves]
         self._junctions = [
             _Junction(node, left)
-            for node, branches in walk.junctions.items()
+            for node, branches in sorted(walk.junctions.items(), key=_made_at, reverse=True)  # as backward runs them
             if (left := [branch for branch in branches if not branch.region.mixed])
         ]
+        again = {junction.node for junction in self._junctions if not junction.is_function}
+        for junction in self._junctions:
+            junction.frees([node for node in walk.passed_before(junction.node) if node not in again])
         region_of = walk.root_regions
         now = [root.node not in region_of or region_of[root.node].mixed for root in roots]
-        with _without_hooks(leaves):
-            found = torch.autograd.grad(
-                list(compress(roots, now)),
-                [*inputs, *leaves],
-                list(compress(gradients, now)),
-                retain_graph=True,
-                allow_unused=True,
-            )
-        there = [gradient is not None for gradient in found[len(inputs) :]]
+        try:
+            with _without_hooks(leaves):
+                found = torch.autograd.grad(
+                    list(compress(roots, now)),
+                    [*inputs, *leaves],
+                    list(compress(gradients, now)),
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+        finally:
+            for junction in self._junctions:
+                junction.frees([])  # as these nodes own the hook by way of the graph
         later = [not early for early in now]
-        self._roots = [*compress(roots, later), *compress(leaves, there)]
-        self._gradients = [*compress(gradients, later), *compress(found[len(inputs) :], there)]
-        again = {junction.node for junction in self._junctions if not junction.is_function}
-        let_go(node for node in walk.edges if walk.leads[node] and node not in again)
+        self._roots, self._gradients = list(compress(roots, later)), list(compress(gradients, later))
+        for leaf, gradient in zip(leaves, found[len(inputs) :], strict=True):
+            if gradient is not None:
+                self._roots.append(leaf)
+                self._gradients.append(gradient)
+        let_go(node for node in walk.passed_last() if node not in again)
         return found[: len(inputs)]
 
     def weight_gradients(self) -> None:
@@ -103,6 +113,17 @@ class SplitBackward:
         _run_branches(starts, gradients)
 
 
+def _made_at(junction: tuple[Node, list[Branch]]) -> int:
+    return junction[0]._sequence_nr()
+
+
+def _one_for(root: Tensor | GradientEdge) -> Tensor:
+    if isinstance(root, Tensor) and root.numel() == 1:
+        return torch.ones_like(root)
+    what = f"a tensor of shape {tuple(root.shape)}" if isinstance(root, Tensor) else "a gradient edge"
+    raise ValueError(f"backward starts at {what} and got None for its gradient, which only a scalar tensor may have")
+
+
 class _Junction:
     """A junction, and the branches that are left to do."""
 
@@ -110,16 +131,20 @@ class _Junction:
         self.node = node
         self.branches = branches
         self.is_function = isinstance(node, BackwardCFunction)
-        self._kept = _Kept()
+        self._visit = _Visit()
         if self.is_function:  # it computes all of its gradients, whatever is asked for, so that it is not run again
-            self._hook = node.register_hook(self._kept.outgoing)
+            self._hook = node.register_hook(self._visit.after)
         else:
-            self._hook = node.register_prehook(self._kept.incoming)
+            self._hook = node.register_prehook(self._visit.before)
+
+    def frees(self, nodes: list[Node]) -> None:
+        """Have what `nodes` saved freed when the first part comes here."""
+        self._visit.done = nodes
 
     def run(self) -> Gradients:
         """The gradients of the branches, in a backward for these."""
         self._hook.remove()
-        kept, self._kept.gradients = self._kept.gradients, ()
+        kept, self._visit.gradients = self._visit.gradients, ()
         if not kept:
             return (None,) * len(self.branches)  # the first part did not come here
         found = kept
@@ -131,19 +156,21 @@ class _Junction:
         return tuple(found[branch.index] for branch in self.branches)
 
 
-class _Kept:
-    """Gradients that the hook of a junction keeps; it does not know the node, which owns the hook."""
+class _Visit:
+    """What the first part does at a junction. It does not know the node, which owns it as a hook."""
 
     def __init__(self) -> None:
         self.gradients: Gradients = ()
+        self.done: list[Node] = []
 
-    def incoming(self, gradients: Gradients) -> None:
-        """Before the node runs."""
+    def before(self, gradients: Gradients) -> None:
+        """Keep what comes to the node."""
         self.gradients = gradients
+        let_go(self.done)
 
-    def outgoing(self, gradients: Gradients, _: Gradients) -> None:
-        """After the node has run."""
-        self.gradients = gradients
+    def after(self, gradients: Gradients, _: Gradients) -> None:
+        """Keep what comes out of the node."""
+        self.before(gradients)
 
 
 def _through_junctions(junctions: list[_Junction]) -> list[tuple[Branch, Tensor]]:
@@ -167,7 +194,7 @@ def _through_junctions(junctions: list[_Junction]) -> list[tuple[Branch, Tensor]
     return found
 
 
-def _run_branches(starts: list[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
+def _run_branches(starts: list[GradientEdge], gradients: Sequence[Tensor]) -> None:
     """Backward from `starts`, where gradients are as nodes return them: of broadcast shapes, or another dtype.
 
     `torch.autograd.backward` would refuse these; the engine makes them fit as it does between nodes.
@@ -192,9 +219,7 @@ def _without_hooks(edges: list[GradientEdge]) -> Iterator[None]:
             of_leaf.update(before)
 
 
-def _run_whole(
-    roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None], inputs: Sequence[GradientEdge]
-) -> Gradients:
+def _run_whole(roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[GradientEdge]) -> Gradients:
     """All of backward; returns the gradients of `inputs`."""
     found: list[Tensor | None] = [None] * len(inputs)
 

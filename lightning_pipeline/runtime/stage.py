@@ -193,6 +193,7 @@ class Stage:
         if self.last and not self._work.can_split:
             self._run_whole(state, roots, gradients)
         elif roots:
+            received.backward_allowed = True
             state.split = SplitBackward(roots, gradients, received.take_edges())
             received.note_gradients(state.split.input_gradients())
         self._pass_back(state)
