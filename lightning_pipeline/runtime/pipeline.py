@@ -88,10 +88,14 @@ class Pipeline:
         self.rank = rank
         self.placement = tuple(placement)
         self.num_ranks = max(placement) + 1
+        self.num_virtual_stages = len(placement) // self.num_ranks
         self.last_rank = placement[-1]
         self.num_microbatches = num_microbatches
         self.interception = interception
         self.observe: Callable[[Span], None] | None = None
+        """Gets every action of a step with its start and end."""
+        self.learning = False
+        """Whether the last step had a structure that was not known before."""
         self._stages = [stage for stage, place in enumerate(placement) if place == rank]
         self._device = device
         self._transport = transport
@@ -136,7 +140,7 @@ class Pipeline:
         for stage in stages:
             if stage + 1 in stages:
                 stages[stage].following, stages[stage + 1].preceding = stages[stage + 1], stages[stage]
-        observing = not all(structure.fixed for structure in structures)
+        self.learning = observing = not all(structure.fixed for structure in structures)
         program = self.program(training=work.loss_of is not None, num_microbatches=len(structures))
         installed = self.interception.installed(observing=observing, splitting=program.splits)
         with self.interception.streams.kept(), installed:
@@ -147,6 +151,12 @@ class Pipeline:
         reports = {number: stage.reports for number, stage in stages.items()}
         last = stages[self._stages[-1]]
         return StepReport(last.microbatches, reports, live.peak, training=work.loss_of is not None)
+
+    def use(self, schedule: Callable[[int], Schedule]) -> None:
+        """Run training steps by other schedules, on the same placement, from now on. All ranks must call it."""
+        if schedule is not self._schedule:
+            self._schedule = schedule
+            self._programs = {key: program for key, program in self._programs.items() if not key[0]}
 
     def program(self, *, training: bool, num_microbatches: int) -> Program:
         """This rank's actions, sends and receives included."""

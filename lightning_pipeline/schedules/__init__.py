@@ -20,6 +20,7 @@ from lightning_pipeline.schedules.custom import as_schedule
 from lightning_pipeline.schedules.drawing import render
 from lightning_pipeline.schedules.errors import ScheduleError
 from lightning_pipeline.schedules.lowering import lower
+from lightning_pipeline.schedules.measured import Costs, measured_costs
 from lightning_pipeline.schedules.picture import save_picture
 from lightning_pipeline.schedules.registry import (
     SCHEDULE_NAMES,
@@ -36,6 +37,7 @@ from lightning_pipeline.schedules.zero_bubble import interleaved_zero_bubble, zb
 __all__ = [
     "SCHEDULE_NAMES",
     "Action",
+    "Costs",
     "Kind",
     "Schedule",
     "ScheduleError",
@@ -56,6 +58,7 @@ __all__ = [
     "interleaved_zero_bubble",
     "load_csv",
     "lower",
+    "measured_costs",
     "one_f_one_b",
     "placement_of",
     "render",

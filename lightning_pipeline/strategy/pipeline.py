@@ -15,9 +15,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -37,13 +36,12 @@ from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
+from lightning_pipeline.strategy.advice import Advice, Advisor
 from lightning_pipeline.strategy.checkpoint import gather_module_state, load_module_state
 from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value
 from lightning_pipeline.strategy.copies import copies_of, fill_from_owners
 from lightning_pipeline.strategy.dataloading import share_loader
-from lightning_pipeline.strategy.launcher import PipelineLauncher
 from lightning_pipeline.strategy.lightning_private import (
-    connect_processes,
     note_device,
     silence_sync_warning,
     skip_before_transfer,
@@ -51,11 +49,12 @@ from lightning_pipeline.strategy.lightning_private import (
 )
 from lightning_pipeline.strategy.metrics import share_metrics
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
+from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.steps import Steps
 
 
-class PipelineStrategy(ParallelStrategy):
+class PipelineStrategy(ProcessStrategy):
     """Trains a LightningModule over several devices, each holding one stage of it.
 
     Args:
@@ -70,7 +69,9 @@ class PipelineStrategy(ParallelStrategy):
         schedule: "1f1b", "gpipe", "zero_bubble"; with several virtual stages on a device "interleaved_1f1b",
             "interleaved_1f1b_low_memory", "looped_bfs", "interleaved_zero_bubble", "zbv"; the path of a ``.csv`` file
             in torch.distributed.pipelining's compute-only format; a ``Schedule``; or a function
-            ``(num_stages, num_microbatches) -> schedule`` (see ``ScheduleChoice``).
+            ``(num_stages, num_microbatches) -> schedule`` (see ``ScheduleChoice``). "auto" measures the first steps
+            and goes on with what would be fastest (see ``Advisor``).
+        max_live_microbatches: with "auto", the most micro-batches whose activations a device may hold.
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
@@ -90,6 +91,7 @@ class PipelineStrategy(ParallelStrategy):
         num_stages: int | None = None,
         num_microbatches: int | None = None,
         schedule: ScheduleArgument = "1f1b",
+        max_live_microbatches: float | None = None,
         loss_reduction: str = "mean",
         output_broadcast: bool = True,
         process_group_backend: str | None = None,
@@ -100,26 +102,38 @@ class PipelineStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
         _check_count("num_stages", num_stages)
         _check_count("num_microbatches", num_microbatches)
         self._choice = ScheduleChoice(schedule)
+        if max_live_microbatches is not None and not self._choice.is_auto:
+            raise ValueError(
+                f'max_live_microbatches={max_live_microbatches} goes with schedule="auto", which chooses; '
+                f"{schedule!r} holds what it holds"
+            )
+        self.max_live_microbatches = max_live_microbatches
         self.stage_config = stage_config
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
         self.schedule = schedule
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
-        self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self.topology: Topology | None = None
         self.pipeline: Pipeline | None = None
         self.ownership: Ownership | None = None
-        self.process_group_backend = process_group_backend
-        self._num_nodes = 1
+        self.advice: Advice | None = None
         self._transport: Transport | None = None
         self._steps: Steps | None = None
+        self._advisor: Advisor | None = None
         self._placement: Placement | None = None
         self._layouts: list[OptimizerLayout] = []
         self._gradients = GradientHold()
@@ -127,32 +141,9 @@ class PipelineStrategy(ParallelStrategy):
         self._repeated: set[str] = set()
         self._shared_gradients = SharedGradients(None, 0)
         self._accumulating = False
-        self._failed = False
         self._in_step = False
         self._undo: list[Callable[[], None]] = []
         self._set_up_for: tuple[LightningModule, int] | None = None
-
-    # -- processes --------------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def transport(self) -> Transport | None:
@@ -165,39 +156,9 @@ class PipelineStrategy(ParallelStrategy):
         return self._steps.peak_live if self._steps is not None else 0
 
     @property
-    def is_distributed(self) -> bool:
-        """Whether several replicas see different data, so that Lightning shares it out and reduces over them."""
-        return self.topology is not None and self.topology.data_parallel_size > 1
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        assert self.topology is not None
-        return {"num_replicas": self.topology.data_parallel_size, "rank": self.topology.replica}
-
-    @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        launcher = PipelineLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = launcher
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        environment = self.cluster_environment
-        assert environment is not None
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-        self.process_group_backend = connect_processes(
-            environment, self.root_device, self.process_group_backend, self.timeout
-        )
 
     # -- setup ------------------------------------------------------------------------------------------------------
 
@@ -239,11 +200,15 @@ class PipelineStrategy(ParallelStrategy):
                 f"num_stages={self.world_size} with a stage_config that uses as many"
             )
         stages = resolve(module, config, num_stages, has_virtual_stages=self._choice.has_virtual_stages)
-        schedules = self._choice.bind(
-            num_stages=num_stages,
-            num_virtual_stages=stages.num_stages // num_stages,
-            num_microbatches=num_microbatches,
-        )
+        sizes = {
+            "num_stages": num_stages,
+            "num_virtual_stages": stages.num_stages // num_stages,
+            "num_microbatches": num_microbatches,
+        }
+        self._advisor = None
+        if self._choice.is_auto:
+            self._advisor = Advisor(**sizes, max_live_microbatches=self.max_live_microbatches)
+        schedules = self._advisor.first if self._advisor is not None else self._choice.bind(**sizes)
         placement = schedules.placement
         topology = Topology(
             num_ranks_per_pipeline=num_stages,
@@ -369,7 +334,7 @@ class PipelineStrategy(ParallelStrategy):
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         self._gradients.begin(self._local_parameters(), first=first)
         self._shared_gradients.begin(self._maybe_shared())
-        with self._stepping():
+        with self._stepping(), self._advising():
             result = self._steps.train(
                 arguments,
                 number=total_batches(trainer),
@@ -397,6 +362,19 @@ class PipelineStrategy(ParallelStrategy):
         assert self._steps is not None and self.lightning_module is not None
         with self._stepping():
             return self._steps.evaluate(name, getattr(self.lightning_module, name), args, context=context)
+
+    @contextmanager
+    def _advising(self) -> Generator[None, None, None]:
+        """With schedule="auto", around each training step until one is chosen."""
+        if self._advisor is None:
+            yield
+            return
+        assert self.pipeline is not None
+        with self._advisor.watching(self.pipeline, self._transport):
+            self.advice = self._advisor.advice
+            if self.advice is not None:
+                self._advisor = None
+            yield
 
     @contextmanager
     def _stepping(self) -> Generator[None, None, None]:
@@ -470,39 +448,6 @@ class PipelineStrategy(ParallelStrategy):
     def _layout_of(self, optimizer: Optimizer) -> OptimizerLayout:
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return next(layout for layout in self._layouts if layout.optimizer is inner)
-
-    # -- collectives ------------------------------------------------------------------------------------------------
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Over replicas, of which there is one."""
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not dist.is_initialized() or self.world_size == 1:
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Over replicas, of which there is one, so that no dimension is added."""
-        return tensor
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized() and not self._failed:
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized() or self.world_size == 1 or self._failed:
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from lightning_pipeline.schedules import (
     load_csv,
 )
 
+AUTO = "auto"
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULE_NAMES if name != "forward")
 
 ScheduleArgument = str | PathLike[str] | Schedule | Callable[..., Any]
@@ -30,7 +31,7 @@ class ScheduleChoice:
     """The schedule of training steps, as far as it is known before the stages are.
 
     Args:
-        schedule: a name, the path of a ``.csv`` file, a :class:`Schedule`, or a function
+        schedule: a name, "auto", the path of a ``.csv`` file, a :class:`Schedule`, or a function
             ``(num_stages, num_microbatches) -> schedule`` that may also take ``num_virtual_stages`` and returns a
             :class:`Schedule` or, for each rank, a list such as ``["0F0", "0B0"]``.
 
@@ -51,21 +52,26 @@ class ScheduleChoice:
             self.fixed = load_csv(schedule)
         elif callable(schedule):
             self.function = schedule
-        elif schedule in TRAINING_SCHEDULES:
+        elif schedule == AUTO or schedule in TRAINING_SCHEDULES:
             self.name = str(schedule)
         else:
             raise ValueError(
-                f"schedule is one of {', '.join(map(repr, TRAINING_SCHEDULES))}, the path of a .csv file, a Schedule "
-                f"or a function (num_stages, num_microbatches) -> schedule; got {schedule!r}"
+                f"schedule is one of {', '.join(map(repr, (*TRAINING_SCHEDULES, AUTO)))}, the path of a .csv file, a "
+                f"Schedule or a function (num_stages, num_microbatches) -> schedule; got {schedule!r}"
             )
         self.label = self.name or (self.fixed.name if self.fixed else getattr(schedule, "__name__", repr(schedule)))
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the first steps are to decide."""
+        return self.name == AUTO
 
     @property
     def has_virtual_stages(self) -> bool:
         """Whether a rank may hold several virtual stages, so that keys of stage_config may go round the ranks."""
         if self.fixed is not None:
             return self.fixed.num_stages > self.fixed.num_ranks
-        return self.function is not None or default_virtual_stages(self.name) > 1
+        return self.function is not None or self.is_auto or default_virtual_stages(self.name) > 1
 
     @property
     def num_microbatches(self) -> int | None:

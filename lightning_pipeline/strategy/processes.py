@@ -1,0 +1,130 @@
+"""The processes of a pipeline, as Lightning asks a strategy for them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.strategy.launcher import PipelineLauncher
+from lightning_pipeline.strategy.lightning_private import connect_processes
+
+
+class ProcessStrategy(ParallelStrategy):
+    """Starts the processes, connects them, and speaks for all of them at once.
+
+    Args:
+        process_group_backend: default: what fits the device, such as "nccl" for cuda and "gloo" for cpu.
+        timeout: the longest that a collective waits.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        *,
+        process_group_backend: str | None,
+        timeout: timedelta | float,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self.topology: Topology | None = None
+        self._num_nodes = 1
+        self._failed = False
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several replicas see different data, so that Lightning shares it out and reduces over them."""
+        return self.topology is not None and self.topology.data_parallel_size > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        assert self.topology is not None
+        return {"num_replicas": self.topology.data_parallel_size, "rank": self.topology.replica}
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        launcher = PipelineLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = launcher
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        environment = self.cluster_environment
+        assert environment is not None
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        self.process_group_backend = connect_processes(
+            environment, self.root_device, self.process_group_backend, self.timeout
+        )
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Over replicas, of which there is one."""
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if not dist.is_initialized() or self.world_size == 1:
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Over replicas, of which there is one, so that no dimension is added."""
+        return tensor
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and not self._failed:
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized() or self.world_size == 1 or self._failed:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
