@@ -14,7 +14,7 @@ from lightning_pipeline.runtime.clock import gather_spans
 from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, extent, simulate
+from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, Timeline, extent, measured_costs, simulate
 from lightning_pipeline.strategy.schedule_choice import TRAINING_SCHEDULES, ScheduleChoice, Schedules
 
 RECORDED = 4
@@ -146,11 +146,7 @@ class Advisor:
             self._intervals.append(0.0)
 
     def _choose(self, pipeline: Pipeline, transport: Transport | None) -> None:
-        from lightning_pipeline.schedules import measured_costs  # TEMPORARY
-
         timelines = [gather_spans(spans, transport) for spans in self._steps]
-        costs = measured_costs(timelines, pipeline.placement)
-        times = (costs.forward, costs.input_grad, costs.weight_grad, costs.transfer)
         outside = [
             interval - (end - begin)
             for interval, (begin, end) in zip(self._intervals, map(extent, timelines), strict=True)
@@ -158,7 +154,15 @@ class Advisor:
         around = statistics.median(outside)
         if transport is not None:
             around = transport.broadcast_object(around, 0, "time outside of the schedule")
-        simulated = {name: simulate(schedules.full, *times) for name, schedules in self._candidates.items()}
+        simulated = {}
+        for splits in (False, True):
+            # Two halves of a backward take longer than a whole one, so each kind has costs of its own.
+            recorded = [timeline for timeline in timelines if _has_split(timeline) is splits]
+            alike = {name: s.full for name, s in self._candidates.items() if _splits(s.full) is splits}
+            if recorded and alike:
+                costs = measured_costs(recorded, pipeline.placement)
+                times = (costs.forward, costs.input_grad, costs.weight_grad, costs.transfer)
+                simulated.update({name: simulate(schedule, *times) for name, schedule in alike.items()})
         considered = {name: simulation.makespan + around for name, simulation in simulated.items()}
         fastest = min(considered.values())
         close = [name for name, seconds in considered.items() if seconds <= fastest * (1 + TIE)]
@@ -175,6 +179,10 @@ class Advisor:
 
 def _splits(schedule: Schedule) -> bool:
     return any(action.kind is Kind.I for order in schedule for action in order)
+
+
+def _has_split(timeline: Timeline) -> bool:
+    return any(action.kind is Kind.I for spans in timeline for action, _, _ in spans)
 
 
 def _loop(num_stages: int, num_virtual_stages: int) -> tuple[int, ...]:

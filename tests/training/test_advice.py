@@ -1,0 +1,94 @@
+"""schedule="auto": the first steps are recorded, one schedule is chosen on every rank, and the bits stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.strategy.advice import Advisor
+from tests.launching import launch
+from tests.training.models import LitGPT, token_loader
+from tests.training.runs import Losses, differing, pipeline_trainer, weights
+
+ALONG = {"net.blocks.1": 1, "net.blocks.2": 2, "net.blocks.3": 3}
+HALVES = {"net.blocks.2": 1}
+NUM_MICROBATCHES = 4
+
+
+def run(schedule: str, stage_config: dict[str, int], world: int, **options: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    strategy = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES, **options}
+    trainer = pipeline_trainer(stage_config, world=world, strategy=strategy, callbacks=[losses], max_epochs=2)
+    trainer.fit(LitGPT(dropout=0.1), token_loader(8 * 7 + 5, 8))  # the last batch has other micro-batches
+    advice = trainer.strategy.advice
+    return {
+        "losses": losses.values,
+        "weights": weights(trainer),
+        "live": trainer.strategy.peak_live,
+        "advice": advice and (advice.schedule, advice.step_seconds, advice.bubble, advice.considered),
+    }
+
+
+def run_all(world: int) -> dict[str, Any]:
+    if world == 1:
+        return {"one": run("1f1b", HALVES, 1)}
+    return {
+        "one stage a rank": run("auto", HALVES, world),
+        "two stages a rank": run("auto", ALONG, world),
+        "bounded": run("auto", ALONG, world, max_live_microbatches=2),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return launch(run_all, 2, world=2)
+
+
+@pytest.mark.multiprocess
+def test_the_bits_are_those_of_one_process(ranks: Any) -> None:
+    expected = launch(run_all, 1, world=1)[0]["one"]
+    assert expected["advice"] is None
+    for name, found in ranks[0].items():
+        assert found["losses"] == expected["losses"], name
+        assert not differing(found["weights"], expected["weights"]), name
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_choose_the_same_and_say_what_they_expect(ranks: Any) -> None:
+    considered = {
+        "one stage a rank": {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"},
+        "two stages a rank": {
+            "gpipe",
+            "interleaved_1f1b",
+            "interleaved_1f1b_low_memory",
+            "interleaved_zero_bubble",
+        },
+        "bounded": {"interleaved_1f1b_low_memory", "interleaved_zero_bubble"},
+    }
+    for name, names in considered.items():
+        schedule, seconds, bubble, expected = ranks[0][name]["advice"]
+        assert ranks[1][name]["advice"] == (schedule, seconds, bubble, expected)
+        assert set(expected) == names
+        assert expected[schedule] == seconds > 0
+        assert 0 < bubble < 1
+        assert seconds <= min(expected.values()) * 1.01
+
+
+@pytest.mark.multiprocess
+def test_the_bound_is_kept_from_the_first_step(ranks: Any) -> None:
+    assert max(rank["bounded"]["live"] for rank in ranks) <= 2 * 2  # two virtual stages a rank
+
+
+def test_a_bound_that_nothing_keeps_is_told_at_once() -> None:
+    sizes = {"num_stages": 4, "num_virtual_stages": 2, "num_microbatches": 8}
+    with pytest.raises(ValueError, match=r"max_live_microbatches=2 is less than any schedule holds; .* holds 4"):
+        Advisor(**sizes, max_live_microbatches=2)
+
+
+def test_a_bound_without_a_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'max_live_microbatches=2 goes with schedule="auto"'):
+        PipelineStrategy(schedule="gpipe", max_live_microbatches=2)
