@@ -22,6 +22,9 @@ from lightning_pipeline.runtime.topology import Topology
 # What every backend sends as it is. Other dtypes travel as their bytes.
 NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool})
 
+FRAME = 1024
+"""Bytes of an object's first message, its length included: most need no second one."""
+_LENGTH = 8  # bytes
 CONTROL_WINDOW = 64  # objects to one peer that may be underway before the oldest is waited for
 
 
@@ -225,9 +228,13 @@ class Transport:
     def recv_object(self, peer: int, what: str) -> Any:
         """The next object from `peer`. `what` names it in errors."""
         link = self._control[peer]
-        size = self._receive(link, torch.empty(1, dtype=torch.int64), what).wait(what)
-        payload = self._receive(link, torch.empty(int(size), dtype=torch.uint8), what).wait(what)
-        return pickle.loads(payload.numpy().tobytes())
+        frame = self._receive(link, torch.empty(FRAME, dtype=torch.uint8), what).wait(what).numpy().tobytes()
+        size = int.from_bytes(frame[:_LENGTH], "little")
+        payload = frame[_LENGTH : _LENGTH + size]
+        if size > len(payload):
+            rest = self._receive(link, torch.empty(size - len(payload), dtype=torch.uint8), what).wait(what)
+            payload += rest.numpy().tobytes()
+        return pickle.loads(payload)
 
     def broadcast_object(self, obj: Any, source: int, what: str) -> Any:
         """`obj` of the stage `source`, on every stage. What the other stages pass is ignored."""
@@ -335,8 +342,10 @@ class Transport:
 
     def _send_bytes(self, payload: bytes, peer: int) -> None:
         link = self._control[peer]
-        self._post(link, torch.tensor([len(payload)]), "an object")
-        self._post(link, torch.frombuffer(bytearray(payload), dtype=torch.uint8), "an object")
+        frame = len(payload).to_bytes(_LENGTH, "little") + payload[: FRAME - _LENGTH]
+        self._post(link, torch.frombuffer(bytearray(frame.ljust(FRAME, b"\0")), dtype=torch.uint8), "an object")
+        if rest := payload[FRAME - _LENGTH :]:
+            self._post(link, torch.frombuffer(bytearray(rest), dtype=torch.uint8), "an object")
 
     def _receive(
         self, link: _Link, buffer: Tensor, what: str, pending: type[PendingReceive] = PendingReceive

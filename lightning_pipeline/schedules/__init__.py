@@ -20,7 +20,7 @@ from lightning_pipeline.schedules.custom import as_schedule
 from lightning_pipeline.schedules.drawing import render
 from lightning_pipeline.schedules.errors import ScheduleError
 from lightning_pipeline.schedules.lowering import lower
-from lightning_pipeline.schedules.measured import Costs, measured_costs
+from lightning_pipeline.schedules.measured import Costs, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.picture import save_picture
 from lightning_pipeline.schedules.registry import (
     SCHEDULE_NAMES,
@@ -61,6 +61,7 @@ __all__ = [
     "measured_costs",
     "one_f_one_b",
     "placement_of",
+    "recorded_schedule",
     "render",
     "save_chrome_trace",
     "save_csv",

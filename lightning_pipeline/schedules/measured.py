@@ -3,78 +3,114 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import NamedTuple
 
 from lightning_pipeline.schedules.action import Action, Kind
 from lightning_pipeline.schedules.dataflow import needs
 from lightning_pipeline.schedules.errors import ScheduleError
+from lightning_pipeline.schedules.schedule import Schedule
+from lightning_pipeline.schedules.simulation import Simulation, simulate
 from lightning_pipeline.schedules.timeline import Timeline
 
-_SENDS = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.I}
+_BACKWARD = (Kind.B, Kind.I)
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+_SENT_BY = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.I}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the actions of each virtual stage take, in seconds; the arguments of :func:`simulate`, in its order.
+    """What the actions of each virtual stage take, in seconds.
 
     Attributes:
         forward: time of F, one number for each virtual stage.
-        input_grad: time of I, likewise. B takes ``input_grad + weight_grad``.
+        input_grad: time of I, likewise.
         weight_grad: time of W, likewise.
         transfer: from the end of a computation to the moment its value is there on another rank.
+        backward: time of B, which may be less than I and W take together; their sum where no B was seen.
     """
 
     forward: list[float]
     input_grad: list[float]
     weight_grad: list[float]
     transfer: float
+    backward: list[float]
+
+    def simulate(self, schedule: Schedule) -> Simulation:
+        """What `schedule` would do with these costs: the stages that it does not split take `backward`."""
+        split = {action.stage for order in schedule.orders for action in order if action.kind is Kind.I}
+        input_grad, weight_grad = list(self.input_grad), list(self.weight_grad)
+        for stage in set(range(schedule.num_stages)) - split:
+            input_grad[stage], weight_grad[stage] = self.backward[stage], 0.0
+        return simulate(schedule, self.forward, input_grad, weight_grad, self.transfer)
 
 
 def measured_costs(timelines: Sequence[Timeline], placement: Sequence[int]) -> Costs:
-    """The costs with which a simulation of the recorded schedule takes as long as the record.
+    """The costs with which a simulation of the recorded schedule takes about as long as the record.
 
     A send, and what a rank does between two actions while it has nothing to wait for, count to the computations beside
-    them. Each number is the mean over micro-batches, and for each of these the median over the recorded steps.
+    them. Each number is a mean over the micro-batches of a step, and of the steps the median: what is slow now and then
+    within every step counts, a step that is slow as a whole does not.
 
     Args:
-        timelines: recorded steps, in seconds and on one clock. They may be of several schedules: where a stage has both
-            whole and split backwards, I and W are those of the split ones; where it has whole ones only, a half each.
+        timelines: recorded steps, in seconds and on one clock; they may be of several schedules. Where a stage has no
+            split backward, I and W are half of B each.
         placement: the rank of each virtual stage.
 
     Raises:
         ScheduleError: a stage has no F.
     """
-    samples = _Samples()
     steps = [list(_computations(timeline, placement)) for timeline in timelines]
-    transfer = _transfer([computation for step in steps for computation in step])
-    for step in steps:
-        for computation in step:
-            samples.add(computation, transfer)
+    transfer = max(0.0, _typical([_waits(step) for step in steps]).get(_ANY, 0.0))
+    own = _typical([_own_times(step, transfer) for step in steps])
+    sending = _typical([_sending_times(step) for step in steps])
     stages = range(len(placement))
-    missing = [stage for stage in stages if not samples.has(Kind.F, stage)]
+    missing = [stage for stage in stages if (Kind.F, stage) not in own]
     if missing:
         raise ScheduleError(
             f"{len(timelines)} recorded steps have no forward of stage {missing[0]}; record at least one whole step"
         )
-    forward = [samples.total(Kind.F, stage) for stage in stages]
-    input_grad, weight_grad = [], []
+    forward = [own[Kind.F, stage] + sending.get((Kind.F, stage), 0.0) for stage in stages]
+    input_grad, weight_grad, backward = [], [], []
     for stage in stages:
-        split = samples.has(Kind.I, stage)
-        i, w = (Kind.I, Kind.W) if split else (Kind.B, Kind.B)
-        share = 1.0 if split else 0.5
-        input_grad.append(samples.own(i, stage) * share + samples.sending(Kind.I, stage))
-        weight_grad.append(samples.own(w, stage) * share)
-    return Costs(forward, input_grad, weight_grad, transfer)
+        whole = own.get((Kind.B, stage))
+        half = (whole or 0.0) / 2
+        i, w = own.get((Kind.I, stage), half), own.get((Kind.W, stage), half)
+        send = sending.get((Kind.I, stage), 0.0)
+        input_grad.append(i + send)
+        weight_grad.append(w)
+        backward.append((i + w if whole is None else whole) + send)
+    return Costs(forward, input_grad, weight_grad, transfer, backward)
+
+
+def recorded_schedule(timeline: Timeline, placement: Sequence[int]) -> Schedule:
+    """The compute actions of a recorded step as a schedule; `placement` is the rank of each virtual stage.
+
+    Raises:
+        ScheduleError: if there are no actions.
+    """
+    orders = tuple(tuple(action for action, _, _ in row if action.kind.is_compute) for row in timeline)
+    microbatches = [action.microbatch for order in orders for action in order]
+    if not microbatches:
+        raise ScheduleError(f"a timeline of {len(timeline)} ranks without any computation is no schedule")
+    return Schedule("recorded", orders, max(microbatches) + 1, tuple(placement))
+
+
+_Key = tuple[Kind, int]
+_Samples = Mapping[_Key, Sequence[float]]
+_ANY: _Key = (Kind.F, 0)
+"""The key of samples that are not told apart by kind and stage."""
 
 
 class _Computation(NamedTuple):
-    """A recorded compute action: when its rank was free for it, when its input was sent, when it ran and was sent on.
+    """A recorded compute action.
 
-    `free` is None for a rank's first action, `sent` where the input is of the same rank.
+    Attributes:
+        free: when its rank was done with what came before; None for a rank's first.
+        sent: when its input from another rank was sent; None where there is none.
+        sending: what its rank spent on sending its result on.
     """
 
     action: Action
@@ -84,76 +120,61 @@ class _Computation(NamedTuple):
     end: float
     sending: float
 
-    @property
-    def waited(self) -> float | None:
-        """From the send of the input to the start, if the rank was idle meanwhile."""
-        if self.free is None or self.sent is None or self.sent <= self.free:
-            return None
-        return self.start - self.sent
-
-    def gap(self, transfer: float) -> float | None:
-        """What the rank itself spent before the start; None where it may have waited."""
-        if self.free is None or (self.sent is not None and self.sent + transfer > self.free):
-            return None
-        return self.start - self.free
-
-
-@dataclass
-class _Samples:
-    """Seconds by kind, stage and micro-batch, one for each step."""
-
-    durations: dict[tuple[Kind, int], dict[int, list[float]]] = field(default_factory=lambda: defaultdict(dict))
-    gaps: dict[tuple[Kind, int], dict[int, list[float]]] = field(default_factory=lambda: defaultdict(dict))
-    sends: dict[tuple[Kind, int], dict[int, list[float]]] = field(default_factory=lambda: defaultdict(dict))
-
-    def add(self, computation: _Computation, transfer: float) -> None:
-        kind, stage, microbatch = (getattr(computation.action, name) for name in ("kind", "stage", "microbatch"))
-        sent = Kind.I if kind is Kind.B else kind
-        self.durations[kind, stage].setdefault(microbatch, []).append(computation.end - computation.start)
-        self.sends[sent, stage].setdefault(microbatch, []).append(computation.sending)
-        gap = computation.gap(transfer)
-        if gap is not None:
-            self.gaps[kind, stage].setdefault(microbatch, []).append(max(0.0, gap))
-
-    def has(self, kind: Kind, stage: int) -> bool:
-        return (kind, stage) in self.durations
-
-    def own(self, kind: Kind, stage: int) -> float:
-        return _typical(self.durations[kind, stage]) + _typical(self.gaps[kind, stage])
-
-    def sending(self, kind: Kind, stage: int) -> float:
-        return _typical(self.sends[kind, stage])
-
-    def total(self, kind: Kind, stage: int) -> float:
-        return self.own(kind, stage) + self.sending(kind, stage)
-
-
-def _typical(by_microbatch: dict[int, list[float]]) -> float:
-    """The first micro-batch of a step may be slow in every step, and that counts; what is slow once does not."""
-    return fmean(median(values) for values in by_microbatch.values()) if by_microbatch else 0.0
-
-
-def _transfer(computations: Sequence[_Computation]) -> float:
-    waits = [computation.waited for computation in computations]
-    found = [wait for wait in waits if wait is not None]
-    return max(0.0, median(found)) if found else 0.0
-
 
 def _computations(timeline: Timeline, placement: Sequence[int]) -> Iterator[_Computation]:
     sent: dict[Action, float] = {}
     sending: dict[Action, float] = {}
     for row in timeline:
+        before = 0.0
         for action, start, end in row:
-            if action.kind in _SENDS:
-                value = Action(_SENDS[action.kind], action.stage, action.microbatch)
-                sent[value], sending[value] = end, end - start
+            if action.kind in _SENT_BY:
+                value = Action(_SENT_BY[action.kind], action.stage, action.microbatch)
+                sent[value], sending[value] = end, end - before
+            # A receive takes time only where it waits, which is not the rank's doing.
+            before = before + (end - start) if action.kind in _RECEIVES else end
     for rank, row in enumerate(timeline):
         free: float | None = None
         for action, start, end in row:
             if action.kind.is_compute:
-                remote = [v for v in needs(action, len(placement)) if placement[v.stage] != rank and v in sent]
-                value = Action(Kind.I if action.kind is Kind.B else action.kind, action.stage, action.microbatch)
-                arrival = max((sent[v] for v in remote), default=None)
-                yield _Computation(action, free, arrival, start, end, sending.get(value, 0.0))
+                inputs = [v for v in needs(action, len(placement)) if placement[v.stage] != rank and v in sent]
+                result = Action(Kind.I if action.kind is Kind.B else action.kind, action.stage, action.microbatch)
+                latest = max((sent[value] for value in inputs), default=None)
+                yield _Computation(action, free, latest, start, end, sending.get(result, 0.0))
             if action.kind not in _RECEIVES:
                 free = end
+
+
+def _waits(step: Sequence[_Computation]) -> _Samples:
+    """From the send of an input to the start that waited for it, where the rank was idle meanwhile."""
+    return {
+        _ANY: [c.start - c.sent for c in step if c.free is not None and c.sent is not None and c.sent > c.free],
+    }
+
+
+def _own_times(step: Sequence[_Computation], transfer: float) -> _Samples:
+    """What the computations took, each with the time before it that its rank did not spend waiting."""
+    durations: dict[_Key, list[float]] = defaultdict(list)
+    gaps: dict[_Key, list[float]] = defaultdict(list)
+    for c in step:
+        key = (c.action.kind, c.action.stage)
+        durations[key].append(c.end - c.start)
+        if c.free is not None and (c.sent is None or c.sent + transfer <= c.free):
+            gaps[key].append(max(0.0, c.start - c.free))
+    return {key: [fmean(values) + (fmean(gaps[key]) if gaps[key] else 0.0)] for key, values in durations.items()}
+
+
+def _sending_times(step: Sequence[_Computation]) -> _Samples:
+    samples: dict[_Key, list[float]] = defaultdict(list)
+    for c in step:
+        samples[Kind.I if c.action.kind in _BACKWARD else c.action.kind, c.action.stage].append(c.sending)
+    return samples
+
+
+def _typical(steps: Sequence[_Samples]) -> dict[_Key, float]:
+    """The mean within a step, the median over steps."""
+    means: dict[_Key, list[float]] = defaultdict(list)
+    for samples in steps:
+        for key, values in samples.items():
+            if values:
+                means[key].append(fmean(values))
+    return {key: median(values) for key, values in means.items()}

@@ -1,0 +1,159 @@
+"""PipelineTimeline in real runs: its metrics beside the simulated ones, on every rank, and its files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_pipeline import PipelineTimeline
+from lightning_pipeline.schedules import build, simulate
+from tests.launching import launch
+from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.runs import pipeline_trainer, plain_trainer
+
+NUM_MICROBATCHES = 4
+VIRTUAL_STAGES = {"1f1b": 1, "interleaved_1f1b": 2, "zbv": 2}
+
+
+class Seen(Callback):
+    """What other callbacks see: after each training batch its metrics, in validation whether it is recorded."""
+
+    def __init__(self) -> None:
+        self.has_metrics: list[bool] = []
+        self.observed: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.has_metrics.append("pipeline/bubble" in trainer.callback_metrics)
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.observed.append(trainer.strategy.pipeline.observe is not None)
+
+
+def run(schedule: str, world: int, folder: str, timeline: PipelineTimeline | None, **options: Any) -> dict[str, Any]:
+    """Four training steps and a validation in the middle; metrics every two steps."""
+    L.seed_everything(1, verbose=False)
+    seen = Seen()
+    callbacks = [timeline, seen] if timeline is not None else [seen]
+    trainer = pipeline_trainer(
+        gpt_stages(world * VIRTUAL_STAGES[schedule]),
+        world=world,
+        strategy={"schedule": schedule, "num_microbatches": NUM_MICROBATCHES},
+        callbacks=callbacks[::-1] if schedule == "zbv" else callbacks,
+        logger=CSVLogger(folder, name="", version="") if schedule != "interleaved_1f1b" else False,
+        max_epochs=1,
+        log_every_n_steps=2,
+        val_check_interval=2,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    trainer.fit(LitGPT(), token_loader(32, 8), token_loader(8, 8))
+    final = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("pipeline/")}
+    return {
+        "metrics": final,
+        "has_metrics": seen.has_metrics,
+        "observed": seen.observed,
+        "bubble": timeline.bubble if timeline is not None else None,
+    }
+
+
+def two_rank_runs(folder: str) -> dict[str, Any]:
+    runs = {name: run(name, 2, f"{folder}/{name}", PipelineTimeline(f"{folder}/{name}")) for name in VIRTUAL_STAGES}
+    runs["accumulating"] = run(
+        "1f1b", 2, f"{folder}/accumulating", PipelineTimeline(every_n_steps=2), accumulate_grad_batches=2
+    )
+    runs["off"] = run("1f1b", 2, f"{folder}/off", None)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("timelines")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict[str, Any]]:
+    return launch(two_rank_runs, str(folder), world=2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", VIRTUAL_STAGES)
+class TestSchedules:
+    def test_every_rank_logs_the_same(self, two_ranks: list[dict[str, Any]], name: str) -> None:
+        first, second = (rank[name]["metrics"] for rank in two_ranks)
+        assert first == second
+        live = [f"pipeline/live_activations{which}/rank{rank}" for which in ("", "_simulated") for rank in range(2)]
+        assert sorted(first) == sorted(["pipeline/bubble", "pipeline/bubble_simulated", *live])
+
+    def test_bubbles_are_shares(self, two_ranks: list[dict[str, Any]], name: str) -> None:
+        metrics = two_ranks[0][name]["metrics"]
+        assert 0 < metrics["pipeline/bubble_simulated"] < 1
+        assert 0 < metrics["pipeline/bubble"] < 1
+        assert [0 < rank[name]["bubble"] < 1 for rank in two_ranks] == [True, True]
+
+    def test_live_activations_are_those_of_the_schedule(self, two_ranks: list[dict[str, Any]], name: str) -> None:
+        metrics = two_ranks[0][name]["metrics"]
+        expected = simulate(build(name, 2, NUM_MICROBATCHES, VIRTUAL_STAGES[name])).peak_live
+        assert [metrics[f"pipeline/live_activations/rank{rank}"] for rank in range(2)] == expected
+        assert [metrics[f"pipeline/live_activations_simulated/rank{rank}"] for rank in range(2)] == expected
+
+    def test_the_files_show_both_ranks(self, two_ranks: list[dict[str, Any]], name: str, folder: Path) -> None:
+        assert (folder / name / "timeline.png").stat().st_size > 0
+        events = json.loads((folder / name / "timeline.json").read_text())["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        forwards = [event["tid"] for event in spans if "F" in event["name"] and "_" not in event["name"]]
+        each = NUM_MICROBATCHES * VIRTUAL_STAGES[name]
+        assert [forwards.count(rank) for rank in sorted(set(forwards))] == [each, each]
+
+    def test_validation_is_not_recorded(self, two_ranks: list[dict[str, Any]], name: str) -> None:
+        assert two_ranks[0][name]["observed"] == [False, False]
+
+
+@pytest.mark.multiprocess
+def test_the_logger_gets_the_metrics_at_its_steps(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    with (folder / "1f1b" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("pipeline/bubble")]
+    assert [row["step"] for row in rows] == ["1", "3"]
+    assert float(rows[-1]["pipeline/bubble"]) == pytest.approx(two_ranks[0]["1f1b"]["metrics"]["pipeline/bubble"])
+
+
+@pytest.mark.multiprocess
+def test_batches_that_accumulate_are_not_steps(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    accumulating = two_ranks[0]["accumulating"]
+    assert accumulating["has_metrics"] == [False, False, False, True]
+    assert (folder / "accumulating" / "timeline.json").is_file()
+
+
+@pytest.mark.multiprocess
+def test_without_the_callback_nothing_is_logged(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    assert two_ranks[0]["off"]["metrics"] == {}
+    assert not list((folder / "off").glob("timeline*"))
+
+
+@pytest.mark.multiprocess
+def test_one_stage(tmp_path: Path) -> None:
+    (answer,) = launch(run, "1f1b", 1, str(tmp_path), PipelineTimeline(tmp_path), world=1)
+    assert answer["metrics"]["pipeline/live_activations/rank0"] == 1
+    assert answer["metrics"]["pipeline/bubble_simulated"] == 0
+    assert (tmp_path / "timeline.png").is_file()
+
+
+def test_another_strategy_is_left_alone(tmp_path: Path) -> None:
+    timeline = PipelineTimeline(tmp_path, every_n_steps=1)
+    trainer = plain_trainer(callbacks=[timeline], max_epochs=1)
+    trainer.fit(LitGPT(), token_loader(8, 4))
+    assert not [name for name in trainer.callback_metrics if name.startswith("pipeline/")]
+    assert timeline.bubble is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("every_n_steps", [0, -1, 1.5])
+def test_a_number_of_steps_that_is_none(every_n_steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"whole number from 1.*got {every_n_steps}"):
+        PipelineTimeline(every_n_steps=every_n_steps)
