@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipeline._registration import register
 
 if TYPE_CHECKING:
-    from lightning_pipeline.strategy import PipelineStrategy, PipelineTimeline
+    from lightning_pipeline.strategy import (
+        PipelineGradReducer,
+        PipelineStrategy,
+        PipelineTimeline,
+        sync_pipeline_shared_parameters,
+    )
 
-__all__ = ["PipelineStrategy", "PipelineTimeline"]
+__all__ = ["PipelineGradReducer", "PipelineStrategy", "PipelineTimeline", "sync_pipeline_shared_parameters"]
 
 register()
 

@@ -41,7 +41,7 @@ def gpt_table(measured: dict[str, Any], contenders: list[Contender], settings: d
 def linear_table(measured: dict[str, Any], contenders: list[Contender], settings: dict[str, Any]) -> Table:
     """Milliseconds of a micro-batch, and ratios to torch."""
     share = 1e3 / settings["num_linear_microbatches"]
-    table = _table("Two 8x8 Linears a rank: time of a micro-batch", "ms", "ours / torch")
+    table = _table("An 8x8 Linear a stage: time of a micro-batch", "ms", "ours / torch")
     for contender in contenders:
         if contender.name in measured:
             times = median_and_min(measured[contender.name])

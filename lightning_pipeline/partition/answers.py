@@ -25,6 +25,8 @@ class Answers:
         self.places = places
         self._modules = modules
         self._device = device
+        self.replaced: list[tuple[str, str, Any]] = []
+        """Module, attribute and former value where an event set an attribute inside of a leaf; the last one first."""
 
     def answer(self, number: int, event: Event, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of `event`, with what it does beside it. `function` is None for calls of modules.
@@ -66,6 +68,7 @@ class Answers:
                 holder.clear()
                 holder.update(content)
         for module, attribute, layout in event.attributes:
+            self.replaced.insert(0, (module, attribute, getattr(self._modules[module], attribute, None)))
             setattr(self._modules[module], attribute, tree.rebuild(layout, made))
         for module, layout in event.hooked:
             call_hooks(self._modules[module], *tree.rebuild(layout, made))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipeline.partition.absent import Absent
+from lightning_pipeline.partition.attributes import StageAttributes
 from lightning_pipeline.partition.leaves import Leaf, find_leaves
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.recompute import recomputation
@@ -28,11 +30,12 @@ class Interception:
     Args:
         root: the module whose step runs.
         stages: the stages of its modules.
-        streams: the random streams of this stage.
+        streams: the random streams of this rank.
     """
 
     def __init__(self, root: nn.Module, stages: StageMap, streams: Streams) -> None:
         self.root = root
+        self.stages = stages
         self.streams = streams
         self.leaves: list[Leaf] = find_leaves(root, stages)
         self.current: Replay | None = None
@@ -41,6 +44,13 @@ class Interception:
         self.modules = dict(root.named_modules())
         self.module_names = {id(module): name for name, module in self.modules.items()}
         self._leaf_of = {id(leaf.module): leaf for leaf in self.leaves}
+        inside = {id(module) for leaf in self.leaves for module in leaf.module.modules()}
+        self._around = [module for module in self.modules.values() if id(module) not in inside]
+        self._attributes: StageAttributes | None = None
+
+    def keep_stages_apart(self) -> None:
+        """Several virtual stages run here: each is to see its own of what the step keeps in attributes."""
+        self._attributes = StageAttributes(self._around, self.modules.values())
 
     def tensor_names(self) -> dict[int, str]:
         """Name of each parameter and buffer, by the tensor's id."""
@@ -58,6 +68,9 @@ class Interception:
         """
         undo: list[tuple[nn.Module, str, Any]] = []
         with ExitStack() as stack:
+            stack.callback(_without_absent, [(module, dict(module._buffers)) for module in self._around])
+            if self._attributes is not None:
+                stack.enter_context(self._attributes.step())
             stack.callback(_restore, undo)
             for name, module in self._streamed(observing):
                 wrap = self.streams.observed if observing else self.streams.own
@@ -78,9 +91,15 @@ class Interception:
         """Run `step` with its calls going to `replay`."""
         self.current = replay
         try:
-            return replay.run(step, *args)
+            if self._attributes is None:
+                return replay.run(step, *args)
+            with self._attributes.of(replay.stage):
+                return replay.run(step, *args)
         finally:
             self.current = None
+            for module, attribute, before in replay.replaced:
+                if self._runs_elsewhere(module, replay.stage):
+                    setattr(self.modules[module], attribute, before)
 
     def between_modules(self) -> bool:
         """Whether a replay is running, and no leaf."""
@@ -90,6 +109,15 @@ class Interception:
         """Enter (1) or leave (-1) a part whose leaves are checkpointed."""
         if self.current is not None:
             self.current.checkpointed += more
+
+    def _runs_elsewhere(self, module: str, stage: int) -> bool:
+        """Whether another virtual stage of this rank runs the leaf that holds the module of this name."""
+        others = [names for other, names in self.called.items() if other != stage]
+        while module:
+            if any(module in names for names in others):
+                return True
+            module = module.rpartition(".")[0]
+        return False
 
     def _streamed(self, observing: bool) -> list[tuple[str, nn.Module]]:
         drawing = self.streams.drawing
@@ -162,6 +190,14 @@ def _restore(undo: list[tuple[nn.Module, str, Any]]) -> None:
             vars(module).pop(name, None)
         else:
             vars(module)[name] = before
+
+
+def _without_absent(buffers: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """A buffer that the step has set to another stage's value is, on this one, what it was."""
+    for module, before in buffers:
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Absent):
+                module._buffers[name] = before.get(name)
 
 
 @contextmanager

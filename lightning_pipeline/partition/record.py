@@ -8,6 +8,8 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass, field
 
+import torch
+
 from lightning_pipeline.partition.absent import ValueId, ValueMeta
 from lightning_pipeline.partition.tree import Constant, Layout, Slot
 
@@ -90,6 +92,8 @@ def picklable(layout: Layout) -> Layout:
     if isinstance(layout, Constant):
         if isinstance(layout.value, (int, float, str, type(None))):
             return layout
+        if isinstance(layout.value, (torch.UntypedStorage, torch.TypedStorage)):  # as long as its tensor is
+            return Constant(Opaque(f"a {type(layout.value).__name__}"))
         try:
             pickle.dumps(layout.value)
         except Exception:

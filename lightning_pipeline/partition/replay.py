@@ -67,6 +67,7 @@ class Replay(TorchFunctionMode):
         crossing: values that go to the next stage, in order.
         observer: notes this stage's events (the first time a structure is seen); None where they are known.
         modules: the modules inside leaves, by name.
+        term: what error messages call a stage.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class Replay(TorchFunctionMode):
         crossing: tuple[ValueId, ...] = (),
         observer: Observer | None = None,
         modules: dict[str, nn.Module],
+        term: str = "stage",
     ) -> None:
         super().__init__()
         self.stage = stage
         self.last = stage == num_stages - 1
         self._num_stages = num_stages
+        self._term = term
         self._passed = ""
         self.at = 0
         self.number = 0
@@ -195,6 +198,11 @@ class Replay(TorchFunctionMode):
                 self._observer.use(tree.leaves(value))
 
     @property
+    def replaced(self) -> list[tuple[str, str, Any]]:
+        """Attributes of leaves that were set for events of earlier stages, with their former values."""
+        return self._answers.replaced
+
+    @property
     def own(self) -> bool:
         """Whether the step is in this stage now."""
         return self.at == self.stage
@@ -205,9 +213,10 @@ class Replay(TorchFunctionMode):
         stage = leaf.stage_when_called(self.at)
         if stage < self.at:
             raise ValueError(
-                f"stages are out of order: {leaf.name!r} is on stage {stage} and is called after {self._at_leaf!r} of "
-                f"stage {self.at}; stages follow the data, so give it stage {self.at} or higher, or move the cut; "
-                f"a module that is called twice in a step is called once, on its inputs put together ({users_line()})"
+                f"{self._term}s are out of order: {leaf.name!r} is on {self._term} {stage} and is called after "
+                f"{self._at_leaf!r} of {self._term} {self.at}; stages follow the data, so give it {self.at} or higher, "
+                f"or move the cut; a module that is called twice in a step is called once, on its inputs put together "
+                f"({users_line()})"
             )
         if stage > self.at:
             self._go_to(stage, leaf.name)
@@ -225,9 +234,9 @@ class Replay(TorchFunctionMode):
             self.at += 1
             if self.at == self.stage:
                 if leaf is None:
-                    self._passed = f"the step returned on stage {came_from}, after {self._at_leaf!r}"
+                    self._passed = f"the step returned on {self._term} {came_from}, after {self._at_leaf!r}"
                 elif self.at < stage:
-                    went = f"from stage {came_from} ({self._at_leaf!r}) to {leaf!r} on stage {stage}"
+                    went = f"from {self._term} {came_from} ({self._at_leaf!r}) to {leaf!r} on {self._term} {stage}"
                     self._passed = f"the data goes {went}"
                 self._begin("the end of the step" if leaf is None else f"the call of {leaf!r}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -16,12 +16,13 @@ _SLICE = re.compile(r"^(?P<container>.*?)\.?(?P<start>\d*):(?P<stop>\d*)$")
 class StageMap:
     """Stages of modules by name, virtual ones where a rank holds several.
 
-    `exact`: what a key names. `minimum`: later siblings of a key in its list.
+    `exact`: what a key names. `minimum`: later siblings of a key in its list. `by_group`: the keys named device groups.
     """
 
     num_stages: int
     exact: Mapping[str, int] = field(default_factory=dict)
     minimum: Mapping[str, int] = field(default_factory=dict)
+    by_group: bool = False
 
     def covering(self, name: str) -> int | None:
         """The stage of the nearest key at or above module `name`; None if there is none."""
@@ -30,6 +31,22 @@ class StageMap:
     def at_least(self, name: str) -> int | None:
         """The lowest stage on which module `name` may run, from a key before it in its list."""
         return _nearest(self.minimum, name)
+
+    def check_placement(self, placement: Sequence[int]) -> None:
+        """Refuse keys by device group for a schedule whose virtual stages do not go round the device groups.
+
+        Args:
+            placement: the device group of each virtual stage.
+
+        Raises:
+            ValueError: the schedule puts a stage on another device group than its key.
+        """
+        groups = [stage % (max(placement) + 1) for stage in range(len(placement))]
+        if self.by_group and groups != list(placement):
+            raise ValueError(
+                f"stage_config names device groups, which puts the virtual stages on {groups}, and the schedule places "
+                f"them on {list(placement)}; number them along the data: stage_config={dict(self.exact)}"
+            )
 
 
 def read_stage_config(module: nn.Module, config: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -86,29 +103,42 @@ def resolve(
     if num_stages == 1:
         return StageMap(1)
     if has_virtual_stages and exact:
-        if max(exact.values()) < num_stages:
-            exact = _along_the_data(exact, names)
+        by_group = max(exact.values()) < num_stages
+        if by_group:
+            exact = _along_the_data(exact, names, num_stages)
         count = max(exact.values()) + 1
-        if count % num_stages:
+        missing = sorted(set(range(1, count)) - set(exact.values()))
+        if missing:
             raise ValueError(
-                f"stage_config makes {count} virtual stages, which num_stages={num_stages} device groups cannot share "
-                f"evenly; cut the model into {count - count % num_stages or num_stages} or "
-                f"{count - count % num_stages + num_stages}"
+                f"no module of stage_config is on virtual stage {missing[0]} of {count}, so it would never be reached; "
+                f"name the first module of that virtual stage, or number them without a gap"
             )
-        _check_stages(module, exact, count)
-        return StageMap(count, exact, _later_siblings(exact, names))
+        if count % num_stages:
+            fewer = count - count % num_stages
+            raise ValueError(
+                f"stage_config makes {count} virtual stage{'s' * (count > 1)}, which num_stages={num_stages} device "
+                f"groups cannot share evenly; cut the model into {f'{fewer} or ' * (fewer > 0)}{fewer + num_stages}"
+            )
+        return StageMap(count, exact, _later_siblings(exact, names), by_group)
     _check_stages(module, exact, num_stages)
     return StageMap(num_stages, exact, _later_siblings(exact, names))
 
 
-def _along_the_data(groups: Mapping[str, int], names: Mapping[str, nn.Module]) -> dict[str, int]:
+def _along_the_data(groups: Mapping[str, int], names: Mapping[str, nn.Module], num_groups: int) -> dict[str, int]:
     """From device groups to virtual stages: every change of the group opens the next one."""
     stages: dict[str, int] = {}
     stage = group = 0
     for name in names:
         if name in groups:
-            stage += groups[name] != group
-            group = groups[name]
+            if groups[name] != group:
+                following = (group + 1) % num_groups
+                if groups[name] != following:
+                    raise ValueError(
+                        f"stage_config puts {name!r} on device group {groups[name]}, and the modules before it are on "
+                        f"{group}; the data goes round the device groups, so {following} comes next: give it to a "
+                        f"module in between, or number the virtual stages along the data"
+                    )
+                stage, group = stage + 1, following
             stages[name] = stage
     return stages
 

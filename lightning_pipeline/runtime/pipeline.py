@@ -20,8 +20,8 @@ from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.stage import Stage
 from lightning_pipeline.runtime.structure import Report, Structure
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.runtime.work import LiveCount, Work
-from lightning_pipeline.schedules import Schedule, forward_only, lower
+from lightning_pipeline.runtime.work import LiveCount, Work, stage_term
+from lightning_pipeline.schedules import Kind, Schedule, forward_only, lower
 
 MAX_STRUCTURES = 64
 """Structures that are remembered; the one that was not seen for longest goes first."""
@@ -96,7 +96,12 @@ class Pipeline:
         """Gets every action of a step with its start and end."""
         self.learning = False
         """Whether the last step had a structure that was not known before."""
+        self.peak_live = 0
+        """The most activations of virtual stages that were live on this rank at once in the last step."""
         self._stages = [stage for stage, place in enumerate(placement) if place == rank]
+        if len(self._stages) > 1:
+            interception.stages.check_placement(placement)
+            interception.keep_stages_apart()
         self._device = device
         self._transport = transport
         self._schedule = schedule
@@ -148,6 +153,7 @@ class Pipeline:
             program.run(stages, self.observe)
         if self._transport is not None:
             self._transport.flush()
+        self.peak_live = live.peak
         reports = {number: stage.reports for number, stage in stages.items()}
         last = stages[self._stages[-1]]
         return StepReport(last.microbatches, reports, live.peak, training=work.loss_of is not None)
@@ -168,6 +174,12 @@ class Pipeline:
                 schedule = forward_only(self.num_ranks, num_microbatches, placement=self.placement)
             self._programs[key] = Program(lower(schedule)[self.rank])
         return self._programs[key]
+
+    def finishing_order(self) -> list[int]:
+        """This rank's virtual stages in the order in which their last backwards of a training step end."""
+        actions = self.program(training=True, num_microbatches=self.num_microbatches).actions
+        ends = {action.stage: at for at, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}
+        return sorted(ends, key=ends.__getitem__)
 
     def is_new(self, report: StepReport) -> bool:
         """Whether this rank saw something in the step that the others have to know."""
@@ -213,9 +225,10 @@ class Pipeline:
         for stage, names in enumerate(ran):
             if not names and stage > 0:
                 passed = next((report.passed for report in reports[stage] if report.passed), "the step ended before")
+                term = stage_term(self.placement)
                 raise ValueError(
-                    f"stage {stage} is never reached: {passed}, and no micro-batch of this training step called a "
-                    f"module of stage {stage}; name the first module that runs there in stage_config"
+                    f"{term} {stage} is never reached: {passed}, and no micro-batch of this training step called a "
+                    f"module of {term} {stage}; name the first module that runs there in stage_config"
                 )
         for leaf in self.interception.leaves:
             stages = [stage for stage, names in enumerate(ran) if leaf.name in names]

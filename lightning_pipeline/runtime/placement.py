@@ -72,6 +72,16 @@ class Placement:
             for name in report.usage.parameters:
                 self._users.setdefault(name, set()).add(stage)
 
+    def state(self) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+        """Which virtual stages ran which leaves and used which tensors, for another replica's `merge`."""
+        return self.leaf_stages, self._users
+
+    def merge(self, state: tuple[dict[str, set[int]], dict[str, set[int]]]) -> None:
+        """Take in what another replica has seen."""
+        for own, others in zip(self.state(), state, strict=True):
+            for name, stages in others.items():
+                own.setdefault(name, set()).update(stages)
+
     def ownership(self) -> Ownership:
         """Who holds what, as far as it is known. What nobody has used yet is everybody's."""
         everybody = tuple(range(self.num_ranks))
@@ -90,6 +100,10 @@ class Placement:
     def used_repeatedly(self) -> set[str]:
         """Names of parameters and buffers that several virtual stages use, on whichever ranks."""
         return {name for names in self._names if len(self._stages_of(names)[0]) > 1 for name in names}
+
+    def used_by(self, stage: int) -> set[str]:
+        """Names of parameters and buffers that this virtual stage uses, and no other."""
+        return {name for names in self._names if self._stages_of(names)[0] == {stage} for name in names}
 
     def rank_of_module(self, name: str) -> int | None:
         """The rank that runs the module of this name; that of the last virtual stage, where several do."""

@@ -23,7 +23,7 @@ from lightning_pipeline.runtime.delivery import BatchDelivery
 from lightning_pipeline.runtime.microbatch import Header, Here, Microbatch
 from lightning_pipeline.runtime.structure import Report, Structure
 from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
-from lightning_pipeline.runtime.work import LiveCount, Work
+from lightning_pipeline.runtime.work import LiveCount, Work, stage_term
 
 
 class Stage:
@@ -67,6 +67,7 @@ class Stage:
         self.preceding: Stage | None = None
         self.ready_at = 0.0
         self._num_stages = len(placement)
+        self._term = stage_term(placement)
         self._rank_before = placement[stage - 1]
         self._rank_after = placement[(stage + 1) % len(placement)]
         self._device = device
@@ -107,6 +108,7 @@ class Stage:
             crossing=structure.crossing[self.stage] if fixed and not self.last else (),
             observer=state.observer,
             modules=self._interception.modules,
+            term=self._term,
         )
         value = tree.rebuild(state.layout, batch)
         streams.begin(state.seed, observing=not fixed)
@@ -318,7 +320,7 @@ class Stage:
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
 
     def _finish_backward(self, state: Microbatch) -> None:
-        self._work.after_backward(state.index)
+        self._work.after_backward(self.stage, state)
         self._live.now -= 1
 
     def _keep_edges(self, state: Microbatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ class Work:
         step: runs the step on one micro-batch.
         loss_of: the loss that backward starts from; None without backward.
         run_backward: runs backward from a loss.
-        after_backward: called after each micro-batch's backward, with its number.
+        after_backward: called after each micro-batch's backward on a virtual stage, with the stage.
         can_split: whether backward from a loss is torch's own, which can be split into I and W.
         seed: seed of the step; each micro-batch derives its own.
     """
@@ -30,7 +30,7 @@ class Work:
     step: Callable[[Microbatch, Any], Any]
     loss_of: Callable[[Microbatch, Any], Tensor] | None = None
     run_backward: Callable[[Tensor], None] = torch.autograd.backward
-    after_backward: Callable[[int], None] = lambda microbatch: None
+    after_backward: Callable[[int, Microbatch], None] = lambda stage, microbatch: None
     can_split: bool = True
     seed: int
 
@@ -45,3 +45,8 @@ class LiveCount:
     def add(self) -> None:
         self.now += 1
         self.peak = max(self.peak, self.now)
+
+
+def stage_term(placement: Sequence[int]) -> str:
+    """What users call a part of the model: ranks that hold several of them hold virtual stages."""
+    return "virtual stage" if len(placement) > max(placement) + 1 else "stage"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.lightning_private import sample_indices, set_sample_indices
 
@@ -19,23 +21,34 @@ class AnnouncedLoader:
     """The first stage's loader: passes its batches on as they are and tells the other stages of each.
 
     Everything else is the wrapped loader's.
+
+    Args:
+        replicas: those that read as many batches as this one; None asks nobody.
     """
 
-    def __init__(self, loader: Any, transport: Transport) -> None:
+    def __init__(self, loader: Any, transport: Transport | None, replicas: Replicas | None = None) -> None:
         self._loader = loader
         self._transport = transport
+        self._replicas = replicas
 
     def __iter__(self) -> Iterator[Any]:
         told: dict[Any, int] = {}
-        for number, batch in enumerate(self._loader):
+        iterator = iter(self._loader)
+        for number in itertools.count():
+            batch = next(iterator, _END)
+            if self._replicas is not None:
+                _check_even(self._replicas, number, has_more=batch is not _END)
+            if batch is _END:
+                break
             indices = sample_indices(self._loader)
             self._tell((_describe(batch, told), indices and indices[number]))
             yield batch
         self._tell(_END)
 
     def _tell(self, message: Any) -> None:
-        for peer in range(1, len(self._transport.pipeline_ranks)):
-            self._transport.send_object(message, peer)
+        if self._transport is not None:
+            for peer in range(1, len(self._transport.pipeline_ranks)):
+                self._transport.send_object(message, peer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -83,13 +96,35 @@ class SizedFollowingLoader(FollowingLoader):
         return len(self._loader)
 
 
-def share_loader(loader: Any, transport: Transport, *, first: bool) -> Any:
-    """`loader` for the first stage or for one of the others."""
+def share_loader(
+    loader: Any, transport: Transport | None, *, first: bool, replicas: Replicas | None = None
+) -> Any:
+    """`loader` for the first stage or for one of the others.
+
+    Args:
+        replicas: with a training loader, those that have to get as many batches from theirs.
+    """
     try:
         len(loader)
+        has_length = True
     except (TypeError, NotImplementedError):
-        return (AnnouncedLoader if first else FollowingLoader)(loader, transport)
-    return (SizedAnnouncedLoader if first else SizedFollowingLoader)(loader, transport)
+        has_length = False
+    if first:
+        return (SizedAnnouncedLoader if has_length else AnnouncedLoader)(loader, transport, replicas)
+    assert transport is not None
+    return (SizedFollowingLoader if has_length else FollowingLoader)(loader, transport)
+
+
+def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:
+    """Raise on all replicas if one has no more batches and another has, which would wait for its gradients."""
+    more = [bool(flag) for (flag,) in replicas.gather_numbers(float(has_more))]
+    if len(set(more)) > 1:
+        ended = [str(replica) for replica, flag in enumerate(more) if not flag]
+        raise RuntimeError(
+            f"the data of replica{'s' * (len(ended) > 1)} {' and '.join(ended)} ended after {number} batches, and "
+            f"others have more; give all replicas as many: with a DistributedSampler (Lightning adds one to a "
+            f"map-style dataset), an iterable dataset that is cut evenly, or limit_train_batches={number}"
+        )
 
 
 def _describe(batch: Any, told: dict[Any, int]) -> int | tuple[Layout, list[tuple[tuple[int, ...], torch.dtype]]]:

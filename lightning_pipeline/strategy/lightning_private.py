@@ -11,14 +11,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _sync_ddp_if_available,
 )
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch import Tensor
 
 
 def connect_processes(
@@ -31,6 +35,16 @@ def connect_processes(
     backend = backend or _get_default_process_group_backend_for_device(device)
     _init_dist_connection(environment, backend, timeout=timeout)
     return backend
+
+
+def reduce_over(group: dist.ProcessGroup, tensor: Tensor, operation: Any) -> Tensor:
+    """`tensor` reduced over a group as Lightning reduces ("mean", "sum", or torch's operations)."""
+    return _sync_ddp_if_available(tensor, group, reduce_op=operation)
+
+
+def gather_over(group: dist.ProcessGroup, tensor: Tensor, *, sync_grads: bool) -> Tensor:
+    """A group's tensors as Lightning's `all_gather` stacks them."""
+    return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
 
 def note_device(module: LightningModule, device: torch.device) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,11 +30,15 @@ from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
 from lightning_pipeline.partition.ownership import Ownership, release
 from lightning_pipeline.partition.random import Streams
-from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
+from lightning_pipeline.partition.stage_config import StageMap, count_stages, read_stage_config, resolve
+from lightning_pipeline.runtime.agreement import check_agreement
 from lightning_pipeline.runtime.gradients import GradientHold
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
+from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.placement import Placement
+from lightning_pipeline.runtime.reducer import PipelineGradReducer
+from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.shared import SharedGradients, Stages, shared_parameters, spread_from_owner
 from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.topology import Topology
@@ -38,7 +46,7 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor
 from lightning_pipeline.strategy.checkpoint import gather_module_state, load_module_state
-from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value
+from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value, global_grad_norm
 from lightning_pipeline.strategy.copies import copies_of, fill_from_owners
 from lightning_pipeline.strategy.dataloading import share_loader
 from lightning_pipeline.strategy.lightning_private import (
@@ -47,6 +55,7 @@ from lightning_pipeline.strategy.lightning_private import (
     skip_before_transfer,
     total_batches,
 )
+from lightning_pipeline.strategy.loss_scaling import agree_on_overflow
 from lightning_pipeline.strategy.metrics import share_metrics
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.processes import ProcessStrategy
@@ -72,6 +81,7 @@ class PipelineStrategy(ProcessStrategy):
             ``(num_stages, num_microbatches) -> schedule`` (see ``ScheduleChoice``). "auto" measures the first steps
             and goes on with what would be fastest (see ``Advisor``).
         max_live_microbatches: with "auto", the most micro-batches whose activations a device may hold.
+        gradients_mean: gradients are averaged over replicas; else summed.
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
@@ -92,6 +102,7 @@ class PipelineStrategy(ProcessStrategy):
         num_microbatches: int | None = None,
         schedule: ScheduleArgument = "1f1b",
         max_live_microbatches: float | None = None,
+        gradients_mean: bool = True,
         loss_reduction: str = "mean",
         output_broadcast: bool = True,
         process_group_backend: str | None = None,
@@ -126,6 +137,7 @@ class PipelineStrategy(ProcessStrategy):
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
         self.schedule = schedule
+        self.gradients_mean = gradients_mean
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
         self.pipeline: Pipeline | None = None
@@ -140,6 +152,8 @@ class PipelineStrategy(ProcessStrategy):
         self._shared: dict[str, tuple[nn.Parameter, Stages]] = {}
         self._repeated: set[str] = set()
         self._shared_gradients = SharedGradients(None, 0)
+        self._reducer: PipelineGradReducer | None = None
+        self._final: dict[int, list[nn.Parameter]] = {}
         self._accumulating = False
         self._in_step = False
         self._undo: list[Callable[[], None]] = []
@@ -192,13 +206,8 @@ class PipelineStrategy(ProcessStrategy):
                 f"num_microbatches={num_microbatches} is less than num_stages={num_stages}, so some stage would "
                 f"always be idle; use num_microbatches={num_stages} or more, or fewer stages"
             )
+        # Told before anything about stages: devices that do not fit.
         Topology(num_ranks_per_pipeline=num_stages, world_size=self.world_size, rank=self.global_rank)
-        if self.world_size > num_stages:
-            raise ValueError(
-                f"{self.world_size} devices and {num_stages} stages would make {self.world_size // num_stages} "
-                f"replicas of the pipeline, which this version does not train; use devices={num_stages}, or "
-                f"num_stages={self.world_size} with a stage_config that uses as many"
-            )
         stages = resolve(module, config, num_stages, has_virtual_stages=self._choice.has_virtual_stages)
         sizes = {
             "num_stages": num_stages,
@@ -223,6 +232,9 @@ class PipelineStrategy(ProcessStrategy):
         if self._transport is None and num_stages > 1:
             store = dist.distributed_c10d._get_default_store()
             self._transport = Transport.shared(topology, self.root_device, self.timeout, store)
+        if self.world_size > 1:
+            self._check_agreement(module, stages, num_microbatches)
+        self._replicas = Replicas.shared(topology, self.timeout)
         streams = Streams(self.root_device)
         interception = Interception(module, stages, streams)
         certain = certain_stages(interception.leaves, stages.num_stages)
@@ -246,9 +258,28 @@ class PipelineStrategy(ProcessStrategy):
             seed=self.broadcast(torch.initial_seed()),
             mean=self.loss_reduction == "mean",
             output_broadcast=self.output_broadcast,
+            replicas=self._replicas,
             on_new=self._on_new,
         )
         self._set_up_for = (module, num_stages)
+
+    def _check_agreement(self, module: LightningModule, stages: StageMap, num_microbatches: int) -> None:
+        """All ranks run the same model, cut the same way, with the same packages."""
+        tensors = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(module)]
+        facts = {
+            "lightning_pipeline": version("lightning-pipeline"),
+            "lightning": version("lightning"),
+            "torch": torch.__version__,
+            "LightningModule": type(module).__qualname__,
+            "parameters and buffers": f"{len(tensors)} (checksum {zlib.crc32(repr(tensors).encode()):08x})",
+            "stage_config": json.dumps(dict(stages.exact), sort_keys=True),
+            "schedule": self._choice.label,
+            "num_microbatches": str(num_microbatches),
+            "loss_reduction": self.loss_reduction,
+            "precision": str(self.precision_plugin.precision),
+        }
+        store = dist.distributed_c10d._get_default_store()
+        check_agreement(store, self.global_rank, self.world_size, facts)
 
     def _count_stages(self, config: Mapping[str, int]) -> int:
         """The number of device groups, which share the virtual stages of a schedule that has such."""
@@ -269,6 +300,8 @@ class PipelineStrategy(ProcessStrategy):
         assert self.ownership is not None
         held = {id(t): (t, self.ownership.holders[n]) for n, t in _tensors(module) if n in self.ownership}
         spread_from_owner([item for item in held.values() if len(item[1]) > 1], self._transport, self.ownership.stage)
+        if self._replicas is not None:
+            self._replicas.spread(tensor for tensor, _ in held.values() if not tensor.is_meta)
 
     @override
     def model_to_device(self) -> None:
@@ -284,12 +317,24 @@ class PipelineStrategy(ProcessStrategy):
         vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
         vars(plugin)["clip_grad_by_value"] = self._clip_by_value
         self._undo.append(lambda: _forget(plugin, "clip_grad_by_norm", "clip_grad_by_value"))
-        if self.topology.num_stages > 1:
+        if self.world_size > 1 and self._scaler is not None:
+            self._undo.append(agree_on_overflow(self._scaler, self.root_device))
+        if self.world_size > 1:
             self._undo.append(
-                share_metrics(module, self._stage_of_metric, self._transport, stage=self.topology.stage_rank)
+                share_metrics(
+                    module,
+                    self._stage_of_metric,
+                    self._transport,
+                    stage=self.topology.stage_rank,
+                    data_parallel_group=self._replicas.group if self._replicas is not None else None,
+                )
             )
         if not self.topology.is_first_stage:
             self._undo.append(skip_before_transfer(module))
+
+    @property
+    def _scaler(self) -> GradScaler | None:
+        return getattr(self.precision_plugin, "scaler", None)
 
     def _uninstall(self) -> None:
         while self._undo:
@@ -313,10 +358,12 @@ class PipelineStrategy(ProcessStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self._transport is None:
+        assert self.topology is not None and self.lightning_module is not None
+        if self.world_size == 1:
             return dataloader
-        assert self.topology is not None
-        return share_loader(dataloader, self._transport, first=self.topology.is_first_stage)
+        # Only in training do replicas wait for one another.
+        replicas = self._replicas if self.lightning_module.trainer.training else None
+        return share_loader(dataloader, self._transport, first=self.topology.is_first_stage, replicas=replicas)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -333,16 +380,21 @@ class PipelineStrategy(ProcessStrategy):
         arguments = (*args, *kwargs.values())
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         self._gradients.begin(self._local_parameters(), first=first)
-        self._shared_gradients.begin(self._maybe_shared())
+        maybe_shared = self._maybe_shared()
+        self._shared_gradients.begin(maybe_shared)
+        reducer = self._begin_reducing(maybe_shared)
         with self._stepping(), self._advising():
             result = self._steps.train(
                 arguments,
                 number=total_batches(trainer),
                 accumulate=trainer.accumulate_grad_batches,
                 context=self.precision_plugin.train_step_context,
-                after_backward=self._shared_gradients.after_backward,
+                after_backward=self._after_backward,
+                scale=scaler.scale if (scaler := self._scaler) is not None else None,
             )
         self._shared_gradients.finish(self._shared, complete=not self._accumulating)
+        if reducer is not None:
+            reducer.finish()
         self._gradients.end()
         return result
 
@@ -407,13 +459,17 @@ class PipelineStrategy(ProcessStrategy):
         assert self._placement is not None and self.lightning_module is not None
         for stages in reports:
             self._placement.add(stages)
-        if self._transport is not None and isinstance(kind, tuple) and kind[0] == "train":
+        if self.world_size > 1 and isinstance(kind, tuple) and kind[0] == "train":
+            if self._replicas is not None:  # what is held is to be the same on all replicas of a stage
+                for state in self._replicas.gather_objects(self._placement.state()):
+                    self._placement.merge(state)
             self._release_remote(self.lightning_module)
             self._drop_remote()
 
     def _release_remote(self, module: LightningModule) -> None:
         assert self._placement is not None
         self.ownership = self._placement.ownership()
+        self._reducer = None  # of the parameters that were held before
         for released in (module, *copies_of(module, module.trainer)):
             release(released, self.ownership)
 
@@ -432,11 +488,52 @@ class PipelineStrategy(ProcessStrategy):
         names = self.ownership.unseen | self._repeated
         return {n: p for n, p in self.lightning_module.named_parameters() if n in names} if names else {}
 
+    def _begin_reducing(self, maybe_shared: Mapping[str, nn.Parameter]) -> PipelineGradReducer | None:
+        """Before a step whose gradients are summed over replicas; None if this one's are not."""
+        if self._replicas is None or self._accumulating:
+            return None
+        if self._reducer is None:
+            assert self.lightning_module is not None
+            named = {name: p for name, p in self.lightning_module.named_parameters() if not p.is_meta}
+            self._reducer = PipelineGradReducer(
+                named.values(), group=self._replicas.group, gradients_mean=self.gradients_mean, names=list(named)
+            )
+            self._final = self._groups(maybe_shared)
+        self._reducer.begin(list(self._final.values()))
+        return self._reducer
+
+    def _groups(self, maybe_shared: Mapping[str, nn.Parameter]) -> dict[int, list[nn.Parameter]]:
+        """By virtual stage, in the order in which their backwards end: parameters that no other one adds to."""
+        assert self.pipeline is not None and self._placement is not None and self.lightning_module is not None
+        groups = {}
+        for stage in self.pipeline.finishing_order():
+            names = self._placement.used_by(stage) - maybe_shared.keys()
+            groups[stage] = [p for name, p in self.lightning_module.named_parameters() if name in names]
+        return groups
+
+    def _after_backward(self, stage: int, microbatch: Microbatch) -> None:
+        self._shared_gradients.after_backward(microbatch.index)
+        is_last = microbatch.index == microbatch.num_microbatches - 1
+        if self._reducer is not None and not self._accumulating and is_last:
+            self._reducer.ready(self._final[stage])
+
     def _local_parameters(self) -> list[nn.Parameter]:
         assert self.lightning_module is not None
         return [parameter for parameter in self.lightning_module.parameters() if not parameter.is_meta]
 
     # -- clipping ---------------------------------------------------------------------------------------------------
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the whole model's gradients, over stages and replicas; each shared parameter counts once.
+
+        For a hook such as `on_before_optimizer_step`, to log it. All ranks must call it.
+        """
+        assert self.ownership is not None
+        local = {name: parameter for layout in self._layouts for name, parameter in layout.local_parameters()}
+        dtypes = {name: dtype for layout in self._layouts for name, dtype in layout.dtypes.items()}
+        return global_grad_norm(
+            local.items(), dtypes, ownership=self.ownership, transport=self._transport, norm_type=norm_type
+        )
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.ownership is not None
@@ -455,6 +552,8 @@ class PipelineStrategy(ProcessStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._check_alive()
         assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
+        if self._is_replica:
+            return {}
         return gather_module_state(
             self.lightning_module,
             self.ownership,
@@ -468,6 +567,8 @@ class PipelineStrategy(ProcessStrategy):
     ) -> None:
         self._check_alive()
         assert self.ownership is not None
+        if self._is_replica:
+            return
         fill_from_owners(checkpoint["state_dict"], self.ownership, self._transport)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -480,12 +581,19 @@ class PipelineStrategy(ProcessStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_alive()
         assert self.ownership is not None
+        if self._is_replica:
+            return {}
         return self._layout_of(optimizer).gather_state(self.ownership, self._transport)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for layout, state in zip(self._layouts, checkpoint["optimizer_states"], strict=False):
             layout.load_state(state)
+
+    @property
+    def _is_replica(self) -> bool:
+        """Whether another replica writes checkpoints, which are the same on all."""
+        return self.topology is not None and self.topology.replica > 0
 
     def _check_alive(self) -> None:
         if self._failed:
@@ -496,6 +604,8 @@ class PipelineStrategy(ProcessStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if self._replicas is not None:
+            self._replicas.close()
         if self._transport is not None:
             self._transport.notice.fail(exception)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -15,9 +16,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.launcher import PipelineLauncher
-from lightning_pipeline.strategy.lightning_private import connect_processes
+from lightning_pipeline.strategy.lightning_private import connect_processes, gather_over, reduce_over
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -43,6 +45,7 @@ class ProcessStrategy(ParallelStrategy):
         self.process_group_backend = process_group_backend
         self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.topology: Topology | None = None
+        self._replicas: Replicas | None = None
         self._num_nodes = 1
         self._failed = False
 
@@ -99,9 +102,13 @@ class ProcessStrategy(ParallelStrategy):
     # -- collectives ------------------------------------------------------------------------------------------------
 
     @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Over replicas, of which there is one."""
-        return tensor
+    def reduce(
+        self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Over replicas: within a pipeline every rank has the same value."""
+        if self._replicas is None or not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_over(self._replicas.group, tensor, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -113,8 +120,10 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Over replicas, of which there is one, so that no dimension is added."""
-        return tensor
+        """Over replicas: [num_replicas, ...], or the tensor as it is where there is one."""
+        if self._replicas is None:
+            return tensor
+        return gather_over(self._replicas.group, tensor, sync_grads=sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import (
     DoublePrecision,
-    FSDPPrecision,
     HalfPrecision,
     MixedPrecision,
     Precision,
@@ -39,19 +38,15 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
 
 
 def check_precision(precision: Precision) -> None:
-    """Raise for a precision whose scaling or sharding the pipeline does not do.
+    """Raise for a precision whose sharding or conversion the pipeline does not do.
 
     Raises:
         ValueError: with the way out.
     """
-    kind = type(precision)
-    supported = kind in (Precision, DoublePrecision, HalfPrecision) or (
-        kind is MixedPrecision and precision.precision == "bf16-mixed"
-    )
-    if isinstance(precision, FSDPPrecision) or not supported:
+    if type(precision) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
         raise ValueError(
             f"precision={precision.precision!r} is not supported by the pipeline strategy; use '32-true', "
-            f"'64-true', 'bf16-mixed', 'bf16-true' or '16-true'"
+            f"'64-true', '16-mixed', 'bf16-mixed', 'bf16-true' or '16-true'"
         )
 
 

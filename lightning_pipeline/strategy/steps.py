@@ -17,6 +17,7 @@ from lightning_pipeline.partition.microbatch import split_batch
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.pipeline import Pipeline, Reports, StepReport
+from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
@@ -35,6 +36,7 @@ class Steps:
         seed: from which every step's random numbers derive.
         mean: the step's loss is the mean over micro-batches, weighted by samples; else their sum.
         output_broadcast: outputs of evaluation steps reach every stage; else they stay on the last.
+        replicas: the ranks that run these stages on other samples; None if there are none.
         on_new: called on all stages after a step that showed something new, with all reports of each structure.
     """
 
@@ -47,13 +49,15 @@ class Steps:
         seed: int,
         mean: bool,
         output_broadcast: bool,
+        replicas: Replicas | None = None,
         on_new: Callable[[Hashable, list[list[Report]]], None],
     ) -> None:
         self.peak_live = 0
         self._module = module
         self._pipeline = pipeline
         self._transport = transport
-        self._seed = seed
+        self._seed = mix(seed, replicas.topology.replica) if replicas is not None else seed
+        self._replicas = replicas
         self._mean = mean
         self._output_broadcast = output_broadcast
         self._on_new = on_new
@@ -67,7 +71,8 @@ class Steps:
         number: int,
         accumulate: int,
         context: Callable[[], AbstractContextManager[Any]],
-        after_backward: Callable[[int], None],
+        after_backward: Callable[[int, Microbatch], None],
+        scale: Callable[[Tensor], Tensor] | None = None,
     ) -> Any:
         """One training step, its backward included. Returns the loss, or the step's dictionary with it.
 
@@ -76,7 +81,8 @@ class Steps:
             number: number of the batch since training began.
             accumulate: number of batches over which gradients are accumulated.
             context: the precision's context around a step.
-            after_backward: called after each micro-batch's backward, with its number.
+            after_backward: called after each micro-batch's backward on a virtual stage, with the stage.
+            scale: scales what backward starts from, for fp16.
 
         Raises:
             ValueError: the step returned no loss.
@@ -88,7 +94,8 @@ class Steps:
             loss = _loss_in(result, type(self._module).__name__)
             losses.append(loss.detach())
             sizes.append(state.num_samples)
-            return self._weighted(loss, state, accumulate)
+            weighted = self._weighted(loss, state, accumulate)
+            return weighted if scale is None else scale(weighted)
 
         work = Work(
             kind=("train", self._module.training),
@@ -185,7 +192,10 @@ class Steps:
         new = self._pipeline.is_new(report)
         extra = [float(new), float(loss), float(has_outputs)]
         items, extras = self._logged.exchange(self._transport, extra=extra, device=self._module.device)
-        if any(stage_extra[_NEW] for stage_extra in extras):
+        is_new = any(stage_extra[_NEW] for stage_extra in extras)
+        if self._replicas is not None and report.training:  # in evaluation replicas may have unequally many batches
+            is_new = any(flag for (flag,) in self._replicas.gather_numbers(float(is_new)))
+        if is_new:
             self._settle(kind, report)
         self._logged.replay(self._module.log, items)
         return extras

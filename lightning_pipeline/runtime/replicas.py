@@ -1,0 +1,93 @@
+"""Replicas: the ranks that run the same stages on other samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeline.runtime.topology import Topology
+
+
+class Replicas:
+    """The data-parallel group of this rank.
+
+    Every rank of the world makes it at the same point, after ``init_process_group``.
+
+    Args:
+        topology: where this rank is.
+        timeout: the longest a collective may take.
+
+    Attributes:
+        group: carries tensors, over the device's own backend.
+    """
+
+    # As connections between stages do, the groups outlive a strategy.
+    _shared: ClassVar[list[Replicas]] = []
+
+    def __init__(self, topology: Topology, timeout: timedelta) -> None:
+        self.topology = topology
+        self.timeout = timeout
+        self.group = self._new_group(timeout, None)
+        self._control = self._new_group(timeout, dist.Backend.GLOO)
+
+    @classmethod
+    def shared(cls, topology: Topology, timeout: timedelta) -> Replicas | None:
+        """The open group of this process with these arguments, or a new one; None where there is one replica."""
+        if topology.data_parallel_size == 1:
+            return None
+        cls._shared = [replicas for replicas in cls._shared if replicas.is_open]
+        for replicas in cls._shared:
+            if (replicas.topology, replicas.timeout) == (topology, timeout):
+                return replicas
+        cls._shared.append(cls(topology, timeout))
+        return cls._shared[-1]
+
+    @property
+    def is_open(self) -> bool:
+        return dist.is_initialized() and self.group in dist.distributed_c10d._world.pg_map
+
+    @property
+    def num_replicas(self) -> int:
+        return self.topology.data_parallel_size
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Every replica's `obj`, by replica, on all of them."""
+        gathered: list[Any] = [None] * self.num_replicas
+        dist.all_gather_object(gathered, obj, group=self._control)
+        return gathered
+
+    def gather_numbers(self, *numbers: float) -> list[list[float]]:
+        """Every replica's `numbers`, by replica, on all of them."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        gathered = [torch.empty_like(own) for _ in range(self.num_replicas)]
+        dist.all_gather(gathered, own, group=self._control)
+        return [row.tolist() for row in gathered]
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Give all replicas the first one's values."""
+        source = self.topology.data_ranks[0]
+        with torch.no_grad():
+            for tensor in tensors:
+                value = tensor.detach().contiguous()
+                dist.broadcast(value, source, group=self.group)
+                tensor.copy_(value)
+
+    def close(self) -> None:
+        """Drop the groups, which wakes up ranks that wait in them. Never raises."""
+        for group in (self.group, self._control):
+            if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+
+    def _new_group(self, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
+        """This stage's ranks as a group; every rank of the world makes those of all stages."""
+        size = self.num_replicas
+        for start in range(0, self.topology.world_size, size):
+            group = dist.new_group(list(range(start, start + size)), timeout=timeout, backend=backend)
+            if start == self.topology.data_ranks[0]:
+                own = group
+        return own

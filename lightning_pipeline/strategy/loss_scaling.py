@@ -1,0 +1,33 @@
+"""fp16 loss scaling on which all ranks agree: an overflow on one of them skips the step on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+
+
+def agree_on_overflow(scaler: GradScaler, device: torch.device) -> Callable[[], None]:
+    """Make `scaler` skip steps and change its scale as one scaler of the whole model would.
+
+    Returns a function that undoes it.
+
+    A rank's scaler looks for infinities in its own gradients, and has nothing to look at where a stage is frozen. So
+    what it found is replaced by the largest of all ranks; every rank unscales once a step, also where it has none.
+    """
+    own_gradients = scaler._unscale_grads_
+
+    def all_gradients(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found = own_gradients(*args, **kwargs)
+        worst = torch.zeros((), dtype=torch.float32, device=device)
+        for value in found.values():
+            worst = torch.maximum(worst, value.to(device))
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return {device: worst}
+
+    vars(scaler)["_unscale_grads_"] = all_gradients
+    return lambda: vars(scaler).pop("_unscale_grads_", None)

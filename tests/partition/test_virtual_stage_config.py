@@ -1,0 +1,82 @@
+"""stage_config with virtual stages: along the data, or by the device group that holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_pipeline.partition.stage_config import resolve
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 2)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(6))
+        self.head = nn.Linear(2, 2)
+
+
+def virtual(config: dict[str, Any], num_stages: int) -> Any:
+    return resolve(Net(), config, num_stages, has_virtual_stages=True)
+
+
+@pytest.mark.parametrize(
+    ("by_group", "num_stages"),
+    [
+        ({"layers.1": 1, "layers.3": 0, "layers.5": 1}, 2),
+        ({"layers.0:1": 0, "layers.1:3": 1, "layers.3:5": 0, "layers.5": 1, "head": 1}, 2),
+        ({"layers.5": 1, "layers.3": 0, "layers.1": 1}, 2),  # keys are taken in the module's order
+        ({"layers.0": 1, "layers.1": 2, "layers.2": 0, "layers.3": 1, "layers.4": 2}, 3),
+    ],
+)
+def test_by_group_means_the_same_as_along_the_data(by_group: dict[str, int], num_stages: int) -> None:
+    stages = virtual(by_group, num_stages)
+    count = 2 * num_stages
+    assert stages.num_stages == count and stages.by_group
+    assert sorted(set(stages.exact.values()) | {0}) == list(range(count))
+    assert all(
+        stages.exact[name] % num_stages == by_group.get(name, stages.exact[name] % num_stages) for name in stages.exact
+    )
+    along = virtual(dict(stages.exact), num_stages)
+    assert along.exact == stages.exact and not along.by_group
+
+
+def test_groups_have_to_be_the_schedules() -> None:
+    by_group = virtual({"layers.1": 1, "layers.3": 0, "layers.5": 1}, 2)
+    by_group.check_placement((0, 1, 0, 1))
+    along = {"layers.1": 1, "layers.3": 2, "layers.5": 3}
+    with pytest.raises(ValueError, match=r"on \[0, 1, 0, 1\], and .* on \[0, 1, 1, 0\]; .*stage_config=") as raised:
+        by_group.check_placement((0, 1, 1, 0))
+    assert str(along) in str(raised.value)
+    virtual(along, 2).check_placement((0, 1, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("config", "num_stages", "words"),
+    [
+        (
+            {"layers.1": 2, "layers.2": 1, "layers.3": 0},
+            3,
+            "'layers.1' on device group 2.*before it are on 0.*1 comes next",
+        ),
+        (
+            {"layers.1": 1, "layers.2": 0, "layers.3": 2},
+            3,
+            "'layers.2' on device group 0.*before it are on 1.*2 comes next",
+        ),
+        ({"layers.1": 1, "layers.2": 0}, 2, "makes 3 virtual stages, which num_stages=2 .*; cut the model into 2 or 4"),
+        ({"layers.1": 1, "layers.2": 2}, 2, "makes 3 virtual stages, which num_stages=2 .*; cut the model into 2 or 4"),
+        ({"layers.1": 0}, 2, "makes 1 virtual stage, which num_stages=2 .*; cut the model into 2$"),
+        (
+            {"layers.1": 1, "layers.2": 3},
+            2,
+            "on virtual stage 2 of 4, so it would never be reached; name the first module",
+        ),
+        ({}, 2, "no stage_config says where Net is cut"),
+    ],
+)
+def test_each_mistake_is_told(config: dict[str, int], num_stages: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        virtual(config, num_stages)

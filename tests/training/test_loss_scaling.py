@@ -1,0 +1,97 @@
+"""fp16: an overflow on one stage skips the step on all, and the scale stays the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch.amp import GradScaler
+
+from tests.launching import launch
+from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.runs import Losses, pipeline_trainer, weights
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Scales(Callback):
+    """The scale after each step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.values.append(trainer.precision_plugin.scaler.get_scale())
+
+
+class LitOverflow(LitGPT):
+    """In batch 3 the gradient of one parameter of the first stage overflows, and of no other."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.batch_idx = 0
+        self.net.blocks[0].attention.qkv.weight.register_hook(self.spoil)
+
+    def spoil(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf") if self.batch_idx == 3 else gradient
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch_idx = batch_idx
+        return super().training_step(batch, batch_idx)
+
+
+def trainer_of(world: int, **options: Any) -> L.Trainer:
+    # Lightning itself turns "16-mixed" into bf16 on the CPU.
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    return pipeline_trainer(gpt_stages(world), world=world, plugins=[plugin], **options)
+
+
+def run(world: int, folder: str) -> dict[str, Any]:
+    scales, losses = Scales(), Losses()
+    L.seed_everything(1, verbose=False)
+    trainer = trainer_of(world, max_epochs=2, gradient_clip_val=0.5, callbacks=[scales, losses])
+    trainer.fit(LitOverflow(), token_loader(48, 8))
+    found = {"scales": scales.values, "losses": losses.values, "weights": weights(trainer)}
+    path = f"{folder}/{world}.ckpt"
+    trainer.save_checkpoint(path)
+    resumed = Scales()
+    trainer = trainer_of(world, max_epochs=3, callbacks=[resumed])
+    trainer.fit(LitOverflow(), token_loader(48, 8), ckpt_path=path)
+    accumulated = Scales()
+    trainer = trainer_of(world, max_epochs=1, callbacks=[accumulated], accumulate_grad_batches=2)
+    trainer.fit(LitOverflow(), token_loader(48, 8))
+    return {**found, "resumed": resumed.values, "accumulated": accumulated.values}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    folder = str(tmp_path_factory.mktemp("scaled"))
+    found = {world: launch(run, world, folder, world=world) for world in (1, 2)}
+    for world in found:
+        state = torch.load(Path(folder) / f"{world}.ckpt", weights_only=True)["MixedPrecision"]
+        assert state["scale"] == found[world][0]["scales"][-1]
+    return found
+
+
+def test_the_scale_is_the_same_everywhere(results: Any) -> None:
+    [alone] = results[1]
+    # It grows after three good steps in a row, and is halved by batch 3 of each epoch.
+    assert alone["scales"][:4] == [2.0**10, 2.0**10, 2.0**11, 2.0**10]
+    for rank in results[2]:
+        for name in ("scales", "resumed", "accumulated"):
+            assert rank[name] == alone[name], name
+    assert alone["resumed"][0] >= alone["scales"][-1]
+
+
+def test_the_run_is_that_of_one_process(results: Any) -> None:
+    [alone], (found, other) = results[1], results[2]
+    assert found["losses"] == other["losses"] == pytest.approx(alone["losses"], abs=2e-3)
+    assert all(torch.isfinite(value).all() for value in found["weights"].values())
+    for name, value in alone["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, atol=3e-3, rtol=0)
