@@ -96,10 +96,12 @@ class Topology:
         return list(range(replica, self.world_size, self.data_parallel_size))
 
     def describe(self, rank: int) -> str:
-        """``"stage 1 (rank 2)"``, or ``"stages 1 and 3 (rank 2)"``, as error messages write it."""
+        """``"stage 1 (rank 2)"``, or ``"rank 2 (virtual stages 1 and 3)"``, as error messages write it."""
         place = rank // self.data_parallel_size
-        stages = [str(stage) for stage, other in enumerate(self.placement) if other == place] or [str(place)]
-        return f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)} (rank {rank})"
+        if not self.placement:
+            return f"stage {place} (rank {rank})"
+        stages = [str(stage) for stage, other in enumerate(self.placement) if other == place]
+        return f"rank {rank} (virtual stages {' and '.join(stages)})"
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """A DeviceMesh with dimensions ``("stage", "data")``. Every rank calls it, as it makes process groups.

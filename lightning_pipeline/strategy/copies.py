@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -20,6 +22,8 @@ def copies_of(module: LightningModule, trainer: Trainer) -> Iterator[nn.Module]:
         for value in list(vars(callback).values()):
             copy = value.module if isinstance(value, AveragedModel) else value
             if type(copy) is type(module) and copy is not module:
+                # Callbacks move their copy to the device with `to`, which refuses what is not here.
+                vars(copy)["to"] = functools.partial(_move_what_is_here, copy)
                 yield copy
 
 
@@ -39,3 +43,7 @@ def fill_from_owners(state: dict[str, Any], ownership: Ownership, transport: Tra
             send_tree(state[name], transport, 0)
         elif ownership.stage == 0:
             state[name] = recv_tree(transport, owner, f"checkpoint entry {name!r}")
+
+
+def _move_what_is_here(module: nn.Module, device: torch.device) -> nn.Module:
+    return module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

@@ -37,7 +37,7 @@ class Lit(L.LightningModule):
 def fit(num_stages: int, folder: Path) -> None:
     averages = {
         "ema": EMAWeightAveraging(decay=0.9),
-        "swa": StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1),
+        "swa": StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=2),
     }
     for name, callback in averages.items():
         L.seed_everything(1, verbose=False)

@@ -1,5 +1,6 @@
 """The default example as a user runs it: two processes, one folder a run, the same results under both schedules."""
 
+import csv
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,13 @@ from pathlib import Path
 import pytest
 
 from .conftest import ROOT
+
+
+def trained_values(path: Path) -> list[dict[str, str]]:
+    """Each row of a log, without what the timeline measured."""
+    with path.open(newline="") as file:
+        rows = [{name: row[name] for name in row if not name.startswith("pipeline/")} for row in csv.DictReader(file)]
+    return [row for row in rows if any(value for name, value in row.items() if name not in ("step", "epoch"))]
 
 
 @pytest.mark.multiprocess
@@ -23,6 +31,6 @@ def test_a_sweep_over_schedules(tmp_path: Path) -> None:
         assert list(run.glob("*.png")) and list(run.glob("*.json"))
         assert len(list(run.glob("**/.hydra"))) == 1
     assert not (tmp_path / "logs").exists()
-    gpipe, one_f_one_b = ((run / "csv/metrics.csv").read_text() for run in runs)
-    assert "val/acc" in gpipe
+    gpipe, one_f_one_b = (trained_values(run / "csv/metrics.csv") for run in runs)
+    assert any("val/acc" in row for row in gpipe)
     assert gpipe == one_f_one_b

@@ -28,6 +28,50 @@ class CachesMask(Stack):
         return x
 
 
+class CountsCalls(Stack):
+    """A counter of calls is in the result, and hooks collect what the end of the step empties again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.features: list[Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda module, args, output: self.features.append(output))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        loss = super().training_step(batch, batch_idx) * (1 + 0.1 * self.calls)
+        loss = loss + 0.01 * torch.stack([feature.pow(2).mean() for feature in self.features]).sum()
+        self.features.clear()
+        return loss
+
+
+class Remembering(Block):
+    """Adds what it gave for the batch before."""
+
+    memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.memory is not None:
+            x = x + 0.1 * self.memory.mean()
+        self.memory = x.detach()
+        return x
+
+
+class KeepsState(Stack):
+    """Layers with a memory, and a buffer that each step replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Remembering() for _ in range(8)])
+        self.register_buffer("center", torch.zeros(16))
+
+    def through(self, x: Tensor) -> Tensor:
+        self.center = 0.9 * self.center + 0.1 * x.detach().mean(0)
+        return super().through(x - self.center)
+
+
 class UnpacksTensors(Stack):
     """Tensors are unpacked, iterated over, and put together again."""
 

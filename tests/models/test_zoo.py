@@ -1,4 +1,4 @@
-"""Unchanged models train on 2 and 4 stages with the gradients of one process.
+"""Unchanged models train on 2 and 4 stages, and on 4 virtual ones on 2 ranks, with the gradients of one process.
 
 Poison is part of every run on two stages: see `tests.poison`.
 """
@@ -23,25 +23,25 @@ from tests.models.zoo import CASES
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
-STAGES = (2, 4)
+STAGES = ("2", "4", "2x2")
 LIMIT_S = 270
 
-Results = dict[int, list[dict[str, Any]]]
+Results = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each rank of each launch saved, by number of stages."""
+    """What each rank of each launch saved, by layout."""
     folder = tmp_path_factory.mktemp("zoo")
     environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     script = str(ROOT / "tests" / "models" / "zoo_worker.py")
     found: Results = {}
-    for launch in ((1, 2), (4,)):
+    for launch in (("1", "2"), ("4",), ("2x2",)):
         logs = {n: folder / f"{n}.log" for n in launch}
         running = {
             n: subprocess.Popen(
-                [sys.executable, script, str(n), str(folder)],
+                [sys.executable, script, n, str(folder)],
                 env=environment,
                 cwd=folder,
                 stdout=logs[n].open("w"),
@@ -55,14 +55,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return found
 
 
-def _collect(process: subprocess.Popen, folder: Path, num_stages: int, log: Path) -> list[dict[str, Any]]:
-    files = [folder / f"{num_stages}_{rank}.pt" for rank in range(num_stages)]
+def _collect(process: subprocess.Popen, folder: Path, layout: str, log: Path) -> list[dict[str, Any]]:
+    files = [folder / f"{layout}_{rank}.pt" for rank in range(int(layout[0]))]
     try:
         process.wait(LIMIT_S)
         _wait_for(files, 20)  # rank 0 ends without waiting for the others
         return [torch.load(file) for file in files]
     except Exception as error:
-        text = f"the launch with {num_stages} stages failed ({error!r}):\n{log.read_text()[-6000:]}"
+        text = f"the launch with {layout} stages failed ({error!r}):\n{log.read_text()[-6000:]}"
         raise AssertionError(text) from None
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -76,15 +76,15 @@ def _wait_for(files: list[Path], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def of(results: Results, num_stages: int, name: str, kind: str) -> list[dict[str, Any]]:
+def of(results: Results, layout: str, name: str, kind: str) -> list[dict[str, Any]]:
     """The results of a case, by rank."""
-    for rank, saved in enumerate(results[num_stages]):
+    for rank, saved in enumerate(results[layout]):
         failed = {case: text for case, text in saved.items() if isinstance(text, str)}
         if name in failed:
-            pytest.fail(f"{name} failed on rank {rank} of {num_stages}:\n{failed[name]}")
+            pytest.fail(f"{name} failed on rank {rank} of {layout}:\n{failed[name]}")
         if name not in saved:
-            pytest.fail(f"{name} did not run on rank {rank} of {num_stages}, as {', '.join(failed)} failed")
-    return [saved[name][kind] for saved in results[num_stages]]
+            pytest.fail(f"{name} did not run on rank {rank} of {layout}, as {', '.join(failed)} failed")
+    return [saved[name][kind] for saved in results[layout]]
 
 
 def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
@@ -112,18 +112,18 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.random])
 def test_one_stage_has_the_bits_of_plain_lightning(results: Results, name: str) -> None:
-    [one], [plain] = of(results, 1, name, "one"), of(results, 1, name, "plain")
+    [one], [plain] = of(results, "1", name, "one"), of(results, "1", name, "plain")
     assert len(one["gradients"]) == len(plain["gradients"]) == len(CASES[name].batches())
     for found, expected in zip(one["gradients"], plain["gradients"], strict=True):
         assert_close(found, expected, dict.fromkeys(expected, 0.0))
     assert_close(one["state"], plain["state"], dict.fromkeys(plain["state"], 0.0))
 
 
-@pytest.mark.parametrize("num_stages", STAGES)
+@pytest.mark.parametrize("layout", STAGES)
 @pytest.mark.parametrize("name", CASES)
-def test_stages_have_the_gradients_of_one(results: Results, name: str, num_stages: int) -> None:
-    [one], ranks = of(results, 1, name, "one"), of(results, num_stages, name, "stages")
-    summed = CASES[name].summed.get(num_stages, ())
+def test_stages_have_the_gradients_of_one(results: Results, name: str, layout: str) -> None:
+    [one], ranks = of(results, "1", name, "one"), of(results, layout, name, "stages")
+    summed = CASES[name].summed.get(2 if layout == "2" else 4, ())
     later = 1e-4 if summed else 0.0  # the first step's rounding goes into everything after it
     for step, (found, expected) in enumerate(zip(merged(ranks), one["gradients"], strict=True)):
         tolerance = {n: max(later if step else 0.0, 1e-5 if n.startswith(summed) else 0.0) for n in expected}
@@ -133,12 +133,12 @@ def test_stages_have_the_gradients_of_one(results: Results, name: str, num_stage
         assert rank["losses"] == (pytest.approx(one["losses"], rel=1e-5) if summed else one["losses"])
 
 
-@pytest.mark.parametrize("num_stages", STAGES)
+@pytest.mark.parametrize("layout", STAGES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_stage_does_without_what_others_hold(results: Results, name: str, num_stages: int) -> None:
-    ranks = of(results, num_stages, name, "stages")
+def test_a_stage_does_without_what_others_hold(results: Results, name: str, layout: str) -> None:
+    ranks = of(results, layout, name, "stages")
     assert all(rank["faults"] == [] for rank in ranks)
-    poisons = num_stages in CASES[name].poison
+    poisons = layout in map(str, CASES[name].poison)
     assert any(rank["poisoned"] for rank in ranks) is poisons
     held = [set(rank["held"]) for rank in ranks]
     everything = set.union(*held)
@@ -150,20 +150,20 @@ def test_a_stage_does_without_what_others_hold(results: Results, name: str, num_
 def test_the_first_module_of_the_second_stage_is_configuration_enough(results: Results) -> None:
     name = "gpt2_embedding_as_head"
     assert CASES[name].cuts[2] == {"transformer.h.4": 1}
-    first, second = ({n.removeprefix("transformer.") for n in r["held"]} for r in of(results, 2, name, "stages"))
+    first, second = ({n.removeprefix("transformer.") for n in r["held"]} for r in of(results, "2", name, "stages"))
     tops = [{".".join(n.split(".")[: 2 if n.startswith("h.") else 1]) for n in held} for held in (first, second)]
     assert tops == [{"wte", "wpe", "h.0", "h.1", "h.2", "h.3"}, {"wte", "h.4", "h.5", "h.6", "h.7", "ln_f"}]
 
 
-@pytest.mark.parametrize(("num_stages", "frozen"), [(2, [0]), (4, [0, 1])])
-def test_a_frozen_backbone_costs_no_backward(results: Results, num_stages: int, frozen: list[int]) -> None:
-    backwards = [rank["backwards"] for rank in of(results, num_stages, "frozen", "stages")]
+@pytest.mark.parametrize(("layout", "frozen"), [("2", [0]), ("4", [0, 1])])
+def test_a_frozen_backbone_costs_no_backward(results: Results, layout: str, frozen: list[int]) -> None:
+    backwards = [rank["backwards"] for rank in of(results, layout, "frozen", "stages")]
     assert [rank for rank, count in enumerate(backwards) if count == 0] == frozen
 
 
-@pytest.mark.parametrize("num_stages", STAGES)
-def test_steps_that_return_early_give_their_outputs(results: Results, num_stages: int) -> None:
-    [one], ranks = [saved["early_features"] for saved in results[1]], [s["early_features"] for s in results[num_stages]]
+@pytest.mark.parametrize("layout", STAGES)
+def test_steps_that_return_early_give_their_outputs(results: Results, layout: str) -> None:
+    [one], ranks = [saved["early_features"] for saved in results["1"]], [s["early_features"] for s in results[layout]]
     for rank in ranks:
         for when in ("before", "after"):
             for found, expected in zip(rank[when], one[when], strict=True):
@@ -171,16 +171,16 @@ def test_steps_that_return_early_give_their_outputs(results: Results, num_stages
         assert torch.equal(rank["early"], one["early"])
 
 
-@pytest.mark.parametrize("num_stages", STAGES)
-def test_trainers_that_follow_one_another_share_their_connections(results: Results, num_stages: int) -> None:
-    for rank in range(num_stages):
-        numbers = [of(results, num_stages, name, "stages")[rank]["num_threads"] for name in CASES]
+@pytest.mark.parametrize("layout", STAGES)
+def test_trainers_that_follow_one_another_share_their_connections(results: Results, layout: str) -> None:
+    for rank in range(int(layout[0])):
+        numbers = [of(results, layout, name, "stages")[rank]["num_threads"] for name in CASES]
         assert max(numbers) <= numbers[1] + 4  # autograd and torch start some of their own later
 
 
-@pytest.mark.parametrize("num_stages", STAGES)
-def test_checkpointing_draws_the_same_numbers_again(results: Results, num_stages: int) -> None:
-    plain = merged(of(results, num_stages, "gpt2_dropout", "stages"))
-    checkpointed = merged(of(results, num_stages, "gpt2_checkpointing", "stages"))
+@pytest.mark.parametrize("layout", STAGES)
+def test_checkpointing_draws_the_same_numbers_again(results: Results, layout: str) -> None:
+    plain = merged(of(results, layout, "gpt2_dropout", "stages"))
+    checkpointed = merged(of(results, layout, "gpt2_checkpointing", "stages"))
     for found, expected in zip(checkpointed, plain, strict=True):
         assert_close(found, expected, dict.fromkeys(expected, 0.0))

@@ -264,6 +264,8 @@ CASES: dict[str, Case] = {
     "hooks_inside": Case(lit.HooksInside, vectors, _STACK),
     "direct_parameters": Case(lit.DirectParameters, vectors, _STACK, summed=_both("position"), poison=(2,)),
     "caches_mask": Case(habits.CachesMask, vectors, _STACK),
+    "counts_calls": Case(habits.CountsCalls, vectors, _STACK),
+    "keeps_state": Case(habits.KeepsState, vectors, _STACK),
     "unpacks_tensors": Case(habits.UnpacksTensors, vectors, _STACK),
     "passes_structures": Case(habits.PassesStructures, vectors, _STACK),
     "without_gradient": Case(habits.WithoutGradient, vectors, _STACK),

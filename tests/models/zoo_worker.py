@@ -1,14 +1,17 @@
 """Trains the models of the zoo, one after the other, in the processes of one launch, and saves what came of it.
 
-    python tests/models/zoo_worker.py STAGES FOLDER [CASE...]
+    python tests/models/zoo_worker.py LAYOUT FOLDER [CASE...]
+
+LAYOUT is the number of stages, or 2x2: two virtual stages on each of two ranks, under one schedule after the other.
 
 The launcher is the one that users have: this script is started once, and Lightning starts the other stages. With one
-stage each model is also trained by plain Lightning. Each rank writes FOLDER/STAGES_RANK.pt: for each model its
+stage each model is also trained by plain Lightning. Each rank writes FOLDER/LAYOUT_RANK.pt: for each model its
 `Result`s as dictionaries, or the traceback where it failed.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -32,6 +35,7 @@ from tests.models.zoo import CASES, NUM_MICROBATCHES, Case, blocks, vectors
 from tests.poison import Poison
 
 EARLY = "early_features"
+VIRTUAL_SCHEDULES = ("zbv", "interleaved_zero_bubble", "interleaved_1f1b")
 
 
 @dataclass
@@ -87,7 +91,7 @@ def fit(
     module = case.build()
     devices = strategy.num_stages if isinstance(strategy, PipelineStrategy) else 1
     if devices > 1:
-        module.stage_config = case.cuts[devices]
+        module.stage_config = case.cuts[devices if strategy.schedule == "1f1b" else 2 * devices]
     recorder = Recorder()
     trainer = quiet_trainer(strategy, devices, accumulate_grad_batches=accumulate, callbacks=[recorder, *callbacks])
     result = recorder.result
@@ -130,19 +134,19 @@ def quiet_trainer(strategy: Strategy | str, devices: int, **options: Any) -> L.T
     )
 
 
-def pipeline(num_stages: int) -> PipelineStrategy:
-    return PipelineStrategy(num_stages=num_stages, num_microbatches=NUM_MICROBATCHES, timeout=90)
+def pipeline(num_stages: int, schedule: str = "1f1b") -> PipelineStrategy:
+    return PipelineStrategy(num_stages=num_stages, num_microbatches=NUM_MICROBATCHES, schedule=schedule, timeout=90)
 
 
-def run_on_stages(case: Case, num_stages: int) -> dict[str, Result]:
+def run_on_stages(case: Case, num_stages: int, schedule: str, poisons: bool) -> dict[str, Result]:
     """The run on stages; where poison is asked for, after a run of one step that shows who holds what."""
     batches = case.batches()
-    if num_stages not in case.poison:
-        return {"stages": fit(case, pipeline(num_stages), batches)}
-    first = pipeline(num_stages)
+    if not poisons:
+        return {"stages": fit(case, pipeline(num_stages, schedule), batches)}
+    first = pipeline(num_stages, schedule)
     fit(case, first, batches[:1])
     poison = Poison(first.ownership.holders, first.global_rank)
-    result = fit(case, pipeline(num_stages), batches, callbacks=[poison])
+    result = fit(case, pipeline(num_stages, schedule), batches, callbacks=[poison])
     result.poisoned, result.faults = poison.poisoned, poison.faults
     return {"stages": result}
 
@@ -157,14 +161,14 @@ def run_references(case: Case) -> dict[str, Result]:
     return results
 
 
-def early_features(num_stages: int) -> dict[str, Any]:
+def early_features(num_stages: int, schedule: str) -> dict[str, Any]:
     """What validation and prediction give that end on an early stage, before and after training."""
     L.seed_everything(1, verbose=False)
     module = EarlyFeatures()
     if num_stages > 1:
-        module.stage_config = blocks("blocks.{}")[num_stages]
+        module.stage_config = blocks("blocks.{}")[num_stages if schedule == "1f1b" else 2 * num_stages]
     loader = torch.utils.data.DataLoader(vectors(), batch_size=None)
-    trainer = quiet_trainer(pipeline(num_stages), num_stages)
+    trainer = quiet_trainer(pipeline(num_stages, schedule), num_stages)
     before = trainer.predict(module, loader)
     trainer.fit(module, loader, loader)
     early = trainer.callback_metrics["early"].clone()
@@ -178,25 +182,31 @@ def split(batch: Any) -> list[Any]:
     return list(zip(*(tensor.chunk(NUM_MICROBATCHES) for tensor in batch), strict=True))
 
 
-def main(num_stages: int, folder: Path, names: list[str]) -> None:
+def main(layout: str, folder: Path, names: list[str]) -> None:
+    num_stages = int(layout[0])
+    schedules = VIRTUAL_SCHEDULES if layout == "2x2" else ("1f1b",)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     results: dict[str, Any] = {}
-    for name in names or CASES:
+    for name, schedule in zip(names or CASES, itertools.cycle(schedules), strict=False):
+        case = CASES[name]
         try:
-            run = run_references(CASES[name]) if num_stages == 1 else run_on_stages(CASES[name], num_stages)
+            if num_stages == 1:
+                run = run_references(case)
+            else:
+                run = run_on_stages(case, num_stages, schedule, layout in map(str, case.poison))
             results[name] = {kind: asdict(result) for kind, result in run.items()}
         except Exception:
             results[name] = traceback.format_exc()
             if num_stages > 1:
                 break  # the stages may not be in step any more
     if not names and not any(isinstance(found, str) for found in results.values()):
-        results[EARLY] = early_features(num_stages)
-    file = folder / f"{num_stages}_{os.environ.get('LOCAL_RANK', '0')}.pt"
+        results[EARLY] = early_features(num_stages, schedules[0])
+    file = folder / f"{layout}_{os.environ.get('LOCAL_RANK', '0')}.pt"
     torch.save(results, file.with_suffix(".part"))
     file.with_suffix(".part").rename(file)  # whoever waits for it finds it whole
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
