@@ -19,6 +19,7 @@ from lightning_pipeline.schedules.csv_table import load_csv, save_csv
 from lightning_pipeline.schedules.custom import as_schedule
 from lightning_pipeline.schedules.drawing import render
 from lightning_pipeline.schedules.errors import ScheduleError
+from lightning_pipeline.schedules.fusing import fuse
 from lightning_pipeline.schedules.lowering import lower
 from lightning_pipeline.schedules.measured import Costs, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.picture import save_picture
@@ -51,6 +52,7 @@ __all__ = [
     "default_virtual_stages",
     "extent",
     "forward_only",
+    "fuse",
     "gpipe",
     "idle_share",
     "interleaved_1f1b",

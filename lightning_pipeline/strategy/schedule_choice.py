@@ -18,6 +18,7 @@ from lightning_pipeline.schedules import (
     build_for_batch,
     check,
     default_virtual_stages,
+    fuse,
     load_csv,
 )
 
@@ -88,7 +89,9 @@ class ScheduleChoice:
         if not self.name:
             _require(full, self.label, num_stages, num_virtual_stages, num_microbatches)
         check(full)
-        return Schedules(full, full.name if self.name else "", num_stages, num_virtual_stages)
+        if not self.name:
+            return Schedules(full, "", num_stages, num_virtual_stages)
+        return Schedules(fuse(full), full.name, num_stages, num_virtual_stages)
 
     def _full(self, num_stages: int, num_virtual_stages: int, num_microbatches: int) -> Schedule:
         if self.name == "zbv" and num_virtual_stages != 2 and num_stages > 1:
@@ -131,7 +134,9 @@ class Schedules:
     def __call__(self, num_microbatches: int) -> Schedule:
         """The schedule of a batch with `num_microbatches`, which are fewer than usual in a last batch that is small."""
         if self._name:
-            return build_for_batch(self._name, self._num_stages, num_microbatches, self._num_virtual_stages)
+            return fuse(
+                build_for_batch(self._name, self._num_stages, num_microbatches, self._num_virtual_stages)
+            )
         return self.full.take(num_microbatches)
 
 
