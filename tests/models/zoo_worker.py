@@ -201,7 +201,7 @@ def main(layout: str, folder: Path, names: list[str]) -> None:
             results[name] = traceback.format_exc()
             if num_stages > 1:
                 break  # the stages may not be in step any more
-    if not names and not any(isinstance(found, str) for found in results.values()):
+    if not any(isinstance(found, str) for found in results.values()):
         results[EARLY] = early_features(num_stages, schedules[0])
     file = folder / f"{layout}_{os.environ.get('LOCAL_RANK', '0')}.pt"
     torch.save(results, file.with_suffix(".part"))
