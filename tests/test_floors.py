@@ -35,3 +35,11 @@ def test_a_floor_imports_none_above_it(floor: str) -> None:
 def test_partition_starts_no_processes() -> None:
     for path in (PACKAGE / "partition").glob("*.py"):
         assert not any(module.startswith("torch.distributed") for module in imported_modules(path)), path
+
+
+def test_the_command_line_needs_schedules_only() -> None:
+    others = {f"lightning_pipeline.{floor}" for floor in FLOORS[1:]}
+    for path in (PACKAGE / "cli").glob("*.py"):
+        for module in imported_modules(path):
+            assert module.partition(".")[0] not in {"torch", "lightning"}, f"{path}: {module}"
+            assert ".".join(module.split(".")[:2]) not in others, f"{path}: {module}"
