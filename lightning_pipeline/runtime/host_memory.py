@@ -14,9 +14,9 @@ def keep_freed_memory() -> None:
     """Have glibc keep freed blocks for the next micro-batch.
 
     By default it gives large ones back to the system, and every page of the next one is a page fault again: in a
-    schedule, whose blocks come and go all the time, up to a seventh of a step on a virtual machine. The peak stays as
-    it is. Other C libraries have no `mallopt`, and settings of the user's own (``MALLOC_...``, ``GLIBC_TUNABLES``)
-    stay in force.
+    schedule, whose blocks come and go all the time, some per cent of a step on a virtual machine, and more where
+    faults are dear. The peak stays as it is. Other C libraries have no `mallopt`, and settings of the user's own
+    (``MALLOC_...``, ``GLIBC_TUNABLES``) stay in force.
     """
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return
