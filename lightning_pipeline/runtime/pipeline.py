@@ -21,7 +21,7 @@ from lightning_pipeline.runtime.stage import Stage
 from lightning_pipeline.runtime.structure import Report, Structure
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import LiveCount, Work, stage_term
-from lightning_pipeline.schedules import Kind, Schedule, forward_only, lower
+from lightning_pipeline.schedules import Schedule, forward_only, lower
 
 MAX_STRUCTURES = 64
 """Structures that are remembered; the one that was not seen for longest goes first."""
@@ -54,13 +54,11 @@ class StepReport:
     Attributes:
         microbatches: the micro-batches of the rank's last virtual stage.
         reports: by virtual stage, and then by number of the structure.
-        peak_live: the most activations of virtual stages that were live at once.
         training: whether it was a training step.
     """
 
     microbatches: list[Microbatch]
     reports: Reports
-    peak_live: int
     training: bool
 
 
@@ -98,8 +96,9 @@ class Pipeline:
         """Whether the last step had a structure that was not known before."""
         self.peak_live = 0
         """The most activations of virtual stages that were live on this rank at once in the last step."""
-        self._stages = [stage for stage, place in enumerate(placement) if place == rank]
-        if len(self._stages) > 1:
+        self.stages = [stage for stage, place in enumerate(placement) if place == rank]
+        """This rank's virtual stages, ascending."""
+        if len(self.stages) > 1:
             interception.stages.check_placement(placement)
             interception.keep_stages_apart()
         self._device = device
@@ -121,7 +120,7 @@ class Pipeline:
             structures,
             tensors,
             self._transport,
-            stages=self._stages,
+            stages=self.stages,
             rank=self.rank,
             num_ranks=self.num_ranks,
             device=self._device,
@@ -140,7 +139,7 @@ class Pipeline:
                 live=live,
                 template=self._templates.get(work.kind),
             )
-            for stage in self._stages
+            for stage in self.stages
         }
         for stage in stages:
             if stage + 1 in stages:
@@ -155,8 +154,8 @@ class Pipeline:
             self._transport.flush()
         self.peak_live = live.peak
         reports = {number: stage.reports for number, stage in stages.items()}
-        last = stages[self._stages[-1]]
-        return StepReport(last.microbatches, reports, live.peak, training=work.loss_of is not None)
+        last = stages[self.stages[-1]]
+        return StepReport(last.microbatches, reports, training=work.loss_of is not None)
 
     def use(self, schedule: Callable[[int], Schedule]) -> None:
         """Run training steps by other schedules, on the same placement, from now on. All ranks must call it."""
@@ -175,18 +174,12 @@ class Pipeline:
             self._programs[key] = Program(lower(schedule)[self.rank])
         return self._programs[key]
 
-    def finishing_order(self) -> list[int]:
-        """This rank's virtual stages in the order in which their last backwards of a training step end."""
-        actions = self.program(training=True, num_microbatches=self.num_microbatches).actions
-        ends = {action.stage: at for at, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}
-        return sorted(ends, key=ends.__getitem__)
-
     def is_new(self, report: StepReport) -> bool:
         """Whether this rank saw something in the step that the others have to know."""
         if any(not state.structure.settled for state in report.microbatches):
             return True
         called = self.interception.called
-        return any(not called[stage] <= self._known_leaves.get(stage, set()) for stage in self._stages)
+        return any(not called[stage] <= self._known_leaves.get(stage, set()) for stage in self.stages)
 
     def own_reports(self, report: StepReport) -> Reports:
         """This rank's reports, empty ones where there was nothing to report."""
@@ -195,7 +188,7 @@ class Pipeline:
             stage: {number: found.get(number, Report()) for number in numbers}
             for stage, found in report.reports.items()
         }
-        for stage in self._stages:
+        for stage in self.stages:
             reports[stage][numbers[0]].leaves |= self.interception.called[stage]
         return reports
 
@@ -216,7 +209,7 @@ class Pipeline:
             structure.settle([found[number] for found in by_stage], self.placement)
             if not structure.dynamic:
                 self._templates[structure.key[0]] = structure  # type: ignore[index]
-        for stage in self._stages:
+        for stage in self.stages:
             self._known_leaves[stage] = set(self.interception.called[stage])
 
     def _note_leaves(self, reports: list[list[Report]]) -> None:

@@ -14,7 +14,8 @@ from lightning_pipeline.runtime.clock import gather_spans
 from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, Timeline, extent, measured_costs, simulate
+from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, extent, measured_costs, simulate
+from lightning_pipeline.schedules.schedule import loop_placement
 from lightning_pipeline.strategy.schedule_choice import TRAINING_SCHEDULES, ScheduleChoice, Schedules
 
 RECORDED = 4
@@ -86,7 +87,7 @@ class Advisor:
                 continue
             # "looped_bfs" is "gpipe" by another name, and "interleaved_..." with one virtual stage is as without.
             known = any(schedules.full == other.full for other in self._candidates.values())
-            if not known and tuple(schedules.placement) == _loop(num_stages, num_virtual_stages):
+            if not known and tuple(schedules.placement) == loop_placement(num_stages, num_virtual_stages):
                 self._candidates[name] = schedules
                 self._peaks[name] = max(simulate(schedules.full).peak_live) / num_virtual_stages
         if max_live_microbatches is not None:
@@ -154,15 +155,8 @@ class Advisor:
         around = statistics.median(outside)
         if transport is not None:
             around = transport.broadcast_object(around, 0, "time outside of the schedule")
-        simulated = {}
-        for splits in (False, True):
-            # Two halves of a backward take longer than a whole one, so each kind has costs of its own.
-            recorded = [timeline for timeline in timelines if _has_split(timeline) is splits]
-            alike = {name: s.full for name, s in self._candidates.items() if _splits(s.full) is splits}
-            if recorded and alike:
-                costs = measured_costs(recorded, pipeline.placement)
-                times = (costs.forward, costs.input_grad, costs.weight_grad, costs.transfer)
-                simulated.update({name: simulate(schedule, *times) for name, schedule in alike.items()})
+        costs = measured_costs(timelines, pipeline.placement)
+        simulated = {name: costs.simulate(schedules.full) for name, schedules in self._candidates.items()}
         considered = {name: simulation.makespan + around for name, simulation in simulated.items()}
         fastest = min(considered.values())
         close = [name for name, seconds in considered.items() if seconds <= fastest * (1 + TIE)]
@@ -179,11 +173,3 @@ class Advisor:
 
 def _splits(schedule: Schedule) -> bool:
     return any(action.kind is Kind.I for order in schedule for action in order)
-
-
-def _has_split(timeline: Timeline) -> bool:
-    return any(action.kind is Kind.I for spans in timeline for action, _, _ in spans)
-
-
-def _loop(num_stages: int, num_virtual_stages: int) -> tuple[int, ...]:
-    return tuple(stage % num_stages for stage in range(num_stages * num_virtual_stages))

@@ -503,10 +503,10 @@ class PipelineStrategy(ProcessStrategy):
         return self._reducer
 
     def _groups(self, maybe_shared: Mapping[str, nn.Parameter]) -> dict[int, list[nn.Parameter]]:
-        """By virtual stage, in the order in which their backwards end: parameters that no other one adds to."""
+        """By virtual stage: parameters that no other one adds to. Backwards end on the last stage first."""
         assert self.pipeline is not None and self._placement is not None and self.lightning_module is not None
         groups = {}
-        for stage in self.pipeline.finishing_order():
+        for stage in reversed(self.pipeline.stages):
             names = self._placement.used_by(stage) - maybe_shared.keys()
             groups[stage] = [p for name, p in self.lightning_module.named_parameters() if name in names]
         return groups

@@ -107,7 +107,7 @@ class Steps:
             seed=mix(self._seed, 0, number),
         )
         report = self._run(work, args[0])
-        self.peak_live = max(self.peak_live, report.peak_live)
+        self.peak_live = max(self.peak_live, self._pipeline.peak_live)
         loss = torch.zeros(())
         extra: Any = None
         if losses:
