@@ -1,47 +1,112 @@
-"""Gradients between the schedule, which makes them, and Lightning, which zeroes and then expects them."""
+"""A step's gradients on their way from the schedule, which makes them, to Lightning, which expects them in `.grad`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import nn
+
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.gradient_hold import GradientHold
+from lightning_pipeline.runtime.placement import Placement
+from lightning_pipeline.runtime.reducer import PipelineGradReducer
+from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.shared import SharedGradients, Stages, shared_parameters
+from lightning_pipeline.runtime.transport import Transport
 
 
-class GradientHold:
-    """Keeps a step's gradients out of reach of the `zero_grad` that Lightning calls after `training_step`.
+class Gradients:
+    """Sums a step's gradients over the stages that share a parameter and over replicas, and keeps them until asked.
 
-    On the first batch of an accumulation window the gradients found are those of the last window; they are put aside
-    and come back for Lightning to zero, and `publish` adds the new ones. On later batches autograd goes on adding to
-    what is there, in the order in which one process would.
+    Args:
+        module: the LightningModule.
+        stages: this rank's virtual stages.
+        gradients_mean: over replicas gradients are averaged; else summed.
     """
 
-    def __init__(self) -> None:
-        self._parameters: list[nn.Parameter] = []
-        self._aside: list[Tensor | None] | None = None
-        self._held: list[Tensor | None] = []
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        stages: Sequence[int],
+        *,
+        transport: Transport | None,
+        replicas: Replicas | None,
+        gradients_mean: bool,
+    ) -> None:
+        self._module = module
+        self._placement = placement
+        self._stages = stages
+        self._replicas = replicas
+        self._gradients_mean = gradients_mean
+        self._hold = GradientHold()
+        self._over_stages = SharedGradients(transport, placement.rank)
+        self._shared: dict[str, tuple[nn.Parameter, Stages]] = {}
+        self._maybe_shared: frozenset[str] = frozenset()
+        self._reducer: PipelineGradReducer | None = None
+        self._final: dict[int, list[nn.Parameter]] = {}
+        self._reducing: PipelineGradReducer | None = None  # this step's, whatever it brings to light
+        self._complete = True
 
-    def begin(self, parameters: Iterable[nn.Parameter], *, first: bool) -> None:
-        """Before the schedule. `first`: this batch begins an accumulation window."""
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._held = []
-        self._aside = None
-        if first:
-            self._aside = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
+    def settle(self, ownership: Ownership) -> None:
+        """Take in who holds what, which a step has brought to light."""
+        self._shared = shared_parameters(dict(self._module.named_parameters(remove_duplicate=False)), ownership)
+        self._maybe_shared = ownership.unseen | self._placement.used_repeatedly()
+        self._reducer = None
 
-    def end(self) -> None:
-        """After the schedule."""
-        if self._aside is None:
-            return
-        self._held = [parameter.grad for parameter in self._parameters]
-        for parameter, gradient in zip(self._parameters, self._aside, strict=True):
-            parameter.grad = gradient
-        self._aside = None
+    def begin(self, *, first: bool, complete: bool) -> None:
+        """Before the schedule.
+
+        Args:
+            first: the batch begins an accumulation window.
+            complete: the batch ends it, so the gradients are summed over replicas.
+        """
+        self._complete = complete
+        self._hold.begin([p for p in self._module.parameters() if not p.is_meta], first=first)
+        maybe_shared = self._named(self._maybe_shared)
+        self._over_stages.begin(maybe_shared)
+        self._reducing = self._begin_reducing(maybe_shared) if complete and self._replicas is not None else None
+
+    def after_backward(self, stage: int, microbatch: int, *, last: bool) -> None:
+        """After a micro-batch's backward on a virtual stage. `last`: it is the step's last one there."""
+        self._over_stages.after_backward(microbatch)
+        if self._reducing is not None and last:
+            self._reducing.ready(self._final[stage])
+
+    def finish(self) -> None:
+        """After the schedule. All ranks must call it."""
+        self._over_stages.finish(self._shared, complete=self._complete)
+        if self._reducing is not None:
+            self._reducing.finish()
+            self._reducing = None
+        self._hold.end()
 
     def publish(self) -> None:
         """When Lightning asks for backward: the gradients appear in `.grad`."""
-        for parameter, gradient in zip(self._parameters, self._held, strict=False):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._held = []
+        self._hold.publish()
+
+    # -- details ----------------------------------------------------------------------------------------------------
+
+    def _begin_reducing(self, maybe_shared: Mapping[str, nn.Parameter]) -> PipelineGradReducer:
+        if self._reducer is None:
+            assert self._replicas is not None
+            named = {name: p for name, p in self._module.named_parameters() if not p.is_meta}
+            self._reducer = PipelineGradReducer(
+                named.values(), group=self._replicas.group, gradients_mean=self._gradients_mean, names=list(named)
+            )
+            self._final = self._groups(maybe_shared)
+        self._reducer.begin(list(self._final.values()))
+        return self._reducer
+
+    def _groups(self, maybe_shared: Mapping[str, nn.Parameter]) -> dict[int, list[nn.Parameter]]:
+        """By virtual stage: parameters that no other one adds to. Backwards end on the last stage first."""
+        groups = {}
+        for stage in reversed(self._stages):
+            names = self._placement.used_by(stage) - maybe_shared.keys()
+            groups[stage] = list(self._named(names).values())
+        return groups
+
+    def _named(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
+        """The parameters of these names, by their first name."""
+        wanted = frozenset(names)
+        return {name: p for name, p in self._module.named_parameters() if name in wanted} if wanted else {}

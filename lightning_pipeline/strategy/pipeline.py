@@ -32,14 +32,13 @@ from lightning_pipeline.partition.ownership import Ownership, release
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import StageMap, count_stages, read_stage_config, resolve
 from lightning_pipeline.runtime.agreement import check_agreement
-from lightning_pipeline.runtime.gradients import GradientHold
+from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.placement import Placement
-from lightning_pipeline.runtime.reducer import PipelineGradReducer
 from lightning_pipeline.runtime.replicas import Replicas
-from lightning_pipeline.runtime.shared import SharedGradients, Stages, shared_parameters, spread_from_owner
+from lightning_pipeline.runtime.shared import spread_from_owner
 from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
@@ -148,12 +147,7 @@ class PipelineStrategy(ProcessStrategy):
         self._advisor: Advisor | None = None
         self._placement: Placement | None = None
         self._layouts: list[OptimizerLayout] = []
-        self._gradients = GradientHold()
-        self._shared: dict[str, tuple[nn.Parameter, Stages]] = {}
-        self._repeated: set[str] = set()
-        self._shared_gradients = SharedGradients(None, 0)
-        self._reducer: PipelineGradReducer | None = None
-        self._final: dict[int, list[nn.Parameter]] = {}
+        self._gradients: Gradients | None = None
         self._accumulating = False
         self._in_step = False
         self._undo: list[Callable[[], None]] = []
@@ -240,7 +234,6 @@ class PipelineStrategy(ProcessStrategy):
         certain = certain_stages(interception.leaves, stages.num_stages)
         self._placement = Placement(module, placement, rank, certain)
         self._placement.find_present(module, self._transport)
-        self._release_remote(module)
         self.pipeline = Pipeline(
             rank=rank,
             placement=placement,
@@ -250,7 +243,15 @@ class PipelineStrategy(ProcessStrategy):
             schedule=schedules,
             num_microbatches=num_microbatches,
         )
-        self._shared_gradients = SharedGradients(self._transport, rank)
+        self._gradients = Gradients(
+            module,
+            self._placement,
+            self.pipeline.stages,
+            transport=self._transport,
+            replicas=self._replicas,
+            gradients_mean=self.gradients_mean,
+        )
+        self._release_remote(module)
         self._steps = Steps(
             module,
             self.pipeline,
@@ -375,14 +376,11 @@ class PipelineStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None and self._steps is not None
+        assert self.lightning_module is not None and self._steps is not None and self._gradients is not None
         trainer = self.lightning_module.trainer
         arguments = (*args, *kwargs.values())
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        self._gradients.begin(self._local_parameters(), first=first)
-        maybe_shared = self._maybe_shared()
-        self._shared_gradients.begin(maybe_shared)
-        reducer = self._begin_reducing(maybe_shared)
+        self._gradients.begin(first=first, complete=not self._accumulating)
         with self._stepping(), self._advising():
             result = self._steps.train(
                 arguments,
@@ -392,10 +390,7 @@ class PipelineStrategy(ProcessStrategy):
                 after_backward=self._after_backward,
                 scale=scaler.scale if (scaler := self._scaler) is not None else None,
             )
-        self._shared_gradients.finish(self._shared, complete=not self._accumulating)
-        if reducer is not None:
-            reducer.finish()
-        self._gradients.end()
+        self._gradients.finish()
         return result
 
     @override
@@ -440,7 +435,7 @@ class PipelineStrategy(ProcessStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The schedule has run the backwards; here their gradients appear, between the hooks that expect them."""
         module = self.lightning_module
-        assert module is not None
+        assert module is not None and self._gradients is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._gradients.publish()
         return self.precision_plugin.post_backward(closure_loss, module)
@@ -467,59 +462,21 @@ class PipelineStrategy(ProcessStrategy):
             self._drop_remote()
 
     def _release_remote(self, module: LightningModule) -> None:
-        assert self._placement is not None
+        assert self._placement is not None and self._gradients is not None
         self.ownership = self._placement.ownership()
-        self._reducer = None  # of the parameters that were held before
         for released in (module, *copies_of(module, module.trainer)):
             release(released, self.ownership)
+        self._gradients.settle(self.ownership)
 
     def _drop_remote(self) -> None:
         assert self.ownership is not None and self.lightning_module is not None
         for layout in self._layouts:
             layout.drop_remote(self.ownership)
-        named = dict(self.lightning_module.named_parameters(remove_duplicate=False))
-        self._shared = shared_parameters(named, self.ownership)
-        assert self._placement is not None
-        self._repeated = self._placement.used_repeatedly()
-
-    def _maybe_shared(self) -> dict[str, nn.Parameter]:
-        """Parameters that several virtual stages use, or that no step has used yet, by their first name."""
-        assert self.ownership is not None and self.lightning_module is not None
-        names = self.ownership.unseen | self._repeated
-        return {n: p for n, p in self.lightning_module.named_parameters() if n in names} if names else {}
-
-    def _begin_reducing(self, maybe_shared: Mapping[str, nn.Parameter]) -> PipelineGradReducer | None:
-        """Before a step whose gradients are summed over replicas; None if this one's are not."""
-        if self._replicas is None or self._accumulating:
-            return None
-        if self._reducer is None:
-            assert self.lightning_module is not None
-            named = {name: p for name, p in self.lightning_module.named_parameters() if not p.is_meta}
-            self._reducer = PipelineGradReducer(
-                named.values(), group=self._replicas.group, gradients_mean=self.gradients_mean, names=list(named)
-            )
-            self._final = self._groups(maybe_shared)
-        self._reducer.begin(list(self._final.values()))
-        return self._reducer
-
-    def _groups(self, maybe_shared: Mapping[str, nn.Parameter]) -> dict[int, list[nn.Parameter]]:
-        """By virtual stage: parameters that no other one adds to. Backwards end on the last stage first."""
-        assert self.pipeline is not None and self._placement is not None and self.lightning_module is not None
-        groups = {}
-        for stage in reversed(self.pipeline.stages):
-            names = self._placement.used_by(stage) - maybe_shared.keys()
-            groups[stage] = [p for name, p in self.lightning_module.named_parameters() if name in names]
-        return groups
 
     def _after_backward(self, stage: int, microbatch: Microbatch) -> None:
-        self._shared_gradients.after_backward(microbatch.index)
+        assert self._gradients is not None
         is_last = microbatch.index == microbatch.num_microbatches - 1
-        if self._reducer is not None and not self._accumulating and is_last:
-            self._reducer.ready(self._final[stage])
-
-    def _local_parameters(self) -> list[nn.Parameter]:
-        assert self.lightning_module is not None
-        return [parameter for parameter in self.lightning_module.parameters() if not parameter.is_meta]
+        self._gradients.after_backward(stage, microbatch.index, last=is_last)
 
     # -- clipping ---------------------------------------------------------------------------------------------------
 
