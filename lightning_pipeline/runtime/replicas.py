@@ -24,6 +24,7 @@ class Replicas:
 
     Attributes:
         group: carries tensors, over the device's own backend.
+        control_group: carries objects and tensors in host memory.
     """
 
     # As connections between stages do, the groups outlive a strategy.
@@ -33,7 +34,7 @@ class Replicas:
         self.topology = topology
         self.timeout = timeout
         self.group = self._new_group(timeout, None)
-        self._control = self._new_group(timeout, dist.Backend.GLOO)
+        self.control_group: dist.ProcessGroup | None = self._new_group(timeout, dist.Backend.GLOO)
 
     @classmethod
     def shared(cls, topology: Topology, timeout: timedelta) -> Replicas | None:
@@ -55,17 +56,31 @@ class Replicas:
     def num_replicas(self) -> int:
         return self.topology.data_parallel_size
 
+    def send_object(self, obj: Any, replica: int) -> None:
+        """Send a small object to another replica's rank of this stage."""
+        dist.send_object_list([obj], group_dst=replica, group=self.control_group)
+
+    def recv_object(self, replica: int, what: str) -> Any:
+        """The next object from another replica. `what` names it in errors."""
+        received: list[Any] = [None]
+        try:
+            dist.recv_object_list(received, group_src=replica, group=self.control_group)
+        except RuntimeError as error:
+            rank = self.topology.data_ranks[replica]
+            raise RuntimeError(f"waited for {what} from {self.topology.describe(rank)}: {error}") from error
+        return received[0]
+
     def gather_objects(self, obj: Any) -> list[Any]:
         """Every replica's `obj`, by replica, on all of them."""
         gathered: list[Any] = [None] * self.num_replicas
-        dist.all_gather_object(gathered, obj, group=self._control)
+        dist.all_gather_object(gathered, obj, group=self.control_group)
         return gathered
 
     def gather_numbers(self, *numbers: float) -> list[list[float]]:
         """Every replica's `numbers`, by replica, on all of them."""
         own = torch.tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(self.num_replicas)]
-        dist.all_gather(gathered, own, group=self._control)
+        dist.all_gather(gathered, own, group=self.control_group)
         return [row.tolist() for row in gathered]
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
@@ -79,7 +94,7 @@ class Replicas:
 
     def close(self) -> None:
         """Drop the groups, which wakes up ranks that wait in them. Never raises."""
-        for group in (self.group, self._control):
+        for group in (self.group, self.control_group):
             if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
 
 if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport
@@ -71,63 +70,6 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
         # Copying into a meta tensor is just what skips it.
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
         return module.load_state_dict(state_dict, strict=strict)
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Stands in a tree for a tensor that follows as bytes."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def send_tree(tree: Any, transport: Transport, peer: int) -> None:
-    """Send nested dicts, lists and tuples with tensors to a stage: their structure, then one tensor at a time."""
-    tensors: list[torch.Tensor] = []
-
-    def take(tensor: torch.Tensor) -> Any:
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
-            return tensor.detach().cpu()  # has no plain bytes: travels pickled
-        tensors.append(tensor)
-        return _Slot(tuple(tensor.shape), tensor.dtype)
-
-    transport.send_object(_map_tensors(tree, take), peer)
-    for tensor in tensors:
-        if tensor.numel():
-            data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-            dist.send(_as_bytes(data), dst=transport.pipeline_ranks[peer], group=transport.control_group)
-
-
-def recv_tree(transport: Transport, peer: int, what: str) -> Any:
-    """Receive what ``send_tree`` sent from stage ``peer``, with tensors on the CPU."""
-
-    def fill(slot: _Slot) -> torch.Tensor:
-        tensor = torch.empty(slot.shape, dtype=slot.dtype)
-        if tensor.numel():
-            dist.recv(_as_bytes(tensor), src=transport.pipeline_ranks[peer], group=transport.control_group)
-        return tensor
-
-    return _map_tensors(transport.recv_object(peer, what), fill, kind=_Slot)
-
-
-def to_cpu(tree: Any) -> Any:
-    """The same nesting in plain dicts, lists and tuples, with detached tensors on the CPU."""
-    return _map_tensors(tree, lambda tensor: tensor.detach().cpu())
-
-
-def _map_tensors(tree: Any, function: Callable[[Any], Any], *, kind: type = torch.Tensor) -> Any:
-    if isinstance(tree, kind):
-        return function(tree)
-    if type(tree) in (dict, OrderedDict, defaultdict):
-        return {key: _map_tensors(value, function, kind=kind) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_map_tensors(value, function, kind=kind) for value in tree)
-    return tree
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a contiguous tensor's memory, of any dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _requests(

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.checkpoint import recv_tree, send_tree
+from lightning_pipeline.runtime.trees import recv_tree, send_tree
 
 
 def copies_of(module: LightningModule, trainer: Trainer) -> Iterator[nn.Module]:

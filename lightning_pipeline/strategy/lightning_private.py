@@ -22,6 +22,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 
@@ -63,6 +64,25 @@ def skip_before_transfer(module: LightningModule) -> Callable[[], None]:
 
     def undo() -> None:
         vars(module).pop("_on_before_batch_transfer", None)
+
+    return undo
+
+
+def call_before_update(plugin: Precision, function: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `function(optimizer)` when its gradients are final and clipped. Returns a function that undoes it.
+
+    Public hooks come before clipping, or replace it.
+    """
+    clip = plugin._after_closure
+
+    def clip_and_call(model: LightningModule, optimizer: Any) -> None:
+        clip(model, optimizer)
+        function(optimizer)
+
+    vars(plugin)["_after_closure"] = clip_and_call
+
+    def undo() -> None:
+        vars(plugin).pop("_after_closure", None)
 
     return undo
 

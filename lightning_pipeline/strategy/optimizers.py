@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.strategy.checkpoint import recv_tree, send_tree, to_cpu
+from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
 
 if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport
@@ -94,8 +95,17 @@ class OptimizerLayout:
                 group["param_names"] = [name for name, kept in zip(group["param_names"], keep, strict=True) if kept]
             self._local[index] = [name for name, kept in zip(names, keep, strict=True) if kept]
 
-    def gather_state(self, ownership: Ownership, transport: Transport | None) -> dict[str, Any]:
+    def gather_state(
+        self,
+        ownership: Ownership,
+        transport: Transport | None,
+        collect: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda state: state,
+    ) -> dict[str, Any]:
         """The state dict that one process would have, of builtins and CPU tensors. Every stage must call it.
+
+        Args:
+            collect: makes of the states that this rank holds, by name, those of its whole stage; None where another
+                replica goes on with them.
 
         Returns:
             The full state dict on stage 0, where each parameter's state comes from its owner; {} on other stages.
@@ -103,16 +113,17 @@ class OptimizerLayout:
         state_dict = self.optimizer.state_dict()
         local_names = list(chain.from_iterable(self._local))
         full_ids = {name: index for index, name in reversed(list(enumerate(self.names)))}
-        state: dict[Any, Any] = {}
-        for key, value in state_dict["state"].items():
-            if not isinstance(key, int):
-                state[key] = value  # belongs to no parameter: stage 0's is kept
-            elif ownership.is_owner(local_names[key]):
-                state[full_ids[local_names[key]]] = value
+        own = {local_names[key]: value for key, value in state_dict["state"].items() if isinstance(key, int)}
+        collected = collect({name: value for name, value in own.items() if ownership.is_owner(name)})
+        if collected is None:
+            return {}
+        state: dict[Any, Any] = {full_ids[name]: value for name, value in collected.items()}
         if ownership.stage != 0:
             assert transport is not None
-            send_tree({key: value for key, value in state.items() if isinstance(key, int)}, transport, 0)
+            send_tree(state, transport, 0)
             return {}
+        # What belongs to no parameter is stage 0's.
+        state.update({key: value for key, value in state_dict["state"].items() if not isinstance(key, int)})
         if transport is not None:
             for stage in range(1, ownership.num_stages):
                 state.update(recv_tree(transport, stage, "optimizer state"))
@@ -123,8 +134,11 @@ class OptimizerLayout:
             "param_groups": self._full_groups(state_dict["param_groups"]),
         }
 
-    def load_state(self, state_dict: dict[str, Any]) -> None:
+    def load_state(self, state_dict: dict[str, Any], is_kept: Callable[[str], bool] = lambda name: True) -> None:
         """Load this stage's part of a full state dict, as ``gather_state`` or plain Lightning wrote it.
+
+        Args:
+            is_kept: whether this rank keeps the state of a parameter of its stage.
 
         Raises:
             ValueError: if its groups are not those of this optimizer.
@@ -149,7 +163,7 @@ class OptimizerLayout:
             local_ids = list(range(next_id, next_id + len(positions)))
             next_id += len(positions)
             for local_id, position in zip(local_ids, positions, strict=True):
-                if saved["params"][position] in saved_state:
+                if saved["params"][position] in saved_state and is_kept(names[position]):
                     state[local_id] = saved_state[saved["params"][position]]
             group = {**saved, "params": local_ids}
             if "param_names" in saved:

@@ -49,6 +49,7 @@ from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value, gl
 from lightning_pipeline.strategy.copies import copies_of, fill_from_owners
 from lightning_pipeline.strategy.dataloading import share_loader
 from lightning_pipeline.strategy.lightning_private import (
+    call_before_update,
     note_device,
     silence_sync_warning,
     skip_before_transfer,
@@ -56,6 +57,7 @@ from lightning_pipeline.strategy.lightning_private import (
 )
 from lightning_pipeline.strategy.loss_scaling import agree_on_overflow
 from lightning_pipeline.strategy.metrics import share_metrics
+from lightning_pipeline.strategy.optimizer_shards import OptimizerShards
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
@@ -81,6 +83,8 @@ class PipelineStrategy(ProcessStrategy):
             and goes on with what would be fastest (see ``Advisor``).
         max_live_microbatches: with "auto", the most micro-batches whose activations a device may hold.
         gradients_mean: gradients are averaged over replicas; else summed.
+        opt_shard: replicas share out the optimizer's state and update (see ``OptimizerShards``); checkpoints stay the
+            same.
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
@@ -102,6 +106,7 @@ class PipelineStrategy(ProcessStrategy):
         schedule: ScheduleArgument = "1f1b",
         max_live_microbatches: float | None = None,
         gradients_mean: bool = True,
+        opt_shard: bool = False,
         loss_reduction: str = "mean",
         output_broadcast: bool = True,
         process_group_backend: str | None = None,
@@ -137,6 +142,7 @@ class PipelineStrategy(ProcessStrategy):
         self.num_microbatches = num_microbatches
         self.schedule = schedule
         self.gradients_mean = gradients_mean
+        self.opt_shard = opt_shard
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
         self.pipeline: Pipeline | None = None
@@ -147,6 +153,7 @@ class PipelineStrategy(ProcessStrategy):
         self._advisor: Advisor | None = None
         self._placement: Placement | None = None
         self._layouts: list[OptimizerLayout] = []
+        self._shards: dict[Optimizer, OptimizerShards] = {}
         self._gradients: Gradients | None = None
         self._accumulating = False
         self._in_step = False
@@ -184,6 +191,9 @@ class PipelineStrategy(ProcessStrategy):
             self.setup_optimizers(trainer)
             refusals.check_optimizers(self.optimizers)
             self._layouts = [OptimizerLayout(optimizer, module) for optimizer in self.optimizers]
+            self._shards = {}
+            if self.opt_shard and self._replicas is not None:
+                self._shards = {layout.optimizer: OptimizerShards(layout, self._replicas) for layout in self._layouts}
             self._drop_remote()
         self.setup_precision_plugin()
         self._install(module)
@@ -318,6 +328,8 @@ class PipelineStrategy(ProcessStrategy):
         vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
         vars(plugin)["clip_grad_by_value"] = self._clip_by_value
         self._undo.append(lambda: _forget(plugin, "clip_grad_by_norm", "clip_grad_by_value"))
+        if self._shards:
+            self._undo.append(call_before_update(plugin, self._before_update))
         if self.world_size > 1 and self._scaler is not None:
             self._undo.append(agree_on_overflow(self._scaler, self.root_device))
         if self.world_size > 1:
@@ -440,6 +452,22 @@ class PipelineStrategy(ProcessStrategy):
         self._gradients.publish()
         return self.precision_plugin.post_backward(closure_loss, module)
 
+    def _before_update(self, optimizer: Optimizer) -> None:
+        self._shards[_inner(optimizer)].before_update()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if (shards := self._shards.get(_inner(optimizer))) is not None:
+            shards.after_update()
+        return result
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -500,8 +528,7 @@ class PipelineStrategy(ProcessStrategy):
         clip_by_value(self._layout_of(optimizer), float(clip_val))
 
     def _layout_of(self, optimizer: Optimizer) -> OptimizerLayout:
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return next(layout for layout in self._layouts if layout.optimizer is inner)
+        return next(layout for layout in self._layouts if layout.optimizer is _inner(optimizer))
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -538,14 +565,16 @@ class PipelineStrategy(ProcessStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_alive()
         assert self.ownership is not None
-        if self._is_replica:
-            return {}
-        return self._layout_of(optimizer).gather_state(self.ownership, self._transport)
+        layout, shards = self._layout_of(optimizer), self._shards.get(_inner(optimizer))
+        if shards is not None:
+            return layout.gather_state(self.ownership, self._transport, shards.collect)
+        return {} if self._is_replica else layout.gather_state(self.ownership, self._transport)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for layout, state in zip(self._layouts, checkpoint["optimizer_states"], strict=False):
-            layout.load_state(state)
+            shards = self._shards.get(layout.optimizer)
+            layout.load_state(state, shards.is_kept if shards is not None else lambda name: True)
 
     @property
     def _is_replica(self) -> bool:
@@ -607,6 +636,10 @@ def register_strategies() -> None:
 def _check_count(name: str, value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{name} is a whole number from 1, got {value!r}")
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _forget(owner: object, *names: str) -> None:

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_pipeline import PipelineStrategy, sync_pipeline_shared_parameters
 from tests.launching import launch
 from tests.training.measured import LitMeasured, measured_stages, point_loader
 from tests.training.models import LitGPT, gpt_stages, tokens
-from tests.training.runs import QUIET, Losses, weights
+from tests.training.runs import QUIET, Losses
 
 pytestmark = pytest.mark.multiprocess
 
 WORLD = 4
 SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 44, 16, 8  # of one process; the last batch has 12 samples
-STAGES = [4, 2, 1]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "4 stages": {"num_stages": 4},
+    "2 stages, 2 replicas": {"num_stages": 2},
+    "4 replicas": {"num_stages": 1},
+    "2 x 2, opt_shard": {"num_stages": 2, "opt_shard": True},
+}
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     # The bias of attention's keys has a gradient of nothing but rounding, which the default eps blows up.
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2, eps=(1e-4, 1e-2)),
 }
 
 
@@ -50,22 +58,23 @@ class LitAny(LitGPT):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-def trainer_of(num_stages: int, world: int, num_microbatches: int, **options: Any) -> L.Trainer:
-    strategy = PipelineStrategy(
-        stage_config=gpt_stages(num_stages), num_stages=num_stages, num_microbatches=num_microbatches, timeout=30
-    )
-    return L.Trainer(strategy=strategy, devices=world, **{**QUIET, **options})
-
-
-def train(num_stages: int, world: int, optimizer: str, precision: str, **model: Any) -> dict[str, Any]:
-    """Losses of every step on every rank, and the weights on rank 0."""
-    num_replicas = world // num_stages
+def train(
+    world: int, layout: dict[str, Any], folder: Path, optimizer: str, precision: str, **model: Any
+) -> dict[str, Any]:
+    """Losses of every step on every rank, and a checkpoint that rank 0 wrote."""
+    num_replicas = world // layout["num_stages"]
     L.seed_everything(1, verbose=False)
     losses, norms = Losses(), Norms()
-    trainer = trainer_of(
-        num_stages,
-        world,
-        NUM_MICROBATCHES // num_replicas,
+    strategy = PipelineStrategy(
+        stage_config=gpt_stages(layout["num_stages"]),
+        num_microbatches=NUM_MICROBATCHES // num_replicas,
+        timeout=30,
+        **layout,
+    )
+    trainer = L.Trainer(
+        strategy=strategy,
+        devices=world,
+        **QUIET,
         callbacks=[losses, norms],
         precision=precision,
         max_epochs=2,
@@ -78,7 +87,16 @@ def train(num_stages: int, world: int, optimizer: str, precision: str, **model: 
     sampler = DistributedSampler(data, num_replicas, int(os.environ["LOCAL_RANK"]) % num_replicas, shuffle=False)
     module = LitAny(optimizer, **model)
     trainer.fit(module, DataLoader(data, batch_size=BATCH_SIZE // num_replicas, sampler=sampler))
-    found = {"losses": losses.values, "weights": weights(trainer), "world": trainer.world_size, "norms": norms.values}
+    state = next(iter(trainer.optimizers)).state
+    found = {
+        "losses": losses.values,
+        "norms": norms.values,
+        "world": trainer.world_size,
+        "state": sum(value.numel() for held in state.values() for value in held.values()),
+    }
+    trainer.save_checkpoint(folder / "run.ckpt")
+    if trainer.global_rank == 0:
+        found["checkpoint"] = torch.load(folder / "run.ckpt", weights_only=True)
     tied = module.net.head.weight
     if not tied.is_meta:
         with torch.no_grad():
@@ -90,12 +108,17 @@ def train(num_stages: int, world: int, optimizer: str, precision: str, **model: 
 CASES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "precision": "32-true"},
     "adamw tied": {"optimizer": "adamw", "precision": "32-true", "tied": True},
-    "sgd in double": {"optimizer": "sgd", "precision": "64-true"},
+    "adafactor in double": {"optimizer": "adafactor", "precision": "64-true"},
+    "sgd tied in double": {"optimizer": "sgd", "precision": "64-true", "tied": True},
 }
 
 
-def train_all(num_stages: list[int], world: int) -> dict[tuple[str, int], Any]:
-    return {(name, stages): train(stages, world, **case) for name, case in CASES.items() for stages in num_stages}
+def train_all(world: int, layouts: dict[str, dict[str, Any]], folder: Path) -> dict[tuple[str, str], Any]:
+    return {
+        (name, layout): train(world, options, folder, **case)
+        for name, case in CASES.items()
+        for layout, options in layouts.items()
+    }
 
 
 class Stream(IterableDataset):
@@ -170,8 +193,8 @@ def disagree(world: int) -> str:
     return "nothing"
 
 
-def run_all(world: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"trained": train_all(STAGES, world), "measured": measure(world)}
+def run_all(world: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"trained": train_all(world, LAYOUTS, folder), "measured": measure(world)}
     found["seen"] = samples_seen(world)
     found["disagree"] = disagree(world)
     found["uneven"] = uneven(world)
@@ -179,53 +202,79 @@ def run_all(world: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return launch(run_all, WORLD, world=WORLD)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch(run_all, WORLD, tmp_path_factory.mktemp("replicas"), world=WORLD)
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, int], Any]:
-    return launch(train_all, [1], 1, world=1)[0]
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    trained = launch(train_all, 1, {"one": {"num_stages": 1}}, tmp_path_factory.mktemp("alone"), world=1)[0]
+    return {name: found for (name, _), found in trained.items()}
 
 
-@pytest.mark.parametrize("stages", STAGES)
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """Relative to the tensor's largest value."""
+    assert found.dtype == expected.dtype
+    return float((found - expected).abs().max() / max(float(expected.abs().max()), 1e-2))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
-def test_weights_are_those_of_one_process(name: str, stages: int, alone: Any, ranks: Any) -> None:
-    expected, found = alone[name, 1], ranks[0]["trained"][name, stages]
+def test_weights_and_optimizer_state_are_those_of_one_process(name: str, layout: str, alone: Any, ranks: Any) -> None:
+    expected, found = alone[name]["checkpoint"], ranks[0]["trained"][name, layout]["checkpoint"]
     tolerance = 1e-12 if "double" in name else 1e-6
-    for key, value in expected["weights"].items():
-        scale = float(value.abs().max())
-        assert float((found["weights"][key] - value).abs().max()) <= tolerance * max(scale, 1.0), key
-    assert found["world"] == WORLD
+    assert list(found["state_dict"]) == list(expected["state_dict"])
+    for key, value in expected["state_dict"].items():
+        assert largest_difference(found["state_dict"][key], value) <= tolerance, key
+    (found_state,), (state,) = found["optimizer_states"], expected["optimizer_states"]
+    assert found_state["param_groups"] == state["param_groups"]
+    assert list(found_state["state"]) == list(state["state"])
+    for index, values in state["state"].items():
+        assert values.keys() == found_state["state"][index].keys()
+        for key, value in values.items():  # moments add up more rounding than weights, which are larger
+            assert largest_difference(found_state["state"][index][key], value) <= 100 * tolerance, (index, key)
+    assert ranks[0]["trained"][name, layout]["world"] == WORLD
 
 
-@pytest.mark.parametrize("stages", STAGES)
-def test_losses_are_the_means_over_replicas(stages: int, alone: Any, ranks: Any) -> None:
-    num_replicas = WORLD // stages
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_the_means_over_replicas(layout: str, alone: Any, ranks: Any) -> None:
+    num_replicas = WORLD // LAYOUTS[layout]["num_stages"]
     for name in CASES:
-        by_replica = [ranks[replica]["trained"][name, stages]["losses"] for replica in range(num_replicas)]
+        by_replica = [ranks[replica]["trained"][name, layout]["losses"] for replica in range(num_replicas)]
         means = torch.tensor(by_replica, dtype=torch.float64).mean(0).tolist()
-        assert means == pytest.approx(alone[name, 1]["losses"], rel=1e-5)
+        assert means == pytest.approx(alone[name]["losses"], rel=1e-5)
         for rank in range(WORLD):  # every stage of a replica has its losses
-            assert ranks[rank]["trained"][name, stages]["losses"] == by_replica[rank % num_replicas]
+            assert ranks[rank]["trained"][name, layout]["losses"] == by_replica[rank % num_replicas]
         assert num_replicas == 1 or by_replica[0] != by_replica[1]
 
 
-@pytest.mark.parametrize("stages", STAGES)
-def test_the_norm_of_all_gradients_is_the_same_everywhere(stages: int, alone: Any, ranks: Any) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_norm_of_all_gradients_is_the_same_everywhere(layout: str, alone: Any, ranks: Any) -> None:
     for name in CASES:
-        expected = alone[name, 1]["norms"]
+        expected = alone[name]["norms"]
         assert len(expected) == 4
         for rank in ranks:
-            for found, one in zip(rank["trained"][name, stages]["norms"], expected, strict=True):
+            for found, one in zip(rank["trained"][name, layout]["norms"], expected, strict=True):
                 assert found == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["2 x 2, opt_shard"])
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_share_out_the_optimizer_state(name: str, layout: str, ranks: Any) -> None:
+    whole = [rank["trained"][name, "2 stages, 2 replicas"]["state"] for rank in ranks]
+    shares = [rank["trained"][name, layout]["state"] for rank in ranks]
+    for stage in (0, 2):
+        assert whole[stage] == whole[stage + 1] > 0
+        assert sum(shares[stage : stage + 2]) == whole[stage]
+        assert max(shares[stage : stage + 2]) <= 0.65 * whole[stage]
+
+
 def test_shared_parameters_take_the_value_of_their_owner(ranks: Any) -> None:
-    found = [rank["trained"]["adamw tied", 2]["synced"] for rank in ranks]
-    assert found == [0.0, 1.0, 0.0, 1.0]  # of the first stage in each replica
-    untied = [rank["trained"]["sgd", 2]["synced"] for rank in ranks]
-    assert untied == [None, None, 2.0, 3.0]
+    for layout in ("2 stages, 2 replicas", "2 x 2, opt_shard"):
+        found = [rank["trained"]["adamw tied", layout]["synced"] for rank in ranks]
+        assert found == [0.0, 1.0, 0.0, 1.0]  # of the first stage in each replica
+        untied = [rank["trained"]["sgd", layout]["synced"] for rank in ranks]
+        assert untied == [None, None, 2.0, 3.0]
 
 
 def test_metrics_and_collectives_act_on_replicas(ranks: Any) -> None:

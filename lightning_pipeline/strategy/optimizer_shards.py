@@ -1,0 +1,88 @@
+"""Optimizer state shared out over replicas: each updates its part of a stage's parameters and sends it round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.trees import recv_tree, send_tree
+from lightning_pipeline.strategy.optimizers import OptimizerLayout
+
+BUCKET_BYTES = 25 << 20
+
+
+class OptimizerShards:
+    """The first stage of ZeRO (Rajbhandari et al., 2020) for the optimizer that the user made.
+
+    Optimizers pass over parameters without a gradient and make state at a parameter's first update. So before the
+    update a replica puts aside the gradients of what the others update; afterwards it sends its updated parameters
+    round. The optimizer itself, its groups and schedulers stay as they are. (torch's ZeroRedundancyOptimizer would
+    make an optimizer of its own from a class, and could neither let go of parameters that turn out to belong to
+    another stage nor give checkpoints their plain layout.)
+
+    Args:
+        layout: the optimizer and the names of its parameters.
+        replicas: the ranks that hold the same stages.
+    """
+
+    def __init__(self, layout: OptimizerLayout, replicas: Replicas) -> None:
+        self.layout = layout
+        self._replicas = replicas
+        self._own = replicas.topology.replica
+        self._updaters: dict[str, int] = {}
+        self._loads = [0] * replicas.num_replicas
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+
+    def before_update(self) -> None:
+        """When all gradients are final: leave the optimizer those of this replica's part."""
+        self._assign()
+        for name, parameter in self.layout.local_parameters():
+            if parameter.grad is not None and self._updaters[name] != self._own:
+                self._aside.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def after_update(self) -> None:
+        """Bring all parameters up to date, and the gradients back."""
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
+        parts: list[list[Tensor]] = [[] for _ in self._loads]
+        for name, parameter in self.layout.local_parameters():
+            if parameter.grad is not None:
+                parts[self._updaters[name]].append(parameter.detach())
+        ranks = self._replicas.topology.data_ranks
+        for replica, part in enumerate(parts):
+            if part:
+                source = dist.get_group_rank(self._replicas.group, ranks[replica])
+                dist._broadcast_coalesced(self._replicas.group, part, BUCKET_BYTES, source)
+
+    def is_kept(self, name: str) -> bool:
+        """Whether this replica keeps the state of this parameter."""
+        return self._updaters.get(name, self._own) == self._own
+
+    def collect(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """On replica 0 the state of all of this stage's parameters, by name; None on the others. All must call it."""
+        own = {name: value for name, value in state.items() if self.is_kept(name)}
+        if self._own != 0:
+            send_tree(own, self._replicas, 0)
+            return None
+        for replica in range(1, self._replicas.num_replicas):
+            own.update(recv_tree(self._replicas, replica, "optimizer state"))
+        return own
+
+    def _assign(self) -> None:
+        """Give parameters that have no replica yet to the one with the least, the largest first.
+
+        The others stay where their state is. All replicas hold the same parameters and decide alike. The first update
+        comes when a training step has shown what the stage holds, so a loaded state is shared out then.
+        """
+        new = [named for named in self.layout.local_parameters() if named[0] not in self._updaters]
+        for name, parameter in sorted(new, key=lambda named: -named[1].numel()):
+            replica = min(range(len(self._loads)), key=self._loads.__getitem__)
+            self._updaters[name] = replica
+            self._loads[replica] += parameter.numel()
+            if replica != self._own:
+                self.layout.optimizer.state.pop(parameter, None)
