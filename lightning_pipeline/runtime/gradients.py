@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.gradient_hold import GradientHold
 from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.reducer import PipelineGradReducer
@@ -22,6 +23,7 @@ class Gradients:
         module: the LightningModule.
         stages: this rank's virtual stages.
         gradients_mean: over replicas gradients are averaged; else summed.
+        sharded: shards parameters over replicas; None keeps them whole.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class Gradients:
         transport: Transport | None,
         replicas: Replicas | None,
         gradients_mean: bool,
+        sharded: FullySharded | None = None,
     ) -> None:
+        self.sharded = sharded
         self._module = module
         self._placement = placement
         self._stages = stages
@@ -54,6 +58,20 @@ class Gradients:
         self._maybe_shared = ownership.unseen | self._placement.used_repeatedly()
         self._reducer = None
 
+    def shard(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Shard over replicas what steps have shown to be used in one leaf only, once.
+
+        To be called when `.grad` is complete. Returns the new parameter for each that is replaced.
+        """
+        if self.sharded is None or self.sharded or not self._complete:
+            return {}
+        named = dict(self._module.named_parameters(remove_duplicate=False))
+        leaves = self._placement.used_in_one_leaf()
+        inside = set().union(*leaves.values())
+        whole = {parameter for name, parameter in named.items() if name not in inside}
+        self._reducer = None
+        return self.sharded.shard([self._module.get_submodule(name) for name in leaves], whole)
+
     def begin(self, *, first: bool, complete: bool) -> None:
         """Before the schedule.
 
@@ -63,6 +81,8 @@ class Gradients:
         """
         self._complete = complete
         self._hold.begin([p for p in self._module.parameters() if not p.is_meta], first=first)
+        if self.sharded is not None:
+            self.sharded.gather()
         maybe_shared = self._named(self._maybe_shared)
         self._over_stages.begin(maybe_shared)
         self._reducing = self._begin_reducing(maybe_shared) if complete and self._replicas is not None else None
@@ -79,6 +99,10 @@ class Gradients:
         if self._reducing is not None:
             self._reducing.finish()
             self._reducing = None
+        if self.sharded is not None:
+            if self._complete:
+                self.sharded.reduce()
+            self.sharded.release()
         self._hold.end()
 
     def publish(self) -> None:
@@ -90,7 +114,9 @@ class Gradients:
     def _begin_reducing(self, maybe_shared: Mapping[str, nn.Parameter]) -> PipelineGradReducer:
         if self._reducer is None:
             assert self._replicas is not None
-            named = {name: p for name, p in self._module.named_parameters() if not p.is_meta}
+            sharded = set(self.sharded.parameters()) if self.sharded is not None else set()
+            parameters = self._module.named_parameters()
+            named = {name: p for name, p in parameters if not p.is_meta and p not in sharded}
             self._reducer = PipelineGradReducer(
                 named.values(), group=self._replicas.group, gradients_mean=self._gradients_mean, names=list(named)
             )

@@ -105,6 +105,18 @@ class Placement:
         """Names of parameters and buffers that this virtual stage uses, and no other."""
         return {name for names in self._names if self._stages_of(names)[0] == {stage} for name in names}
 
+    def used_in_one_leaf(self) -> dict[str, set[str]]:
+        """This rank's leaves, each with the names of parameters and buffers that nothing else uses."""
+        found: dict[str, set[str]] = {}
+        for names in self._names:
+            leaves = {self._leaf_of(name, self.leaf_stages) for name in names}
+            leaf = leaves.pop()
+            if leaf is None or leaves or not self._users.keys().isdisjoint(names):
+                continue
+            if [self.placement[stage] for stage in self.leaf_stages[leaf]] == [self.rank]:
+                found.setdefault(leaf, set()).update(names)
+        return found
+
     def rank_of_module(self, name: str) -> int | None:
         """The rank that runs the module of this name; that of the last virtual stage, where several do."""
         leaf = self._leaf_of(f"{name}.", self.leaf_stages)

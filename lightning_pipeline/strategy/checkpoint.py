@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.fully_sharded import slice_like, whole
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
 
 if TYPE_CHECKING:
@@ -51,8 +53,18 @@ def gather_module_state(
         if ownership.stage == 0:
             received[key] = recv_tree(transport, source, f"checkpoint entry {key!r}")
         elif ownership.stage == source:
-            send_tree(state[key], transport, 0)
+            send_tree(whole(state[key]), transport, 0)
     return _localised(state, module, received) if ownership.stage == 0 else {}
+
+
+def help_to_gather(module: nn.Module) -> None:
+    """On the other replicas, while one gathers the state: give it the slices of what is sharded over replicas."""
+    tied = _tied_names(module)
+    given: set[Any] = set()
+    for key, value in module.state_dict().items():
+        if isinstance(value, DTensor) and tied.get(key, key) not in given:
+            given.add(tied.get(key, key))
+            whole(value)
 
 
 def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> Any:
@@ -69,7 +81,24 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
     with warnings.catch_warnings():
         # Copying into a meta tensor is just what skips it.
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
-        return module.load_state_dict(state_dict, strict=strict)
+        return module.load_state_dict(_sliced(state_dict, module), strict=strict)
+
+
+def _sliced(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """The state dict with this rank's slices of what is sharded."""
+    sharded = {
+        name: parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, DTensor) and name in state_dict
+    }
+    if not sharded:
+        return state_dict
+    slices = {
+        name: slice_like(parameter, state_dict[name])
+        for name, parameter in sharded.items()
+        if state_dict[name].shape == parameter.shape  # torch tells what is wrong with others
+    }
+    return {**state_dict, **slices}
 
 
 def _requests(
@@ -129,7 +158,7 @@ def _localised(state: Mapping[str, Any], module: nn.Module, received: Mapping[st
         if key in tied and tied[key] in twins:
             result[key] = twins[tied[key]]
         else:
-            result[key] = received[key] if key in received else to_cpu(value)
+            result[key] = received[key] if key in received else to_cpu(whole(value))
             if key in tied:
                 twins[tied[key]] = result[key]
     if hasattr(state, "_metadata"):

@@ -6,10 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.fully_sharded import local_part, plain
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 
 if TYPE_CHECKING:
@@ -44,13 +48,13 @@ def clip_by_norm(
             f"the norm of order {norm_type} of the gradients is {total_norm.item()}, so they cannot be clipped; "
             "pass error_if_nonfinite=False to scale them by it anyway"
         )
-    torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in local], max_norm, total_norm)
+    torch.nn.utils.clip_grads_with_norm_(plain(parameter for _, parameter in local), max_norm, total_norm)
     return total_norm
 
 
 def clip_by_value(layout: OptimizerLayout, clip_value: float) -> None:
     """Clamp each gradient of this stage to ``[-clip_value, clip_value]``, in place."""
-    torch.nn.utils.clip_grad_value_([parameter for _, parameter in layout.local_parameters()], clip_value)
+    torch.nn.utils.clip_grad_value_(plain(parameter for _, parameter in layout.local_parameters()), clip_value)
 
 
 @torch.no_grad()
@@ -78,14 +82,16 @@ def global_grad_norm(
         A 0-d tensor on the device of this stage's gradients.
     """
     named_grads = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
-    if transport is None:
+    if transport is None and not any(isinstance(grad, DTensor) for _, grad in named_grads):
         return torch.nn.utils.get_total_norm([grad for _, grad in named_grads], norm_type)
     columns = {name: column for column, name in enumerate(dtypes)}
     vector = torch.full((len(columns),), _NO_GRADIENT, dtype=torch.float64)
     if named_grads:
         norms = _norms([grad for _, grad in named_grads], float(norm_type))
         vector[[columns[name] for name, _ in named_grads]] = norms.cpu()
-    table = transport.all_gather_vector(vector, "gradient norms").tolist()
+    table = [vector.tolist()]
+    if transport is not None:
+        table = transport.all_gather_vector(vector, "gradient norms").tolist()
 
     found: dict[str, float] = {}
     for name, column in columns.items():
@@ -97,7 +103,15 @@ def global_grad_norm(
 
 
 def _norms(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Each gradient's norm as float64 (exact), by the kernels that torch's own clipping uses."""
+    """Each gradient's norm as float64 (exact), by the kernels that torch's own clipping uses.
+
+    Ranks that hold slices of the gradients must all call it.
+    """
+    sharded = [index for index, grad in enumerate(grads) if isinstance(grad, DTensor)]
+    mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
+    # A parameter with fewer rows than replicas leaves some of them nothing, and torch knows no norm of that.
+    parts = (local_part(grad) for grad in grads)
+    grads = [part if part.numel() else part.new_zeros(1) for part in parts]
     result = torch.empty(len(grads), dtype=torch.float64, device=grads[0].device)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, grad in enumerate(grads):
@@ -109,7 +123,19 @@ def _norms(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         else:
             norms = [torch.linalg.vector_norm(grad, norm_type) for grad in group]
         result[indices] = torch.stack(norms).to(result)
+    if mesh is not None:
+        result[sharded] = _over_slices(result[sharded], norm_type, mesh)
     return result
+
+
+def _over_slices(norms: torch.Tensor, norm_type: float, mesh: DeviceMesh) -> torch.Tensor:
+    """The norms of whole gradients from those of this rank's slices, by one message."""
+    if norm_type == float("inf"):
+        dist.all_reduce(norms, dist.ReduceOp.MAX, mesh.get_group())
+        return norms
+    powers = norms.pow(norm_type) if norm_type else norms  # of order 0 it is a count
+    dist.all_reduce(powers, group=mesh.get_group())
+    return powers.pow(1 / norm_type) if norm_type else powers
 
 
 def _norm_of_norms(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
+
+from lightning_pipeline.runtime.fully_sharded import plain
 
 
 def agree_on_overflow(scaler: GradScaler, device: torch.device) -> Callable[[], None]:
@@ -21,8 +24,9 @@ def agree_on_overflow(scaler: GradScaler, device: torch.device) -> Callable[[], 
     """
     own_gradients = scaler._unscale_grads_
 
-    def all_gradients(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        found = own_gradients(*args, **kwargs)
+    def all_gradients(optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        groups = [{"params": plain(group["params"])} for group in optimizer.param_groups]
+        found = own_gradients(SimpleNamespace(param_groups=groups), *args)  # type: ignore[arg-type]
         worst = torch.zeros((), dtype=torch.float32, device=device)
         for value in found.values():
             worst = torch.maximum(worst, value.to(device))

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.fully_sharded import slice_like
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
 
 if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport
+
+ELEMENTWISE = (
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,  # and AdamW
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+"""Optimizers that are known to update each element by itself."""
 
 
 class OptimizerLayout:
@@ -29,6 +45,7 @@ class OptimizerLayout:
         module: the module whose parameters it optimizes, for their names.
 
     Attributes:
+        is_elementwise: the optimizer updates each element by itself, so a slice of a parameter has a slice of state.
         groups: parameter names of each group, over the whole model.
         dtypes: name to dtype of each parameter, in the optimizer's own order.
 
@@ -38,9 +55,11 @@ class OptimizerLayout:
 
     def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
         self.optimizer = optimizer
+        self.is_elementwise = isinstance(optimizer, ELEMENTWISE)
         self.groups: list[list[str]] = []
         self.dtypes: dict[str, torch.dtype] = {}
         self._local: list[list[str]] = []
+        self._given: list[dict[str, Any]] = []  # options as they were, where they had to change
         self._param_names: list[list[str] | None] = []  # those that the user gave, if any
         self.note_new_groups(module)
 
@@ -60,8 +79,10 @@ class OptimizerLayout:
             group_names = [names[id(parameter)] for parameter in group["params"]]
             self.groups.append(group_names)
             self._local.append(list(group_names))
+            self._given.append({})
             self._param_names.append(list(group["param_names"]) if "param_names" in group else None)
             self.dtypes.update((names[id(parameter)], parameter.dtype) for parameter in group["params"])
+        self._keep_kinds_apart()
 
     @property
     def names(self) -> list[str]:
@@ -94,6 +115,19 @@ class OptimizerLayout:
             if "param_names" in group:
                 group["param_names"] = [name for name, kept in zip(group["param_names"], keep, strict=True) if kept]
             self._local[index] = [name for name, kept in zip(names, keep, strict=True) if kept]
+
+    def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Let the optimizer go on with other parameters in the places of some, sharded ones.
+
+        State that there is already is sharded where it has its parameter's shape.
+        """
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [new.get(parameter, parameter) for parameter in group["params"]]
+        self._keep_kinds_apart()
+        for parameter, sharded in new.items():
+            state = self.optimizer.state.pop(parameter, None)
+            if state is not None:
+                self.optimizer.state[sharded] = self._sharded_state(state, sharded)
 
     def gather_state(
         self,
@@ -152,6 +186,7 @@ class OptimizerLayout:
                 f"{type(self.optimizer).__name__} has {len(sizes)} with {sizes}: resume with the model and the "
                 "configure_optimizers that wrote it, or load the weights only"
             )
+        held = dict(self.local_parameters())
         groups: list[dict[str, Any]] = []
         saved_state = state_dict["state"]
         saved_ids = set(chain.from_iterable(group["params"] for group in saved_groups))
@@ -164,21 +199,44 @@ class OptimizerLayout:
             next_id += len(positions)
             for local_id, position in zip(local_ids, positions, strict=True):
                 if saved["params"][position] in saved_state and is_kept(names[position]):
-                    state[local_id] = saved_state[saved["params"][position]]
+                    found = saved_state[saved["params"][position]]
+                    state[local_id] = self._sharded_state(found, held[names[position]])
             group = {**saved, "params": local_ids}
             if "param_names" in saved:
                 group["param_names"] = [saved["param_names"][position] for position in positions]
             groups.append(group)
         self.optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        self._keep_kinds_apart()
+
+    def _keep_kinds_apart(self) -> None:
+        """Kernels over lists of tensors take no mixture of sharded and whole ones."""
+        for group, given in zip(self.optimizer.param_groups, self._given, strict=True):
+            if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+                for option in ("foreach", "fused"):
+                    if option in group and group[option] is not False:
+                        given.setdefault(option, group[option])
+                        group[option] = False
 
     def _full_groups(self, local_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """This stage's options of each group with the positional ids of the whole model."""
         groups = []
         next_id = 0
-        for group, names, param_names in zip(local_groups, self.groups, self._param_names, strict=True):
-            full = {**to_cpu(group), "params": list(range(next_id, next_id + len(names)))}
+        parts = zip(local_groups, self._given, self.groups, self._param_names, strict=True)
+        for group, given, names, param_names in parts:
+            full = {**to_cpu(group), **given, "params": list(range(next_id, next_id + len(names)))}
             if param_names is not None:
                 full["param_names"] = list(param_names)
             next_id += len(names)
             groups.append(full)
         return groups
+
+    def _sharded_state(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+        """A parameter's state, with what has its shape sharded as it is, if it is."""
+        if not isinstance(parameter, DTensor) or not self.is_elementwise:
+            return state
+        return {
+            key: slice_like(parameter, value)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+            else value
+            for key, value in state.items()
+        }

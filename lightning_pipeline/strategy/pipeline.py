@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -32,6 +33,7 @@ from lightning_pipeline.partition.ownership import Ownership, release
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import StageMap, count_stages, read_stage_config, resolve
 from lightning_pipeline.runtime.agreement import check_agreement
+from lightning_pipeline.runtime.fully_sharded import FullySharded, whole
 from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.microbatch import Microbatch
@@ -42,9 +44,10 @@ from lightning_pipeline.runtime.shared import spread_from_owner
 from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.trees import map_tensors, to_cpu
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor
-from lightning_pipeline.strategy.checkpoint import gather_module_state, load_module_state
+from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
 from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value, global_grad_norm
 from lightning_pipeline.strategy.copies import copies_of, fill_from_owners
 from lightning_pipeline.strategy.dataloading import share_loader
@@ -62,6 +65,7 @@ from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.steps import Steps
+from lightning_pipeline.strategy.whole_updates import WholeUpdates
 
 
 class PipelineStrategy(ProcessStrategy):
@@ -85,6 +89,8 @@ class PipelineStrategy(ProcessStrategy):
         gradients_mean: gradients are averaged over replicas; else summed.
         opt_shard: replicas share out the optimizer's state and update (see ``OptimizerShards``); checkpoints stay the
             same.
+        data_parallel: "replicate" keeps a stage's parameters whole on each of its replicas; "fsdp" shards them, their
+            gradients and optimizer state over the replicas from the first training step on (see ``FullySharded``).
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
@@ -107,6 +113,7 @@ class PipelineStrategy(ProcessStrategy):
         max_live_microbatches: float | None = None,
         gradients_mean: bool = True,
         opt_shard: bool = False,
+        data_parallel: str = "replicate",
         loss_reduction: str = "mean",
         output_broadcast: bool = True,
         process_group_backend: str | None = None,
@@ -128,6 +135,10 @@ class PipelineStrategy(ProcessStrategy):
         )
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
+        if data_parallel not in ("replicate", "fsdp"):
+            raise ValueError(f'data_parallel is "replicate" or "fsdp", got {data_parallel!r}')
+        if data_parallel == "fsdp" and opt_shard:
+            raise ValueError('data_parallel="fsdp" shards the optimizer state already: leave opt_shard=True out')
         _check_count("num_stages", num_stages)
         _check_count("num_microbatches", num_microbatches)
         self._choice = ScheduleChoice(schedule)
@@ -143,6 +154,7 @@ class PipelineStrategy(ProcessStrategy):
         self.schedule = schedule
         self.gradients_mean = gradients_mean
         self.opt_shard = opt_shard
+        self.data_parallel = data_parallel
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
         self.pipeline: Pipeline | None = None
@@ -153,8 +165,9 @@ class PipelineStrategy(ProcessStrategy):
         self._advisor: Advisor | None = None
         self._placement: Placement | None = None
         self._layouts: list[OptimizerLayout] = []
-        self._shards: dict[Optimizer, OptimizerShards] = {}
+        self._updates: dict[Optimizer, OptimizerShards | WholeUpdates] = {}
         self._gradients: Gradients | None = None
+        self._sharded: FullySharded | None = None
         self._accumulating = False
         self._in_step = False
         self._undo: list[Callable[[], None]] = []
@@ -191,9 +204,7 @@ class PipelineStrategy(ProcessStrategy):
             self.setup_optimizers(trainer)
             refusals.check_optimizers(self.optimizers)
             self._layouts = [OptimizerLayout(optimizer, module) for optimizer in self.optimizers]
-            self._shards = {}
-            if self.opt_shard and self._replicas is not None:
-                self._shards = {layout.optimizer: OptimizerShards(layout, self._replicas) for layout in self._layouts}
+            self._updates = dict(self._special_updates())
             self._drop_remote()
         self.setup_precision_plugin()
         self._install(module)
@@ -239,6 +250,9 @@ class PipelineStrategy(ProcessStrategy):
         if self.world_size > 1:
             self._check_agreement(module, stages, num_microbatches)
         self._replicas = Replicas.shared(topology, self.timeout)
+        self._sharded = None
+        if self.data_parallel == "fsdp" and self._replicas is not None:
+            self._sharded = FullySharded(self._replicas, self.root_device.type, gradients_mean=self.gradients_mean)
         streams = Streams(self.root_device)
         interception = Interception(module, stages, streams)
         certain = certain_stages(interception.leaves, stages.num_stages)
@@ -260,6 +274,7 @@ class PipelineStrategy(ProcessStrategy):
             transport=self._transport,
             replicas=self._replicas,
             gradients_mean=self.gradients_mean,
+            sharded=self._sharded,
         )
         self._release_remote(module)
         self._steps = Steps(
@@ -312,7 +327,7 @@ class PipelineStrategy(ProcessStrategy):
         held = {id(t): (t, self.ownership.holders[n]) for n, t in _tensors(module) if n in self.ownership}
         spread_from_owner([item for item in held.values() if len(item[1]) > 1], self._transport, self.ownership.stage)
         if self._replicas is not None:
-            self._replicas.spread(tensor for tensor, _ in held.values() if not tensor.is_meta)
+            self._replicas.spread(t for t, _ in held.values() if not t.is_meta and not isinstance(t, DTensor))
 
     @override
     def model_to_device(self) -> None:
@@ -328,7 +343,7 @@ class PipelineStrategy(ProcessStrategy):
         vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
         vars(plugin)["clip_grad_by_value"] = self._clip_by_value
         self._undo.append(lambda: _forget(plugin, "clip_grad_by_norm", "clip_grad_by_value"))
-        if self._shards:
+        if self._updates:
             self._undo.append(call_before_update(plugin, self._before_update))
         if self.world_size > 1 and self._scaler is not None:
             self._undo.append(agree_on_overflow(self._scaler, self.root_device))
@@ -417,6 +432,39 @@ class PipelineStrategy(ProcessStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
 
+    @override
+    def on_validation_start(self) -> None:
+        self._gather_parameters()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._release_parameters()
+
+    @override
+    def on_test_start(self) -> None:
+        self._gather_parameters()
+
+    @override
+    def on_test_end(self) -> None:
+        self._release_parameters()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._gather_parameters()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._release_parameters()
+
+    def _gather_parameters(self) -> None:
+        """For a whole loop: replicas may have unequally many batches, so steps must not wait for one another."""
+        if self._sharded is not None:
+            self._sharded.gather()
+
+    def _release_parameters(self) -> None:
+        if self._sharded is not None:
+            self._sharded.release()
+
     def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         assert self._steps is not None and self.lightning_module is not None
         with self._stepping():
@@ -450,10 +498,21 @@ class PipelineStrategy(ProcessStrategy):
         assert module is not None and self._gradients is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._gradients.publish()
+        replaced = self._gradients.shard()
+        for layout in self._layouts:
+            layout.replace(replaced)
         return self.precision_plugin.post_backward(closure_loss, module)
 
+    def _special_updates(self) -> Iterator[tuple[Optimizer, OptimizerShards | WholeUpdates]]:
+        for layout in self._layouts:
+            if self.opt_shard and self._replicas is not None:
+                yield layout.optimizer, OptimizerShards(layout, self._replicas)
+            elif self._sharded is not None and not layout.is_elementwise:
+                yield layout.optimizer, WholeUpdates(layout)
+
     def _before_update(self, optimizer: Optimizer) -> None:
-        self._shards[_inner(optimizer)].before_update()
+        if (update := self._updates.get(_inner(optimizer))) is not None:
+            update.before_update()
 
     @override
     def optimizer_step(
@@ -464,8 +523,8 @@ class PipelineStrategy(ProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if (shards := self._shards.get(_inner(optimizer))) is not None:
-            shards.after_update()
+        if (update := self._updates.get(_inner(optimizer))) is not None:
+            update.after_update()
         return result
 
     @contextmanager
@@ -537,6 +596,7 @@ class PipelineStrategy(ProcessStrategy):
         self._check_alive()
         assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
         if self._is_replica:
+            help_to_gather(self.lightning_module)
             return {}
         return gather_module_state(
             self.lightning_module,
@@ -565,16 +625,26 @@ class PipelineStrategy(ProcessStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_alive()
         assert self.ownership is not None
-        layout, shards = self._layout_of(optimizer), self._shards.get(_inner(optimizer))
-        if shards is not None:
-            return layout.gather_state(self.ownership, self._transport, shards.collect)
-        return {} if self._is_replica else layout.gather_state(self.ownership, self._transport)
+        return self._layout_of(optimizer).gather_state(self.ownership, self._transport, self._collector(optimizer))
+
+    def _collector(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+        """What makes of the optimizer states on a rank those of its stage, on replica 0."""
+        update = self._updates.get(_inner(optimizer))
+        if isinstance(update, OptimizerShards):
+            return update.collect
+
+        def collect(state: dict[str, Any]) -> dict[str, Any] | None:
+            if self._sharded is not None:
+                state = to_cpu(map_tensors(state, whole))
+            return None if self._is_replica else state
+
+        return collect
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for layout, state in zip(self._layouts, checkpoint["optimizer_states"], strict=False):
-            shards = self._shards.get(layout.optimizer)
-            layout.load_state(state, shards.is_kept if shards is not None else lambda name: True)
+            update = self._updates.get(layout.optimizer)
+            layout.load_state(state, update.is_kept if isinstance(update, OptimizerShards) else lambda name: True)
 
     @property
     def _is_replica(self) -> bool:
