@@ -12,9 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
+from lightning_pipeline import PipelineStrategy
 from tests.launching import launch
 from tests.training.models import LitGPT, gpt_stages, token_loader
-from tests.training.runs import Losses, pipeline_trainer, weights
+from tests.training.runs import QUIET, Losses, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
 
@@ -67,6 +68,35 @@ def run(world: int, folder: str) -> dict[str, Any]:
     trainer = trainer_of(world, max_epochs=1, callbacks=[accumulated], accumulate_grad_batches=2)
     trainer.fit(LitOverflow(), token_loader(48, 8))
     return {**found, "resumed": resumed.values, "accumulated": accumulated.values}
+
+
+REPLICAS: dict[str, dict[str, Any]] = {"opt_shard": {"opt_shard": True}, "fsdp": {"data_parallel": "fsdp"}}
+
+
+def overflow(world: int) -> dict[str, Any]:
+    """A scale that is far too large at first."""
+    found = {}
+    for name, options in REPLICAS.items():
+        scales = Scales()
+        L.seed_everything(1, verbose=False)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=2.0**24, growth_interval=3))
+        strategy = PipelineStrategy(stage_config=gpt_stages(2), num_microbatches=4, timeout=30, **options)
+        trainer = L.Trainer(
+            strategy=strategy, devices=world, plugins=[plugin], max_epochs=3, callbacks=[scales], **QUIET
+        )
+        trainer.fit(LitGPT(), token_loader(48, 8))
+        found[name] = {"scales": scales.values, "weights": weights(trainer)}
+    return found
+
+
+def test_replicas_agree_on_an_overflow() -> None:
+    # Where the gradients fit depends on the share of a micro-batch in a replica's loss, so not on one process.
+    ranks = launch(overflow, 4, world=4)
+    for name in REPLICAS:
+        scales = ranks[0][name]["scales"]
+        assert scales[0] == 2.0**23 and max(scales[4:]) <= 2.0**20 and len(scales) == 9
+        assert [rank[name]["scales"] for rank in ranks] == [scales] * 4
+        assert all(torch.isfinite(value).all() for value in ranks[0][name]["weights"].values())
 
 
 @pytest.fixture(scope="module")
