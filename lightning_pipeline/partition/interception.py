@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_pipeline.partition.absent import Absent
 from lightning_pipeline.partition.attributes import StageAttributes
+from lightning_pipeline.partition.hooks import is_split, splitting_inside
 from lightning_pipeline.partition.leaves import Leaf, find_leaves
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.recompute import recomputation
@@ -46,6 +47,7 @@ class Interception:
         self._leaf_of = {id(leaf.module): leaf for leaf in self.leaves}
         inside = {id(module) for leaf in self.leaves for module in leaf.module.modules()}
         self._around = [module for module in self.modules.values() if id(module) not in inside]
+        self._split = [leaf.module for leaf in self.leaves if is_split(leaf.module)]
         self._attributes: StageAttributes | None = None
 
     def keep_stages_apart(self) -> None:
@@ -71,6 +73,8 @@ class Interception:
             stack.callback(_without_absent, [(module, dict(module._buffers)) for module in self._around])
             if self._attributes is not None:
                 stack.enter_context(self._attributes.step())
+            for module in self._split:
+                stack.enter_context(splitting_inside(module))
             stack.callback(_restore, undo)
             for name, module in self._streamed(observing):
                 wrap = self.streams.observed if observing else self.streams.own

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.absent import ValueId, ValueMeta
 from lightning_pipeline.partition.dynamic import DataDependence
-from lightning_pipeline.partition.hooks import HookCall, note_calls
+from lightning_pipeline.partition.hooks import HookCall, note_calls, user_hooks
 from lightning_pipeline.partition.metadata import DATA_DEPENDENT, HOOKING, users_line
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.record import Alias, Event, Record, is_constant, picklable
@@ -260,7 +260,7 @@ class Observer:
             name = self._inner.get(id(sub), "")
             found = {k: id(v) for k, v in vars(sub).items() if not k.startswith("_") and not callable(v)}
             look.attributes[name] = found
-            if sub is not module and sub._forward_hooks:
+            if sub is not module and user_hooks(sub):
                 look.handles += note_calls([(name, sub)], look.hooks)
         look.dependence = DataDependence()
         look.dependence.__enter__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.fully_sharded import FullySharded
@@ -55,6 +56,12 @@ class Gradients:
     def settle(self, ownership: Ownership) -> None:
         """Take in who holds what, which a step has brought to light."""
         self._shared = shared_parameters(dict(self._module.named_parameters(remove_duplicate=False)), ownership)
+        split = [name for name, (parameter, _) in self._shared.items() if isinstance(parameter, DTensor)]
+        if split:
+            raise ValueError(
+                f"{', '.join(split)} is used on several stages and split by tensor parallelism, which do not go "
+                f"together: leave it out of parallelize_module, or untie it"
+            )
         self._maybe_shared = ownership.unseen | self._placement.used_repeatedly()
         self._reducer = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -99,10 +100,10 @@ class Replicas:
                 dist.destroy_process_group(group)
 
     def _new_group(self, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
-        """This stage's ranks as a group; every rank of the world makes those of all stages."""
-        size = self.num_replicas
-        for start in range(0, self.topology.world_size, size):
-            group = dist.new_group(list(range(start, start + size)), timeout=timeout, backend=backend)
-            if start == self.topology.data_ranks[0]:
-                own = group
-        return own
+        """The ranks that hold the same as this one, as a group; every rank of the world makes all such groups."""
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for rank in range(self.topology.world_size):
+            ranks = tuple(replace(self.topology, rank=rank).data_ranks)
+            if ranks not in groups:
+                groups[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        return groups[tuple(self.topology.data_ranks)]

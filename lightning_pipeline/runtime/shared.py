@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.fully_sharded import local_part
 from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
 
 EXACT_BYTES = 1 << 20
@@ -164,6 +165,7 @@ def spread_from_owner(tensors: Sequence[tuple[Tensor, Sequence[int]]], transport
         return
     with torch.no_grad():
         for tensor, stages in tensors:
+            tensor = local_part(tensor)
             if stage == stages[0]:
                 for holder in stages[1:]:
                     transport.send(tensor.detach().contiguous(), holder, Channel.SHARED)

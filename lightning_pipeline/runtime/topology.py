@@ -20,11 +20,15 @@ class Topology:
                                             stage 1   rank 2      rank 3
                                             stage 2   rank 4      rank 5
 
+    With tensor parallelism each replica of a stage is a few neighbouring ranks, which hold slices of its tensors; the
+    slices with one number on all stages make a pipeline of their own.
+
     Args:
         num_ranks_per_pipeline: ranks that make one pipeline, which is the number of stages.
         world_size: ranks in all.
         rank: this process.
         placement: the place in the pipeline of each virtual stage, where these are several; for routes and messages.
+        tensor_parallel_size: ranks among which the tensors of one replica of a stage are split.
 
     Raises:
         ValueError: more stages than devices, or devices that the stages do not divide.
@@ -34,6 +38,7 @@ class Topology:
     world_size: int
     rank: int
     placement: tuple[int, ...] = ()
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         stages, world = self.num_ranks_per_pipeline, self.world_size
@@ -50,6 +55,11 @@ class Topology:
                 f"{world} devices are not a multiple of {stages} stages: use {world - world % stages} or "
                 f"{world - world % stages + stages} devices, or a num_stages that divides {world} ({divisors})"
             )
+        if self.tensor_parallel_size < 1 or (world // stages) % self.tensor_parallel_size:
+            raise ValueError(
+                f"{world} devices in {stages} stages are {world // stages} to a stage, which tensor_parallel_size="
+                f"{self.tensor_parallel_size} does not divide: use devices={stages * self.tensor_parallel_size}"
+            )
         if not 0 <= self.rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}, got {self.rank}")
 
@@ -58,19 +68,29 @@ class Topology:
         return self.num_ranks_per_pipeline
 
     @property
-    def data_parallel_size(self) -> int:
-        """Replicas of the pipeline."""
+    def num_pipelines(self) -> int:
+        """Ranks of a stage, each in a pipeline of its own."""
         return self.world_size // self.num_ranks_per_pipeline
+
+    @property
+    def pipeline(self) -> int:
+        """This rank's pipeline, 0 .. num_pipelines - 1."""
+        return self.rank % self.num_pipelines
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of each stage, which see different data."""
+        return self.num_pipelines // self.tensor_parallel_size
 
     @property
     def stage_rank(self) -> int:
         """This rank's stage, 0 .. num_stages - 1."""
-        return self.rank // self.data_parallel_size
+        return self.rank // self.num_pipelines
 
     @property
     def replica(self) -> int:
         """This rank's replica, 0 .. data_parallel_size - 1."""
-        return self.rank % self.data_parallel_size
+        return self.pipeline // self.tensor_parallel_size
 
     @property
     def is_first_stage(self) -> bool:
@@ -82,22 +102,22 @@ class Topology:
 
     @property
     def pipeline_ranks(self) -> list[int]:
-        """Global ranks of this replica's stages, in stage order."""
-        return self.ranks_of_replica(self.replica)
+        """Global ranks of this rank's pipeline, in stage order."""
+        return self.ranks_of_pipeline(self.pipeline)
 
     @property
     def data_ranks(self) -> list[int]:
-        """Global ranks of this stage's replicas."""
-        start = self.stage_rank * self.data_parallel_size
-        return list(range(start, start + self.data_parallel_size))
+        """Global ranks that hold what this one holds, one of each replica."""
+        start = self.stage_rank * self.num_pipelines + self.pipeline % self.tensor_parallel_size
+        return list(range(start, start + self.num_pipelines, self.tensor_parallel_size))
 
-    def ranks_of_replica(self, replica: int) -> list[int]:
-        """Global ranks of one replica's stages, in stage order."""
-        return list(range(replica, self.world_size, self.data_parallel_size))
+    def ranks_of_pipeline(self, pipeline: int) -> list[int]:
+        """Global ranks of one pipeline, in stage order."""
+        return list(range(pipeline, self.world_size, self.num_pipelines))
 
     def describe(self, rank: int) -> str:
         """``"stage 1 (rank 2)"``, or ``"rank 2 (virtual stages 1 and 3)"``, as error messages write it."""
-        place = rank // self.data_parallel_size
+        place = rank // self.num_pipelines
         if not self.placement:
             return f"stage {place} (rank {rank})"
         stages = [str(stage) for stage, other in enumerate(self.placement) if other == place]
@@ -106,6 +126,9 @@ class Topology:
     def mesh(self, device_type: str) -> DeviceMesh:
         """A DeviceMesh with dimensions ``("stage", "data")``. Every rank calls it, as it makes process groups.
 
+        With tensor parallelism they are ``("stage", "data_parallel", "tensor_parallel")``, as modules expect that were
+        written for Lightning's ModelParallelStrategy.
+
         Raises:
             RuntimeError: torch.distributed is not initialised.
         """
@@ -113,5 +136,8 @@ class Topology:
             raise RuntimeError("Topology.mesh needs torch.distributed: call init_process_group first")
         from torch.distributed.device_mesh import init_device_mesh
 
-        shape = (self.num_stages, self.data_parallel_size)
-        return init_device_mesh(device_type, shape, mesh_dim_names=("stage", "data"))
+        shape: tuple[int, ...] = (self.num_stages, self.data_parallel_size)
+        names: tuple[str, ...] = ("stage", "data")
+        if self.tensor_parallel_size > 1:
+            shape, names = (*shape, self.tensor_parallel_size), ("stage", "data_parallel", "tensor_parallel")
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)

@@ -303,10 +303,10 @@ class Transport:
             self._warm_up(routes)
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
-        """This pipeline's ranks as a group; every rank of the world makes those of all replicas."""
-        for replica in range(self.topology.data_parallel_size):
-            group = dist.new_group(self.topology.ranks_of_replica(replica), timeout=self.timeout, backend=backend)
-            if replica == self.topology.replica:
+        """This pipeline's ranks as a group; every rank of the world makes those of all pipelines."""
+        for pipeline in range(self.topology.num_pipelines):
+            group = dist.new_group(self.topology.ranks_of_pipeline(pipeline), timeout=self.timeout, backend=backend)
+            if pipeline == self.topology.pipeline:
                 own = group
         self._groups.append(own)
         return own

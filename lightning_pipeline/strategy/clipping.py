@@ -107,8 +107,7 @@ def _norms(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
     Ranks that hold slices of the gradients must all call it.
     """
-    sharded = [index for index, grad in enumerate(grads) if isinstance(grad, DTensor)]
-    mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
+    slices = {i: grad for i, grad in enumerate(grads) if isinstance(grad, DTensor) and not _is_replicated(grad)}
     # A parameter with fewer rows than replicas leaves some of them nothing, and torch knows no norm of that.
     parts = (local_part(grad) for grad in grads)
     grads = [part if part.numel() else part.new_zeros(1) for part in parts]
@@ -123,9 +122,14 @@ def _norms(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         else:
             norms = [torch.linalg.vector_norm(grad, norm_type) for grad in group]
         result[indices] = torch.stack(norms).to(result)
-    if mesh is not None:
-        result[sharded] = _over_slices(result[sharded], norm_type, mesh)
+    if slices:
+        mesh = next(iter(slices.values())).device_mesh
+        result[list(slices)] = _over_slices(result[list(slices)], norm_type, mesh)
     return result
+
+
+def _is_replicated(tensor: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
 
 
 def _over_slices(norms: torch.Tensor, norm_type: float, mesh: DeviceMesh) -> torch.Tensor:

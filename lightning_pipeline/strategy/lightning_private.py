@@ -24,6 +24,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def connect_processes(
@@ -53,6 +54,11 @@ def note_device(module: LightningModule, device: torch.device) -> None:
     for sub in module.modules():
         if isinstance(sub, _DeviceDtypeModuleMixin):
             sub._device = device
+
+
+def note_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Let `module.device_mesh` give the mesh, as under Lightning's ModelParallelStrategy."""
+    module._device_mesh = mesh
 
 
 def skip_before_transfer(module: LightningModule) -> Callable[[], None]:

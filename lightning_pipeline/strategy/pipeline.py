@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
@@ -54,6 +54,7 @@ from lightning_pipeline.strategy.dataloading import share_loader
 from lightning_pipeline.strategy.lightning_private import (
     call_before_update,
     note_device,
+    note_mesh,
     silence_sync_warning,
     skip_before_transfer,
     total_batches,
@@ -65,6 +66,7 @@ from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.steps import Steps
+from lightning_pipeline.strategy.tensor_parallel import TensorGroup, place_gradients
 from lightning_pipeline.strategy.whole_updates import WholeUpdates
 
 
@@ -91,6 +93,8 @@ class PipelineStrategy(ProcessStrategy):
             same.
         data_parallel: "replicate" keeps a stage's parameters whole on each of its replicas; "fsdp" shards them, their
             gradients and optimizer state over the replicas from the first training step on (see ``FullySharded``).
+        tensor_parallel_size: ranks among which `configure_model` splits each stage's tensors, by
+            ``parallelize_module(..., self.device_mesh["tensor_parallel"], ...)``; needs ``num_stages``.
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
@@ -114,6 +118,7 @@ class PipelineStrategy(ProcessStrategy):
         gradients_mean: bool = True,
         opt_shard: bool = False,
         data_parallel: str = "replicate",
+        tensor_parallel_size: int = 1,
         loss_reduction: str = "mean",
         output_broadcast: bool = True,
         process_group_backend: str | None = None,
@@ -139,6 +144,12 @@ class PipelineStrategy(ProcessStrategy):
             raise ValueError(f'data_parallel is "replicate" or "fsdp", got {data_parallel!r}')
         if data_parallel == "fsdp" and opt_shard:
             raise ValueError('data_parallel="fsdp" shards the optimizer state already: leave opt_shard=True out')
+        _check_count("tensor_parallel_size", tensor_parallel_size)
+        if tensor_parallel_size > 1 and num_stages is None:
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size} needs num_stages as well, as configure_model gets the "
+                f"device mesh before the stages are counted"
+            )
         _check_count("num_stages", num_stages)
         _check_count("num_microbatches", num_microbatches)
         self._choice = ScheduleChoice(schedule)
@@ -155,6 +166,7 @@ class PipelineStrategy(ProcessStrategy):
         self.gradients_mean = gradients_mean
         self.opt_shard = opt_shard
         self.data_parallel = data_parallel
+        self.tensor_parallel_size = tensor_parallel_size
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
         self.pipeline: Pipeline | None = None
@@ -168,6 +180,7 @@ class PipelineStrategy(ProcessStrategy):
         self._updates: dict[Optimizer, OptimizerShards | WholeUpdates] = {}
         self._gradients: Gradients | None = None
         self._sharded: FullySharded | None = None
+        self._tensor_group: TensorGroup | None = None
         self._accumulating = False
         self._in_step = False
         self._undo: list[Callable[[], None]] = []
@@ -187,6 +200,32 @@ class PipelineStrategy(ProcessStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.tensor_parallel_size == 1:
+            return
+        assert self.num_stages is not None and self.lightning_module is not None
+        topology = self._topology(self.num_stages)
+        if topology.data_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} and num_stages={self.num_stages} on "
+                f"{self.world_size} devices make {topology.data_parallel_size} replicas, and split tensors go with one "
+                f"for now: use devices={self.num_stages * self.tensor_parallel_size}, or tensor_parallel_size=1"
+            )
+        mesh = topology.mesh(self.root_device.type)
+        note_mesh(self.lightning_module, mesh)
+        self._tensor_group = TensorGroup(mesh["tensor_parallel"].get_group())
+
+    def _topology(self, num_stages: int, placement: Sequence[int] = ()) -> Topology:
+        return Topology(
+            num_ranks_per_pipeline=num_stages,
+            world_size=self.world_size,
+            rank=self.global_rank,
+            placement=tuple(placement) if len(placement) > num_stages else (),
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
 
     # -- setup ------------------------------------------------------------------------------------------------------
 
@@ -222,7 +261,7 @@ class PipelineStrategy(ProcessStrategy):
                 f"always be idle; use num_microbatches={num_stages} or more, or fewer stages"
             )
         # Told before anything about stages: devices that do not fit.
-        Topology(num_ranks_per_pipeline=num_stages, world_size=self.world_size, rank=self.global_rank)
+        self._topology(num_stages)
         stages = resolve(module, config, num_stages, has_virtual_stages=self._choice.has_virtual_stages)
         sizes = {
             "num_stages": num_stages,
@@ -234,13 +273,7 @@ class PipelineStrategy(ProcessStrategy):
             self._advisor = Advisor(**sizes, max_live_microbatches=self.max_live_microbatches)
         schedules = self._advisor.first if self._advisor is not None else self._choice.bind(**sizes)
         placement = schedules.placement
-        topology = Topology(
-            num_ranks_per_pipeline=num_stages,
-            world_size=self.world_size,
-            rank=self.global_rank,
-            placement=tuple(placement) if len(placement) > num_stages else (),
-        )
-        self.topology = topology
+        self.topology = topology = self._topology(num_stages, placement)
         rank = topology.stage_rank
         if self.root_device.type == "cpu":
             keep_freed_memory()
@@ -285,6 +318,7 @@ class PipelineStrategy(ProcessStrategy):
             mean=self.loss_reduction == "mean",
             output_broadcast=self.output_broadcast,
             replicas=self._replicas,
+            tensor_group=self._tensor_group,
             on_new=self._on_new,
         )
         self._set_up_for = (module, num_stages)
@@ -328,6 +362,9 @@ class PipelineStrategy(ProcessStrategy):
         spread_from_owner([item for item in held.values() if len(item[1]) > 1], self._transport, self.ownership.stage)
         if self._replicas is not None:
             self._replicas.spread(t for t, _ in held.values() if not t.is_meta and not isinstance(t, DTensor))
+
+        if self._tensor_group is not None:
+            self._tensor_group.spread(t for t, _ in held.values() if not t.is_meta)
 
     @override
     def model_to_device(self) -> None:
@@ -498,6 +535,8 @@ class PipelineStrategy(ProcessStrategy):
         assert module is not None and self._gradients is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._gradients.publish()
+        if self._tensor_group is not None:
+            place_gradients(module.parameters())
         replaced = self._gradients.shard()
         for layout in self._layouts:
             layout.replace(replaced)
@@ -507,7 +546,7 @@ class PipelineStrategy(ProcessStrategy):
         for layout in self._layouts:
             if self.opt_shard and self._replicas is not None:
                 yield layout.optimizer, OptimizerShards(layout, self._replicas)
-            elif self._sharded is not None and not layout.is_elementwise:
+            elif (self._sharded is not None or self._tensor_group is not None) and not layout.is_elementwise:
                 yield layout.optimizer, WholeUpdates(layout)
 
     def _before_update(self, optimizer: Optimizer) -> None:
@@ -634,7 +673,7 @@ class PipelineStrategy(ProcessStrategy):
             return update.collect
 
         def collect(state: dict[str, Any]) -> dict[str, Any] | None:
-            if self._sharded is not None:
+            if self._sharded is not None or self._tensor_group is not None:
                 state = to_cpu(map_tensors(state, whole))
             return None if self._is_replica else state
 
@@ -648,8 +687,8 @@ class PipelineStrategy(ProcessStrategy):
 
     @property
     def _is_replica(self) -> bool:
-        """Whether another replica writes checkpoints, which are the same on all."""
-        return self.topology is not None and self.topology.replica > 0
+        """Whether another pipeline writes checkpoints, which are the same on all."""
+        return self.topology is not None and self.topology.pipeline > 0
 
     def _check_alive(self) -> None:
         if self._failed:

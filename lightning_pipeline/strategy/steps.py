@@ -23,6 +23,7 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
 from lightning_pipeline.strategy.logged_values import LoggedValues
 from lightning_pipeline.strategy.outputs import combine, mean_loss
+from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 _NEW, _LOSS, _OUTPUTS = range(3)
@@ -37,6 +38,7 @@ class Steps:
         mean: the step's loss is the mean over micro-batches, weighted by samples; else their sum.
         output_broadcast: outputs of evaluation steps reach every stage; else they stay on the last.
         replicas: the ranks that run these stages on other samples; None if there are none.
+        tensor_group: the ranks among which tensors are split; they see the first one's batches.
         on_new: called on all stages after a step that showed something new, with all reports of each structure.
     """
 
@@ -50,6 +52,7 @@ class Steps:
         mean: bool,
         output_broadcast: bool,
         replicas: Replicas | None = None,
+        tensor_group: TensorGroup | None = None,
         on_new: Callable[[Hashable, list[list[Report]]], None],
     ) -> None:
         self.peak_live = 0
@@ -58,6 +61,7 @@ class Steps:
         self._transport = transport
         self._seed = mix(seed, replicas.topology.replica) if replicas is not None else seed
         self._replicas = replicas
+        self._tensor_group = tensor_group
         self._mean = mean
         self._output_broadcast = output_broadcast
         self._on_new = on_new
@@ -149,6 +153,8 @@ class Steps:
     def _run(self, work: Work, batch: Any) -> StepReport:
         microbatches = None
         if self._pipeline.rank == 0:
+            if self._tensor_group is not None:
+                batch = self._tensor_group.same(batch)
             split = getattr(self._module, "split_batch", None) or split_batch
             microbatches = split(batch, self._pipeline.num_microbatches)
             if not isinstance(microbatches, (list, tuple)) or not microbatches:

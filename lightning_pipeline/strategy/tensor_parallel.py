@@ -1,0 +1,46 @@
+"""Tensor parallelism inside a stage: ranks that hold slices of the same tensors, as `configure_model` made them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class TensorGroup:
+    """The ranks among which one replica of a stage is split. They see the same data and make the same draws.
+
+    Args:
+        group: these ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._source = dist.get_global_rank(group, 0)
+
+    def same(self, value: Any) -> Any:
+        """The first rank's value, on all of them."""
+        values = [value]
+        dist.broadcast_object_list(values, self._source, group=self.group)
+        return values[0]
+
+    @torch.no_grad()
+    def spread(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give all ranks the first one's values of tensors that are not split."""
+        for tensor in tensors:
+            if not isinstance(tensor, DTensor):
+                value = tensor.detach().contiguous()
+                dist.broadcast(value, self._source, group=self.group)
+                tensor.copy_(value)
+
+
+def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Lay gradients out as their parameters are: that of a whole parameter may be a sum that is not summed yet."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]

@@ -1,0 +1,199 @@
+"""Two stages, each split over two ranks by `parallelize_module` in `configure_model`, train as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+from lightning_pipeline import PipelineStrategy
+from tests.launching import launch
+from tests.training.models import LENGTH, NUM_BLOCKS, VOCABULARY, WIDTH, LitGPT, tokens
+from tests.training.runs import QUIET, Losses
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Block(nn.Module):
+    """Means over earlier tokens and a feed-forward part, each with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.cumsum(1) / torch.arange(1, LENGTH + 1, device=x.device)[:, None]
+        return x + self.dropout(self.down(self.up(self.norm(mean)).relu()))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class LitSplit(LitGPT):
+    """Splits its blocks where there is a mesh for it, as a module for ModelParallelStrategy does."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.net = Net()  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            for block in self.net.blocks:
+                parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+            ends = {
+                "tokens": RowwiseParallel(input_layouts=Replicate()),
+                "head": ColwiseParallel(output_layouts=Replicate()),
+            }
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], ends)
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "adafactor":
+            return torch.optim.Adafactor(self.parameters(), lr=1e-2, eps=(1e-4, 1e-2))
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+def train(world: int, optimizer: str, schedule: str, folder: Path, resume: bool = False) -> dict[str, Any]:
+    torch.manual_seed(1 if resume else 0)
+    losses = Losses()
+    size = min(world, 2)
+    parts = 4 if schedule != "1f1b" and size == 2 else size
+    strategy = PipelineStrategy(
+        stage_config={f"net.blocks.{stage * NUM_BLOCKS // parts}": stage for stage in range(1, parts)},
+        num_stages=size,
+        tensor_parallel_size=size,
+        num_microbatches=4,
+        schedule=schedule,
+        timeout=30,
+    )
+    trainer = L.Trainer(
+        strategy=strategy,
+        devices=world,
+        precision="64-true",
+        max_epochs=3 if resume else 2,
+        gradient_clip_val=0.2,
+        accumulate_grad_batches=2,
+        callbacks=[losses],
+        **QUIET,
+    )
+    L.seed_everything(1, verbose=False)
+    module = LitSplit(optimizer)
+    # Data that differs from rank to rank: those of a stage's first rank count.
+    data = tokens(40, seed=0 if trainer.global_rank == 0 else 9)
+    path = folder / f"{optimizer}.ckpt"
+    loader = DataLoader(data, batch_size=8)
+    trainer.fit(module, loader, loader, ckpt_path=path if resume else None)
+    blocks = module.net.blocks.parameters()
+    held = sum(p.to_local().numel() for p in blocks if isinstance(p, DTensor) and not p.is_meta)
+    if not resume:
+        trainer.save_checkpoint(path)
+    val_loss = float(trainer.callback_metrics["val_loss"])
+    return {"losses": losses.values, "val_loss": val_loss, "held": held}
+
+
+CASES = [("adamw", "1f1b"), ("adafactor", "zbv")]
+
+
+class LitTied(LitSplit):
+    """Uses the split embedding as the head, on the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.net.head.weight = self.net.tokens.weight
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.head.weight = self.net.tokens.weight
+
+
+def train_tied(world: int) -> str:
+    strategy = PipelineStrategy(
+        stage_config={"net.blocks.2": 1}, num_stages=2, tensor_parallel_size=2, num_microbatches=4, timeout=30
+    )
+    trainer = L.Trainer(strategy=strategy, devices=world, max_steps=1, **QUIET)
+    try:
+        trainer.fit(LitTied(), DataLoader(tokens(8), batch_size=8))
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def train_all(world: int, folder: Path) -> dict[str, Any]:
+    found = {optimizer: train(world, optimizer, schedule, folder) for optimizer, schedule in CASES}
+    found["resumed"] = train(world, "adamw", "1f1b", folder, resume=True)
+    return {**found, "tied": train_tied(world)} if world == 4 else found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for world in (1, 4):
+        folder = tmp_path_factory.mktemp(f"world{world}")
+        found[world] = launch(train_all, world, folder, world=world)
+        for optimizer, _ in CASES:
+            path = folder / f"{optimizer}.ckpt"
+            found[world, optimizer] = torch.load(path, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("run", ["adamw", "adafactor", "resumed"])
+def test_losses_are_those_of_one_process(run: str, results: Any) -> None:
+    [alone] = results[1]
+    assert len(alone[run]["losses"]) >= 5
+    for rank in results[4]:
+        assert rank[run]["losses"] == pytest.approx(alone[run]["losses"], rel=1e-6)
+        assert rank[run]["val_loss"] == pytest.approx(alone[run]["val_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_checkpoints_are_those_of_one_process(optimizer: str, results: Any) -> None:
+    expected, found = results[1, optimizer], results[4, optimizer]
+    assert list(found["state_dict"]) == list(expected["state_dict"])
+    for key, value in expected["state_dict"].items():
+        torch.testing.assert_close(found["state_dict"][key], value, rtol=1e-10, atol=1e-12)
+    (state,), (found_state,) = expected["optimizer_states"], found["optimizer_states"]
+    assert found_state["param_groups"] == state["param_groups"]
+    for index, values in state["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(found_state["state"][index][key], value, rtol=1e-8, atol=1e-12)
+
+
+def test_each_rank_holds_half_of_the_split_parameters(results: Any) -> None:
+    whole = NUM_BLOCKS * (8 * WIDTH * WIDTH + 4 * WIDTH)  # weights and the bias of `up`; that of `down` is replicated
+    for rank in results[4]:
+        assert rank["adamw"]["held"] == whole // 4 + NUM_BLOCKS // 2 * WIDTH
+
+
+def test_a_split_parameter_of_two_stages_is_refused(results: Any) -> None:
+    for rank in results[4]:
+        assert "net.tokens.weight" in rank["tied"] or "failed" in rank["tied"]
+    assert any("is used on several stages and split by tensor parallelism" in rank["tied"] for rank in results[4])
+
+
+def test_options_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 needs num_stages as well"):
+        PipelineStrategy(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match='data_parallel="fsdp" shards the optimizer state already'):
+        PipelineStrategy(data_parallel="fsdp", opt_shard=True)
