@@ -6,7 +6,7 @@ Read in Lightning 2.5 and 2.6; each function says why the public interface does 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -21,10 +21,12 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 
 def connect_processes(
@@ -89,6 +91,25 @@ def call_before_update(plugin: Precision, function: Callable[[Any], None]) -> Ca
 
     def undo() -> None:
         vars(plugin).pop("_after_closure", None)
+
+    return undo
+
+
+def compare_parameters_by_identity() -> Callable[[], None]:
+    """Let finetuning callbacks find out which parameters an optimizer has already. Returns a function that undoes it.
+
+    They compare values, and parameters of other stages have none.
+    """
+    by_value = BaseFinetuning.__dict__["filter_on_optimizer"]
+
+    def new_to(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in held]
+
+    BaseFinetuning.filter_on_optimizer = staticmethod(new_to)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        BaseFinetuning.filter_on_optimizer = by_value  # type: ignore[method-assign]
 
     return undo
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -33,7 +32,7 @@ from lightning_pipeline.partition.ownership import Ownership, release
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import StageMap, count_stages, read_stage_config, resolve
 from lightning_pipeline.runtime.agreement import check_agreement
-from lightning_pipeline.runtime.fully_sharded import FullySharded, whole
+from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.microbatch import Microbatch
@@ -44,15 +43,14 @@ from lightning_pipeline.runtime.shared import spread_from_owner
 from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.runtime.trees import map_tensors, to_cpu
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
-from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value, global_grad_norm
 from lightning_pipeline.strategy.copies import copies_of, fill_from_owners
 from lightning_pipeline.strategy.dataloading import share_loader
 from lightning_pipeline.strategy.lightning_private import (
     call_before_update,
+    compare_parameters_by_identity,
     note_device,
     note_mesh,
     silence_sync_warning,
@@ -61,13 +59,11 @@ from lightning_pipeline.strategy.lightning_private import (
 )
 from lightning_pipeline.strategy.loss_scaling import agree_on_overflow
 from lightning_pipeline.strategy.metrics import share_metrics
-from lightning_pipeline.strategy.optimizer_shards import OptimizerShards
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
+from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
 from lightning_pipeline.strategy.steps import Steps
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup, place_gradients
-from lightning_pipeline.strategy.whole_updates import WholeUpdates
 
 
 class PipelineStrategy(ProcessStrategy):
@@ -176,8 +172,7 @@ class PipelineStrategy(ProcessStrategy):
         self._steps: Steps | None = None
         self._advisor: Advisor | None = None
         self._placement: Placement | None = None
-        self._layouts: list[OptimizerLayout] = []
-        self._updates: dict[Optimizer, OptimizerShards | WholeUpdates] = {}
+        self._stage_optimizers: StageOptimizers | None = None
         self._gradients: Gradients | None = None
         self._sharded: FullySharded | None = None
         self._tensor_group: TensorGroup | None = None
@@ -242,9 +237,15 @@ class PipelineStrategy(ProcessStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refusals.check_optimizers(self.optimizers)
-            self._layouts = [OptimizerLayout(optimizer, module) for optimizer in self.optimizers]
-            self._updates = dict(self._special_updates())
-            self._drop_remote()
+            self._stage_optimizers = StageOptimizers(
+                self.optimizers,
+                module,
+                self._transport,
+                shards_over=self._replicas if self.opt_shard else None,
+                has_slices=self._sharded is not None or self._tensor_group is not None,
+            )
+            assert self.ownership is not None
+            self._stage_optimizers.drop_remote(self.ownership)
         self.setup_precision_plugin()
         self._install(module)
 
@@ -375,13 +376,14 @@ class PipelineStrategy(ProcessStrategy):
         """What hangs on the user's objects while a trainer function runs."""
         self._uninstall()
         silence_sync_warning()
+        self._undo.append(compare_parameters_by_identity())
         assert self.topology is not None and self._placement is not None and self.pipeline is not None
         plugin = self.precision_plugin
-        vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
-        vars(plugin)["clip_grad_by_value"] = self._clip_by_value
-        self._undo.append(lambda: _forget(plugin, "clip_grad_by_norm", "clip_grad_by_value"))
-        if self._updates:
-            self._undo.append(call_before_update(plugin, self._before_update))
+        if self._stage_optimizers is not None:
+            vars(plugin)["clip_grad_by_norm"] = self._stage_optimizers.clip_by_norm
+            vars(plugin)["clip_grad_by_value"] = self._stage_optimizers.clip_by_value
+            self._undo.append(lambda: _forget(plugin, "clip_grad_by_norm", "clip_grad_by_value"))
+            self._undo.append(call_before_update(plugin, self._stage_optimizers.before_update))
         if self.world_size > 1 and self._scaler is not None:
             self._undo.append(agree_on_overflow(self._scaler, self.root_device))
         if self.world_size > 1:
@@ -440,7 +442,9 @@ class PipelineStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None and self._steps is not None and self._gradients is not None
+        assert self.lightning_module is not None and self._steps is not None
+        assert self._gradients is not None and self._stage_optimizers is not None
+        self._stage_optimizers.note_new_groups(self.lightning_module)
         trainer = self.lightning_module.trainer
         arguments = (*args, *kwargs.values())
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -532,26 +536,13 @@ class PipelineStrategy(ProcessStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The schedule has run the backwards; here their gradients appear, between the hooks that expect them."""
         module = self.lightning_module
-        assert module is not None and self._gradients is not None
+        assert module is not None and self._gradients is not None and self._stage_optimizers is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._gradients.publish()
         if self._tensor_group is not None:
             place_gradients(module.parameters())
-        replaced = self._gradients.shard()
-        for layout in self._layouts:
-            layout.replace(replaced)
+        self._stage_optimizers.replace(self._gradients.shard())
         return self.precision_plugin.post_backward(closure_loss, module)
-
-    def _special_updates(self) -> Iterator[tuple[Optimizer, OptimizerShards | WholeUpdates]]:
-        for layout in self._layouts:
-            if self.opt_shard and self._replicas is not None:
-                yield layout.optimizer, OptimizerShards(layout, self._replicas)
-            elif (self._sharded is not None or self._tensor_group is not None) and not layout.is_elementwise:
-                yield layout.optimizer, WholeUpdates(layout)
-
-    def _before_update(self, optimizer: Optimizer) -> None:
-        if (update := self._updates.get(_inner(optimizer))) is not None:
-            update.before_update()
 
     @override
     def optimizer_step(
@@ -562,8 +553,8 @@ class PipelineStrategy(ProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if (update := self._updates.get(_inner(optimizer))) is not None:
-            update.after_update()
+        assert self._stage_optimizers is not None
+        self._stage_optimizers.after_update(optimizer)
         return result
 
     @contextmanager
@@ -585,7 +576,8 @@ class PipelineStrategy(ProcessStrategy):
                 for state in self._replicas.gather_objects(self._placement.state()):
                     self._placement.merge(state)
             self._release_remote(self.lightning_module)
-            self._drop_remote()
+            assert self._stage_optimizers is not None and self.ownership is not None
+            self._stage_optimizers.drop_remote(self.ownership)
 
     def _release_remote(self, module: LightningModule) -> None:
         assert self._placement is not None and self._gradients is not None
@@ -593,11 +585,6 @@ class PipelineStrategy(ProcessStrategy):
         for released in (module, *copies_of(module, module.trainer)):
             release(released, self.ownership)
         self._gradients.settle(self.ownership)
-
-    def _drop_remote(self) -> None:
-        assert self.ownership is not None and self.lightning_module is not None
-        for layout in self._layouts:
-            layout.drop_remote(self.ownership)
 
     def _after_backward(self, stage: int, microbatch: Microbatch) -> None:
         assert self._gradients is not None
@@ -611,22 +598,8 @@ class PipelineStrategy(ProcessStrategy):
 
         For a hook such as `on_before_optimizer_step`, to log it. All ranks must call it.
         """
-        assert self.ownership is not None
-        local = {name: parameter for layout in self._layouts for name, parameter in layout.local_parameters()}
-        dtypes = {name: dtype for layout in self._layouts for name, dtype in layout.dtypes.items()}
-        return global_grad_norm(
-            local.items(), dtypes, ownership=self.ownership, transport=self._transport, norm_type=norm_type
-        )
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self.ownership is not None
-        clip_by_norm(self._layout_of(optimizer), float(clip_val), ownership=self.ownership, transport=self._transport)
-
-    def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_value(self._layout_of(optimizer), float(clip_val))
-
-    def _layout_of(self, optimizer: Optimizer) -> OptimizerLayout:
-        return next(layout for layout in self._layouts if layout.optimizer is _inner(optimizer))
+        assert self._stage_optimizers is not None
+        return self._stage_optimizers.grad_norm(norm_type)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -663,27 +636,13 @@ class PipelineStrategy(ProcessStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_alive()
-        assert self.ownership is not None
-        return self._layout_of(optimizer).gather_state(self.ownership, self._transport, self._collector(optimizer))
-
-    def _collector(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-        """What makes of the optimizer states on a rank those of its stage, on replica 0."""
-        update = self._updates.get(_inner(optimizer))
-        if isinstance(update, OptimizerShards):
-            return update.collect
-
-        def collect(state: dict[str, Any]) -> dict[str, Any] | None:
-            if self._sharded is not None or self._tensor_group is not None:
-                state = to_cpu(map_tensors(state, whole))
-            return None if self._is_replica else state
-
-        return collect
+        assert self._stage_optimizers is not None
+        return self._stage_optimizers.gather_state(optimizer, is_writer=not self._is_replica)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for layout, state in zip(self._layouts, checkpoint["optimizer_states"], strict=False):
-            update = self._updates.get(layout.optimizer)
-            layout.load_state(state, update.is_kept if isinstance(update, OptimizerShards) else lambda name: True)
+        assert self._stage_optimizers is not None
+        self._stage_optimizers.load_state(checkpoint["optimizer_states"])
 
     @property
     def _is_replica(self) -> bool:
@@ -745,10 +704,6 @@ def register_strategies() -> None:
 def _check_count(name: str, value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{name} is a whole number from 1, got {value!r}")
-
-
-def _inner(optimizer: Any) -> Optimizer:
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _forget(owner: object, *names: str) -> None:

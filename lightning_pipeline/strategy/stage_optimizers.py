@@ -1,0 +1,143 @@
+"""The optimizers of a run, of whose parameters each rank holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.fully_sharded import whole
+from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.trees import map_tensors, to_cpu
+from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value, global_grad_norm
+from lightning_pipeline.strategy.optimizer_shards import OptimizerShards
+from lightning_pipeline.strategy.optimizers import OptimizerLayout
+from lightning_pipeline.strategy.whole_updates import WholeUpdates
+
+
+class StageOptimizers:
+    """Keeps each optimizer to this rank's parameters, and clips, updates, saves and loads as one process does.
+
+    Args:
+        optimizers: as ``configure_optimizers`` made them, over the whole model.
+        shards_over: replicas that share out the optimizer state; None keeps it whole on each.
+        has_slices: parameters may be DTensors, of which each rank has a slice.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        module: LightningModule,
+        transport: Transport | None,
+        *,
+        shards_over: Replicas | None = None,
+        has_slices: bool = False,
+    ) -> None:
+        self._layouts = {optimizer: OptimizerLayout(optimizer, module) for optimizer in optimizers}
+        self._transport = transport
+        self._ownership: Ownership | None = None
+        self._updates: dict[Optimizer, OptimizerShards | WholeUpdates] = {}
+        for optimizer, layout in self._layouts.items():
+            if shards_over is not None:
+                self._updates[optimizer] = OptimizerShards(layout, shards_over)
+            elif has_slices and not layout.is_elementwise:
+                self._updates[optimizer] = WholeUpdates(layout)
+
+    def __iter__(self) -> Iterator[OptimizerLayout]:
+        return iter(self._layouts.values())
+
+    @property
+    def ownership(self) -> Ownership:
+        assert self._ownership is not None
+        return self._ownership
+
+    def drop_remote(self, ownership: Ownership) -> None:
+        """Let go of the parameters that this rank turned out not to hold."""
+        self._ownership = ownership
+        for layout in self:
+            layout.drop_remote(ownership)
+
+    def note_new_groups(self, module: LightningModule) -> None:
+        """Take in groups that callbacks have added to an optimizer, as those for finetuning do."""
+        for layout in self:
+            if len(layout.optimizer.param_groups) > len(layout.groups):
+                layout.note_new_groups(module)
+                layout.drop_remote(self.ownership)
+
+    def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Go on with sharded parameters in the places of whole ones."""
+        for layout in self:
+            layout.replace(new)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def grad_norm(self, norm_type: float) -> Tensor:
+        """The norm of all gradients of the model. All ranks must call it."""
+        local = {name: parameter for layout in self for name, parameter in layout.local_parameters()}
+        dtypes = {name: dtype for layout in self for name, dtype in layout.dtypes.items()}
+        return global_grad_norm(
+            local.items(), dtypes, ownership=self.ownership, transport=self._transport, norm_type=norm_type
+        )
+
+    def clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        layout = self._layouts[inner(optimizer)]
+        clip_by_norm(layout, float(clip_val), ownership=self.ownership, transport=self._transport)
+
+    def clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_value(self._layouts[inner(optimizer)], float(clip_val))
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """When the gradients are final and clipped."""
+        if (update := self._updates.get(inner(optimizer))) is not None:
+            update.before_update()
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """When the optimizer has updated, or skipped the update."""
+        if (update := self._updates.get(inner(optimizer))) is not None:
+            update.after_update()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def gather_state(self, optimizer: Optimizer, *, is_writer: bool) -> dict[str, Any]:
+        """The state dict of one process on rank 0, {} elsewhere. All ranks must call it.
+
+        Args:
+            is_writer: this rank's pipeline is the one that writes checkpoints.
+        """
+        layout = self._layouts[inner(optimizer)]
+        collect = self._collector(inner(optimizer), is_writer=is_writer)
+        return layout.gather_state(self.ownership, self._transport, collect)
+
+    def load_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load this rank's parts of full state dicts, one of each optimizer."""
+        for layout, state in zip(self, states, strict=False):
+            update = self._updates.get(layout.optimizer)
+            layout.load_state(state, update.is_kept if isinstance(update, OptimizerShards) else lambda name: True)
+
+    def _collector(
+        self, optimizer: Optimizer, *, is_writer: bool
+    ) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+        """What makes of the states on a rank those of its stage, on the writer."""
+        update = self._updates.get(optimizer)
+        if isinstance(update, OptimizerShards):
+            return update.collect
+        has_slices = any(isinstance(parameter, DTensor) for _, parameter in self._layouts[optimizer].local_parameters())
+
+        def collect(state: dict[str, Any]) -> dict[str, Any] | None:
+            if has_slices:
+                state = to_cpu(map_tensors(state, whole))
+            return state if is_writer else None
+
+        return collect
+
+
+def inner(optimizer: Any) -> Optimizer:
+    """What Lightning's wrapper is around."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
