@@ -42,6 +42,23 @@ class FullySharded:
         leaves = ((cast(nn.Module, leaf), names) for leaf, names in self._leaves)
         return list(dict.fromkeys(leaf.get_parameter(name) for leaf, names in leaves for name in names))
 
+    def adopt(self, module: nn.Module) -> None:
+        """Take over what an earlier run of this process has sharded over the same replicas.
+
+        Raises:
+            ValueError: it was sharded over other ones.
+        """
+        for name, leaf in module.named_modules():
+            if isinstance(leaf, FSDPModule):
+                parameters = cast(nn.Module, leaf).named_parameters(remove_duplicate=False)
+                found = {name: parameter for name, parameter in parameters if isinstance(parameter, DTensor)}
+                if any(parameter.device_mesh.get_group() is not self._mesh.get_group() for parameter in found.values()):
+                    raise ValueError(
+                        f"{name} is sharded over other ranks than the {self._replicas.num_replicas} replicas of this "
+                        f"run: keep the layout of the run before, or make a new module and load a checkpoint"
+                    )
+                self._leaves.append((leaf, list(found)))
+
     def shard(self, leaves: Iterable[nn.Module], whole: set[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
         """Shard the parameters of `leaves`, their gradients too, but not those in `whole`.
 

@@ -255,6 +255,8 @@ class PipelineStrategy(ProcessStrategy):
         num_stages = self._count_stages(config)
         if self._set_up_for == (module, num_stages):
             return
+        is_fsdp = self.data_parallel == "fsdp"
+        refusals.check_slices(module, module.trainer, fsdp=is_fsdp, tensor_parallel=self.tensor_parallel_size > 1)
         num_microbatches = self.num_microbatches or self._choice.num_microbatches or 4 * num_stages
         if num_microbatches < num_stages:
             raise ValueError(
@@ -285,8 +287,9 @@ class PipelineStrategy(ProcessStrategy):
             self._check_agreement(module, stages, num_microbatches)
         self._replicas = Replicas.shared(topology, self.timeout)
         self._sharded = None
-        if self.data_parallel == "fsdp" and self._replicas is not None:
+        if is_fsdp and self._replicas is not None:
             self._sharded = FullySharded(self._replicas, self.root_device.type, gradients_mean=self.gradients_mean)
+            self._sharded.adopt(module)
         streams = Streams(self.root_device)
         interception = Interception(module, stages, streams)
         certain = certain_stages(interception.leaves, stages.num_stages)

@@ -12,8 +12,10 @@ from lightning.pytorch.plugins import (
     MixedPrecision,
     Precision,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.lightning_private import uses_dataloader_iter
 
 
@@ -35,6 +37,26 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
                 f"{type(module).__name__}.{step} takes a dataloader_iter, and only the first stage has one; "
                 f"let it take (batch, batch_idx)"
             )
+
+
+def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tensor_parallel: bool) -> None:
+    """Raise where parameters are, or will be, in slices that something cannot handle.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    if fsdp and (copy := next(copies_of(module, trainer), None)) is not None:
+        raise ValueError(
+            f'a callback keeps a copy of {type(copy).__name__} for averaging, and data_parallel="fsdp" leaves no whole '
+            f"weights to average: use opt_shard=True, which shards the optimizer state only, or drop the callback"
+        )
+    sliced = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
+    if sliced is not None and not (tensor_parallel or fsdp):
+        raise ValueError(
+            f"{sliced} of {type(module).__name__} is a DTensor: if configure_model split it, set "
+            f'tensor_parallel_size; if an earlier run with data_parallel="fsdp" did, use that again, or make a new '
+            f"module and load a checkpoint"
+        )
 
 
 def check_precision(precision: Precision) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -154,6 +154,32 @@ def train_all(world: int, folder: Path) -> dict[tuple[str, str], Any]:
     return {(name, layout): train(world, options, folder, **(CASES | HALVES)[name]) for name, layout, options in runs}
 
 
+def sharded_twice(world: int, folder: Path) -> dict[str, Any]:
+    """A module that one run has sharded, in other runs: on from its checkpoint, as a new module is, and refused."""
+
+    def fit(module: Any, max_epochs: int, path: Path | None = None, callback: Any = None, **options: Any) -> Any:
+        losses = Losses()
+        strategy = PipelineStrategy(stage_config=gpt_stages(2), num_microbatches=2, timeout=30, **options)
+        callbacks = [losses] if callback is None else [losses, callback]
+        trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=max_epochs, callbacks=callbacks, **QUIET)
+        try:
+            trainer.fit(module, DataLoader(tokens(8), batch_size=4), ckpt_path=path)
+        except ValueError as error:
+            return str(error)
+        if path is None:
+            trainer.save_checkpoint(folder / "sharded.ckpt")
+        return losses.values
+
+    module = LitGPT()
+    fit(module, 1, data_parallel="fsdp")
+    return {
+        "again": fit(module, 2, folder / "sharded.ckpt", data_parallel="fsdp"),
+        "new": fit(LitGPT(), 2, folder / "sharded.ckpt"),
+        "whole": fit(module, 1),
+        "averaged": fit(LitGPT(), 1, None, EMAWeightAveraging(), data_parallel="fsdp"),
+    }
+
+
 class Stream(IterableDataset):
     """Vectors of ones; one more of them on rank 1."""
 
@@ -229,6 +255,7 @@ def disagree(world: int) -> str:
 def run_all(world: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"trained": train_all(world, folder), "measured": measure(world)}
     found["seen"] = samples_seen(world)
+    found["sharded"] = sharded_twice(world, folder)
     found["disagree"] = disagree(world)
     found["uneven"] = uneven(world)
     return found
@@ -311,6 +338,13 @@ def test_shared_parameters_take_the_value_of_their_owner(ranks: Any) -> None:
         assert found == [0.0, 1.0, 0.0, 1.0]  # of the first stage in each replica
         untied = [rank["trained"]["sgd", layout]["synced"] for rank in ranks]
         assert untied == [None, None, 2.0, 3.0]
+
+
+def test_a_sharded_module_goes_on_in_another_run(ranks: Any) -> None:
+    for found in (rank["sharded"] for rank in ranks):
+        assert found["again"] == found["new"] and len(found["again"]) == 1
+        assert "is a DTensor" in found["whole"]
+        assert "leaves no whole weights to average" in found["averaged"]
 
 
 def test_metrics_and_collectives_act_on_replicas(ranks: Any) -> None:
