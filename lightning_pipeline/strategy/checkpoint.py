@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline.partition.absent_state import absent_state_expected
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.fully_sharded import slice_like, whole
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
@@ -45,7 +46,8 @@ def gather_module_state(
     Raises:
         RuntimeError: if an entry is on the meta device on every stage.
     """
-    state = module.state_dict()
+    with absent_state_expected():
+        state = module.state_dict()
     if transport is None:
         return _localised(state, module, {})
     received: dict[str, Any] = {}
@@ -61,7 +63,9 @@ def help_to_gather(module: nn.Module) -> None:
     """On the other replicas, while one gathers the state: give it the slices of what is sharded over replicas."""
     tied = _tied_names(module)
     given: set[Any] = set()
-    for key, value in module.state_dict().items():
+    with absent_state_expected():
+        state = module.state_dict()
+    for key, value in state.items():
         if isinstance(value, DTensor) and tied.get(key, key) not in given:
             given.add(tied.get(key, key))
             whole(value)

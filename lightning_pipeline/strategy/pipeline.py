@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipeline.partition.absent_state import guard_state_dict
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
 from lightning_pipeline.partition.ownership import Ownership, release
@@ -48,6 +49,7 @@ from lightning_pipeline.strategy.advice import Advice, Advisor
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
 from lightning_pipeline.strategy.copies import copies_of, fill_from_owners
 from lightning_pipeline.strategy.dataloading import share_loader
+from lightning_pipeline.strategy.export import gather_module
 from lightning_pipeline.strategy.lightning_private import (
     call_before_update,
     compare_parameters_by_identity,
@@ -587,6 +589,7 @@ class PipelineStrategy(ProcessStrategy):
         self.ownership = self._placement.ownership()
         for released in (module, *copies_of(module, module.trainer)):
             release(released, self.ownership)
+        guard_state_dict(module)
         self._gradients.settle(self.ownership)
 
     def _after_backward(self, stage: int, microbatch: Microbatch) -> None:
@@ -619,6 +622,16 @@ class PipelineStrategy(ProcessStrategy):
             self._transport,
             stage_of_module=self._placement.rank_of_module,
         )
+
+    def gather_module(self) -> LightningModule | None:
+        """On rank 0 a copy of the module with all weights, on the CPU, to save or export; None elsewhere.
+
+        All ranks must call it, in a hook or after fit, validate, test or predict.
+        """
+        self._check_alive()
+        if self.lightning_module is None or self.ownership is None:
+            raise RuntimeError("there is no module to gather yet: call gather_module in a hook, or after trainer.fit")
+        return gather_module(self.lightning_module, self.ownership, self._transport, is_writer=not self._is_replica)
 
     @override
     def save_checkpoint(

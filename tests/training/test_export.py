@@ -1,0 +1,120 @@
+"""The whole module again after a run, to save, export and use as any other."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_pipeline import PipelineStrategy
+from tests.launching import launch
+from tests.training.models import LitGPT, gpt_stages, token_loader, tokens
+from tests.training.runs import QUIET
+
+pytestmark = pytest.mark.multiprocess
+
+
+def scaled(module: Any, inputs: Any, output: Any) -> Any:
+    return output * module.scale
+
+
+class LitBuffers(LitGPT):
+    """Has buffers on each stage, one of which is not saved."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for number, block in enumerate(self.net.blocks):
+            block.register_buffer("scale", torch.tensor(1.0 + number), persistent=number % 2 == 0)
+            block.register_forward_hook(scaled)
+
+
+class LitHuggingFace(L.LightningModule):
+    stage_config = {"model.transformer.h.1": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(world: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in {"replicas": {}, "fsdp": {"data_parallel": "fsdp"}}.items():
+        L.seed_everything(1, verbose=False)
+        module = LitBuffers(tied=True)
+        strategy = PipelineStrategy(stage_config=gpt_stages(2), num_stages=2, num_microbatches=2, timeout=30, **options)
+        trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=1, **QUIET)
+        trainer.fit(module, token_loader(16, 4))
+        trainer.save_checkpoint(folder / f"{name}.ckpt")
+        gathered = strategy.gather_module()
+        if name == "replicas":
+            for what in (module, module.net.blocks):
+                with pytest.raises(RuntimeError, match=r"is on another stage.*trainer.strategy.gather_module\(\)"):
+                    what.state_dict()
+        assert (gathered is not None) == (trainer.global_rank == 0)
+        if gathered is not None:
+            torch.save(gathered.state_dict(), folder / f"{name}.pt")
+            ids = tokens(4).tensors[0]
+            with torch.no_grad():
+                found[name] = {"output": gathered.eval()(ids), "buffers": dict(gathered.named_buffers())}
+            assert gathered.net.head.weight is gathered.net.tokens.weight
+            assert gathered.device.type == "cpu" and not gathered.training
+            exported = torch.export.export(gathered.net, (ids,)).module()
+            torch.testing.assert_close(exported(ids), found[name]["output"])
+    module = LitHuggingFace()
+    strategy = PipelineStrategy(num_stages=2, num_microbatches=2, timeout=30)
+    trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=1, **QUIET)
+    trainer.fit(module, token_loader(8, 4))
+    trainer.save_checkpoint(folder / "hf.ckpt")
+    gathered = strategy.gather_module()
+    if gathered is not None:
+        gathered.model.save_pretrained(folder / "hf")
+        pickle.dumps(gathered)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("export")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    return launch(run, 4, folder, world=4)[0]
+
+
+@pytest.mark.parametrize("name", ["replicas", "fsdp"])
+def test_the_gathered_module_is_that_of_the_checkpoint(name: str, found: Any, folder: Path) -> None:
+    module = LitBuffers(tied=True).eval()
+    saved = torch.load(folder / f"{name}.ckpt", weights_only=True)["state_dict"]
+    module.load_state_dict(saved)
+    state = torch.load(folder / f"{name}.pt", weights_only=True)
+    assert list(state) == list(saved)
+    assert all(torch.equal(state[key], value) for key, value in saved.items())
+    assert {key: value.item() for key, value in found[name]["buffers"].items()} == {
+        f"net.blocks.{number}.scale": 1.0 + number for number in range(4)
+    }
+    with torch.no_grad():
+        assert torch.equal(found[name]["output"], module(tokens(4).tensors[0]))
+
+
+def test_a_hugging_face_model_is_saved_by_its_own_method(found: Any, folder: Path) -> None:
+    loaded = GPT2LMHeadModel.from_pretrained(folder / "hf")
+    saved = torch.load(folder / "hf.ckpt", weights_only=True)["state_dict"]
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(saved[f"model.{key}"], value), key
+
+
+def test_before_a_run_there_is_nothing_to_gather() -> None:
+    with pytest.raises(RuntimeError, match=r"call gather_module in a hook, or after trainer.fit"):
+        PipelineStrategy().gather_module()
