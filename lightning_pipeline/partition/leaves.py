@@ -54,21 +54,27 @@ def find_leaves(root: nn.Module, stages: StageMap) -> list[Leaf]:
 
 def certain_stages(leaves: Iterable[Leaf], num_stages: int) -> dict[str, int]:
     """Leaves whose stage is known before any step has run: elements of a list that have a key, lie between two keys,
-    or follow a key of the last stage.
+    follow a key of the last stage, or come before the only key of stage 1.
     """
+    leaves = list(leaves)
     certain: dict[str, int] = {}
+    second = [leaf for leaf in leaves if leaf.stage == 1]
     lists: dict[str, list[Leaf]] = {}
     for leaf in leaves:
         parent, _, last = leaf.name.rpartition(".")
         if last.isdigit():
             lists.setdefault(parent, []).append(leaf)
     for siblings in lists.values():
+        keys = [leaf for leaf in siblings if leaf.stage is not None]
+        opens_second = bool(keys) and keys[0].stage == 1 and all(leaf in siblings for leaf in second)
         for index, leaf in enumerate(siblings):
             followed = any(other.stage is not None for other in siblings[index + 1 :])
             if leaf.stage is not None:
                 certain[leaf.name] = leaf.stage
             elif leaf.minimum is not None and (followed or leaf.minimum == num_stages - 1):
                 certain[leaf.name] = leaf.minimum
+            elif leaf.minimum is None and opens_second:
+                certain[leaf.name] = 0
     return certain
 
 

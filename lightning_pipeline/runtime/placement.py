@@ -41,8 +41,7 @@ class Placement:
     def find_present(self, module: nn.Module, transport: Transport | None) -> None:
         """Take in which ranks have which tensors, where an earlier run has left a module with a stage on each rank.
 
-        Raises:
-            ValueError: a parameter is on the meta device everywhere.
+        What none has is new, and is made where it is held.
         """
         if transport is None:
             return
@@ -56,12 +55,7 @@ class Placement:
         table = transport.all_gather_vector(torch.tensor(here, dtype=torch.float64), "presence of parameters").tolist()
         for column, names in enumerate(self._names):
             ranks = tuple(rank for rank, row in enumerate(table) if row[column])
-            if not ranks:
-                raise ValueError(
-                    f"{names[0]!r} is on the meta device on every rank: give it data before training, or build the "
-                    f"module without the meta device"
-                )
-            if len(ranks) < self.num_ranks:
+            if 0 < len(ranks) < self.num_ranks:
                 self._present.update(dict.fromkeys(names, ranks))
 
     def add(self, reports: Iterable[Report]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_pipeline.partition.absent_state import guard_state_dict
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
+from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.ownership import Ownership, release
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import StageMap, count_stages, read_stage_config, resolve
@@ -66,6 +67,7 @@ from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, Schedu
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
 from lightning_pipeline.strategy.steps import Steps
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup, place_gradients
+from lightning_pipeline.strategy.weights import Weights, load_weights
 
 
 class PipelineStrategy(ProcessStrategy):
@@ -93,6 +95,7 @@ class PipelineStrategy(ProcessStrategy):
             gradients and optimizer state over the replicas from the first training step on (see ``FullySharded``).
         tensor_parallel_size: ranks among which `configure_model` splits each stage's tensors, by
             ``parallelize_module(..., self.device_mesh["tensor_parallel"], ...)``; needs ``num_stages``.
+        weights: files of weights to start from, of which each rank reads what it holds (see ``load_weights``).
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
@@ -117,6 +120,7 @@ class PipelineStrategy(ProcessStrategy):
         opt_shard: bool = False,
         data_parallel: str = "replicate",
         tensor_parallel_size: int = 1,
+        weights: Weights | None = None,
         loss_reduction: str = "mean",
         output_broadcast: bool = True,
         process_group_backend: str | None = None,
@@ -165,6 +169,7 @@ class PipelineStrategy(ProcessStrategy):
         self.opt_shard = opt_shard
         self.data_parallel = data_parallel
         self.tensor_parallel_size = tensor_parallel_size
+        self.weights = weights
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
         self.pipeline: Pipeline | None = None
@@ -316,11 +321,13 @@ class PipelineStrategy(ProcessStrategy):
             sharded=self._sharded,
         )
         self._release_remote(module)
+        seed = self.broadcast(torch.initial_seed())
+        self._make_local(module, seed)
         self._steps = Steps(
             module,
             self.pipeline,
             self._transport,
-            seed=self.broadcast(torch.initial_seed()),
+            seed=seed,
             mean=self.loss_reduction == "mean",
             output_broadcast=self.output_broadcast,
             replicas=self._replicas,
@@ -328,6 +335,17 @@ class PipelineStrategy(ProcessStrategy):
             on_new=self._on_new,
         )
         self._set_up_for = (module, num_stages)
+
+    def _make_local(self, module: LightningModule, seed: int) -> None:
+        """Give what was built on the meta device, and is held here, its values; read the files of weights."""
+        assert self.ownership is not None
+        made = make_local(module, self.ownership)
+        initialise(module, made.values(), seed)
+        found: set[str] = set()
+        if self.weights is not None:
+            names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+            found = load_weights(module, self.weights, list(filter(self.ownership.is_local, names)))
+        check_set(module, [name for name in made if name not in found])
 
     def _check_agreement(self, module: LightningModule, stages: StageMap, num_microbatches: int) -> None:
         """All ranks run the same model, cut the same way, with the same packages."""
@@ -422,8 +440,8 @@ class PipelineStrategy(ProcessStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # On the CPU: the whole model on the device is what does not fit.
-        with self.precision_plugin.tensor_init_context():
+        # On the CPU: the whole model on the device is what does not fit. Empty ones get their data in setup.
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
     # -- data -------------------------------------------------------------------------------------------------------

@@ -80,6 +80,13 @@ def test_leaves_are_topmost_modules_without_a_boundary() -> None:
 
 def test_what_lies_between_two_keys_of_a_list_is_certain() -> None:
     root = Net()
-    stages = resolve(root, {"layers.1": 1, "layers.3": 2}, 3)
+    stages = resolve(root, {"layers.1": 1, "layers.3": 2, "head": 2}, 3)
     certain = certain_stages(find_leaves(root, stages), 3)
-    assert certain == {"layers.1": 1, "layers.2": 1, "layers.3": 2, "layers.4": 2, "layers.5": 2}
+    named = {"layers.1": 1, "layers.2": 1, "layers.3": 2, "layers.4": 2, "layers.5": 2}
+    assert certain == {"layers.0": 0, **named}  # what comes before the only key of stage 1 is certain, too
+
+
+def test_what_comes_before_one_of_several_keys_of_stage_1_is_open() -> None:
+    root = Net()
+    stages = resolve(root, {"embed": 1, "layers.1": 1}, 2)
+    assert "layers.0" not in certain_stages(find_leaves(root, stages), 2)
