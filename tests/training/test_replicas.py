@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -51,6 +52,27 @@ class Norms(Callback):
         self.values.append([float(trainer.strategy.grad_norm(order)) for order in (2.0, float("inf"))])
 
 
+class Sums(Callback):
+    """How many all-reduces each batch made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.values: list[int] = []
+        self.count = 0
+        all_reduce = dist.all_reduce
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return all_reduce(*args, **kwargs)
+
+        monkeypatch.setattr(dist, "all_reduce", counted)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.count = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.values.append(self.count)
+
+
 class Freeze(Callback):
     """Freezes a block of the first stage and one of the last, half-way."""
 
@@ -84,6 +106,8 @@ def train(
     num_replicas = world // num_stages
     L.seed_everything(1, verbose=False)
     losses, norms = Losses(), Norms()
+    monkeypatch = pytest.MonkeyPatch()
+    sums = Sums(monkeypatch)
     strategy = PipelineStrategy(
         stage_config=gpt_stages(4 if layout.get("schedule") in VIRTUAL else num_stages),
         num_microbatches=NUM_MICROBATCHES // num_replicas,
@@ -94,7 +118,7 @@ def train(
         strategy=strategy,
         devices=world,
         **QUIET,
-        callbacks=[losses, norms, Freeze()],
+        callbacks=[losses, norms, Freeze(), sums],
         precision=precision,
         max_epochs=2,
         accumulate_grad_batches=2,
@@ -106,8 +130,10 @@ def train(
     sampler = DistributedSampler(data, num_replicas, int(os.environ["LOCAL_RANK"]) % num_replicas, shuffle=False)
     module = LitAny(optimizer, **model)
     trainer.fit(module, DataLoader(data, batch_size=BATCH_SIZE // num_replicas, sampler=sampler))
+    monkeypatch.undo()
     state = next(iter(trainer.optimizers)).state
     found = {
+        "sums": sums.values,
         "losses": losses.values,
         "norms": norms.values,
         "world": trainer.world_size,
@@ -330,6 +356,13 @@ def test_replicas_share_out_what_they_hold(name: str, layout: str, ranks: Any) -
             assert max(shares[one]["held"], shares[other]["held"]) <= 0.65 * whole[one]["held"]
         if layout == "2 x 2, opt_shard" or "adafactor" not in name:  # whose state is whole, and small
             assert max(shares[one]["state"], shares[other]["state"]) <= 0.65 * whole[one]["state"]
+
+
+def test_batches_that_accumulate_exchange_no_gradients(ranks: Any) -> None:
+    for rank in ranks:
+        first, second, last = rank["trained"]["sgd", "2 stages, 2 replicas"]["sums"][:3]
+        assert first == 0 < second == last
+        assert set(rank["trained"]["sgd", "4 stages"]["sums"]) == {0}
 
 
 def test_shared_parameters_take_the_value_of_their_owner(ranks: Any) -> None:
