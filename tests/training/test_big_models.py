@@ -171,7 +171,9 @@ def test_initial_values_are_the_same_on_any_number_of_stages(name: str, results:
     [alone], (first, second) = results[1], results[2]
     assert first[name]["losses"] == second[name]["losses"] == alone[name]["losses"]
     assert differing(alone[name]["weights"], first[name]["weights"]) == {}
-    # The layers are not all alike, and as spread as their modules make them.
+    # The layers are not alike, and as spread as their modules make them.
+    again = [value for key, value in alone[name]["weights"].items() if key.endswith(("qkv.weight", "c_attn.weight"))]
+    assert len(again) == 4 and float((again[0] - again[1]).std()) > float(again[0].std())
     spreads = {key: float(value.std()) for key, value in alone[name]["weights"].items() if value.dim() > 1}
     assert all(0.004 < spread < 1.1 for spread in spreads.values()) and len(set(spreads.values())) > 10
 

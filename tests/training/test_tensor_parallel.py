@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def train(world: int, optimizer: str, schedule: str, folder: Path, resume: bool 
     L.seed_everything(1, verbose=False)
     module = LitSplit(optimizer)
     # Data that differs from rank to rank: those of a stage's first rank count.
-    data = tokens(40, seed=0 if trainer.global_rank == 0 else 9)
+    data = tokens(40, seed=0 if os.environ["LOCAL_RANK"] == "0" else 9)
     path = folder / f"{optimizer}.ckpt"
     loader = DataLoader(data, batch_size=8)
     trainer.fit(module, loader, loader, ckpt_path=path if resume else None)
