@@ -1,12 +1,17 @@
 """The launcher starts the other processes with the composed run: one folder a run, one set of processes a job."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightning_pipeline.strategy.launcher import PipelineLauncher
+from tests.launching import launch
 
 HYDRA_SCRIPT = """
 import json, os, sys
@@ -47,23 +52,6 @@ def main(cfg):
 if __name__ == "__main__":
     main()
 """
-
-PLAIN_SCRIPT = (
-    HYDRA_SCRIPT.split("@hydra.main")[0]
-    + """
-command = []
-class Recorder:
-    def __init__(self, args, env, cwd): command.append((args, env["LOCAL_RANK"], cwd)); self.returncode = 0
-    def poll(self): return 0
-
-import subprocess
-from lightning.fabric.plugins.environments import LightningEnvironment
-subprocess.Popen = Recorder
-PipelineLauncher(LightningEnvironment(), 3, 1).launch(lambda: None)
-print(json.dumps(command))
-"""
-)
-
 
 def run(*args: str, cwd: Path) -> str:
     """Runs Python in ``cwd`` and returns its output; a failure shows it."""
@@ -125,9 +113,28 @@ def test_a_module_runs_and_odd_characters_survive(project: Path) -> None:
     assert list(project.glob("**/.hydra")) == [folder / ".hydra"]
 
 
+def commands(*argv: str) -> list[Any]:
+    """What a launch of three processes starts from a script that was called so: arguments, LOCAL_RANK, folder."""
+    started = []
+
+    class Recorder:
+        returncode = 0
+
+        def __init__(self, args: list[str], env: dict[str, str], cwd: str | None) -> None:
+            started.append((args, env["LOCAL_RANK"], cwd))
+
+        def poll(self) -> int:
+            return self.returncode
+
+    del os.environ["LOCAL_RANK"]  # with it, the processes are there already
+    sys.argv = list(argv)
+    subprocess.Popen = Recorder  # type: ignore[misc,assignment]
+    PipelineLauncher(LightningEnvironment(), 3, 1).launch(lambda: None)
+    return started
+
+
+@pytest.mark.multiprocess
 def test_without_hydra_the_command_is_lightnings(tmp_path: Path) -> None:
-    script = tmp_path / "plain.py"
-    script.write_text(PLAIN_SCRIPT)
-    out = run("plain.py", "--lr", "1", cwd=tmp_path)
-    command = [sys.executable, str(script), "--lr", "1"]
-    assert json.loads(out.strip().splitlines()[-1]) == [[command, "1", None], [command, "2", None]]
+    [started] = launch(commands, str(tmp_path / "plain.py"), "--lr", "1", world=1)
+    command = [sys.executable, str(tmp_path / "plain.py"), "--lr", "1"]
+    assert started == [(command, "1", None), (command, "2", None)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from lightning_pipeline.cli import draw, simulate
+from lightning_pipeline.cli import checkpoint, draw, simulate
 
 app = typer.Typer(
     name="lightning-pipeline",
-    help="Pipeline schedules: what they cost and what they look like, before a run.",
+    help="Pipeline schedules: what they cost and what they look like, before a run. And checkpoints, after it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -16,3 +16,4 @@ app = typer.Typer(
 )
 app.command()(simulate.simulate)
 app.command()(draw.draw)
+app.add_typer(checkpoint.app, name="checkpoint")

@@ -1,37 +1,145 @@
-"""Ranks that run another model, configuration or version than the others are told so at setup."""
+"""Agreement: what all ranks have to have in common is compared before they wait for one another."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
+
+from lightning_pipeline.runtime.failure import LINGER_S, Failure, PeerFailedError, PipelineTimeoutError
+
+SAME = "start all of them with the same script, arguments, data and packages"
 
 
-def check_agreement(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) -> None:
-    """Raise on every rank if `facts` are not the same on all. All ranks must call it, as often as each other.
+class Agreement:
+    """The comparisons of one run. All ranks make it at the same point, and compare at the same points.
+
+    Rank 0 collects what the ranks say and answers them all, so that a comparison costs a rank two messages. They go
+    through a store, as ranks that disagree might not even make the same process groups.
 
     Args:
-        facts: what has to be equal, by what to call it: ``{"torch": "2.13.0", "num_microbatches": "8"}``.
-
-    Raises:
-        ValueError: names what differs, on which ranks, and the values.
-        RuntimeError: a rank did not come here within the store's timeout.
+        store: the one that all ranks share; rank 0's process may host it.
+        timeout: the longest that the ranks wait for the slowest.
     """
-    turn = store.add(f"agreement/{rank}", 1)
-    store.set(f"agreement/{turn}/{rank}", json.dumps(dict(facts)))
-    everyone = [json.loads(store.get(f"agreement/{turn}/{other}")) for other in range(world_size)]
-    differing = [name for name in facts if any(other.get(name) != facts[name] for other in everyone)]
-    if differing:
-        told = "; ".join(f"{name}: {_by_value([other.get(name) for other in everyone])}" for name in differing)
-        raise ValueError(
-            f"the ranks do not agree on {', '.join(differing)} ({told}); start all of them with the same script, "
-            f"arguments, data and packages"
-        )
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        run = store.add(f"agreement/rank{rank}", 1)  # the store outlives a run
+        self._store = PrefixStore(f"agreement/{run}", store)
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout = timeout
+        self._turn = 0
+        self._has_left = False
+
+    def check(self, place: str, facts: Mapping[str, str], *, way_out: str = SAME, is_last: bool = False) -> None:
+        """Return once all ranks are here and agree; else raise on all of them.
+
+        Args:
+            place: this point of the run, such as "the start of training". Ranks at different points do not agree.
+            facts: what has to be equal on all ranks that name it: ``{"torch": "2.13.0", "num_microbatches": "8"}``.
+            way_out: ends the error.
+            is_last: the process may end after this.
+
+        Raises:
+            ValueError: what differs, on which ranks, and the values.
+            PeerFailedError: another rank failed before it came here.
+            PipelineTimeoutError: a rank did not come here in time.
+        """
+        self._turn += 1
+        self._say(str(self._rank), {"place": place, "facts": dict(facts)})
+        if self._rank == 0:
+            verdict = self._judge(place, way_out)
+            self._say("verdict", verdict)
+        else:
+            verdict = self._hear(place)
+        if verdict or is_last:
+            self._leave()
+        if "failure" in verdict:
+            failure = Failure(**verdict["failure"])
+            raise PeerFailedError(f"rank {failure.rank} failed before it came to {place}: {failure.summary}", failure)
+        if "late" in verdict:
+            raise PipelineTimeoutError(verdict["late"])
+        if "differing" in verdict:
+            raise ValueError(verdict["differing"])
+
+    def decline(self, error: BaseException) -> None:
+        """Let the ranks that come to their next comparison know that this one failed. Never raises."""
+        if self._has_left:
+            return
+        self._turn += 1
+        summary = traceback.format_exception_only(type(error), error)[-1].strip()
+        failure = error.failure if isinstance(error, PeerFailedError) else Failure(self._rank, summary)
+        text = json.dumps({"failure": asdict(failure)})
+        with contextlib.suppress(RuntimeError):
+            # In the name of all, so that rank 0 has not to wait for the others first.
+            for key in ("verdict", *range(self._world_size)) if self._rank == 0 else range(self._world_size):
+                self._store.compare_set(f"{self._turn}/{key}", "", text)
+            self._leave()
+
+    def _say(self, key: str, what: dict) -> None:
+        self._store.set(f"{self._turn}/{key}", json.dumps(what))
+
+    def _judge(self, place: str, way_out: str) -> dict:
+        """Rank 0's verdict on what all have said: {} if they agree."""
+        keys = [f"{self._turn}/{rank}" for rank in range(self._world_size)]
+        try:
+            self._store.wait(keys, self._timeout)
+        except RuntimeError:
+            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            limit = self._timeout.total_seconds()
+            return {"late": f"{ranks(late)} did not come to {place} within {limit:g} s, and the others waited for it"}
+        said = [json.loads(text) for text in self._store.multi_get(keys)]
+        for one in said:
+            if "failure" in one:
+                return one
+        if places := _differing([one["place"] for one in said]):
+            return {"differing": f"the ranks are at different points of the run ({places}); {way_out}"}
+        names = dict.fromkeys(name for one in said for name in one["facts"])
+        values = {name: _differing([one["facts"].get(name) for one in said]) for name in names}
+        values = {name: differing for name, differing in values.items() if differing}
+        if not values:
+            return {}
+        told = "; ".join(f"{name}: {differing}" for name, differing in values.items())
+        return {"differing": f"the ranks do not agree on {', '.join(values)} ({told}); {way_out}"}
+
+    def _hear(self, place: str) -> dict:
+        key = f"{self._turn}/verdict"
+        try:
+            # Rank 0 may wait for others that long itself, and is to be heard on that.
+            self._store.wait([key], self._timeout + timedelta(seconds=LINGER_S))
+            return json.loads(self._store.get(key))
+        except RuntimeError as error:
+            raise PipelineTimeoutError(
+                f"rank 0 did not answer rank {self._rank} at {place}: it has ended or is busy elsewhere ({error})"
+            ) from error
+
+    def _leave(self) -> None:
+        """The last message of this rank. Rank 0, whose process may host the store, waits a while for the others'."""
+        if self._has_left:
+            return
+        self._has_left = True
+        if self._rank:
+            if self._store.add("left", 1) == self._world_size - 1:
+                self._store.set("all have left", "")
+        elif self._world_size > 1:
+            with contextlib.suppress(RuntimeError):
+                self._store.wait(["all have left"], timedelta(seconds=LINGER_S))
 
 
-def _by_value(values: list[str]) -> str:
-    ranks: dict[str, list[str]] = {}
+def ranks(numbers: list[int]) -> str:
+    """``"rank 3"``, or ``"ranks 1 3"``."""
+    return f"rank{'s' * (len(numbers) > 1)} {' '.join(map(str, numbers))}"
+
+
+def _differing(values: list[str | None]) -> str:
+    """Each value with its ranks, if they are several; None is no value."""
+    by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return ", ".join(f"{value} on rank{'s' * (len(own) > 1)} {' '.join(own)}" for value, own in ranks.items())
+        if value is not None:
+            by_value.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {ranks(own)}" for value, own in by_value.items()) if len(by_value) > 1 else ""

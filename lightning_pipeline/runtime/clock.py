@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Sequence
+
+import torch
 
 from lightning_pipeline.runtime.executor import Span
+from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
-_PINGS = 8
+_EXCHANGES = 5
+
+Gather = Callable[..., Sequence[Sequence[float]]]
+"""Called with numbers on every rank of some, gives each rank's, on all of them."""
 
 
-def clock_offset(transport: Transport) -> float:
-    """Seconds by which this rank's `time.perf_counter` is ahead of rank 0's, from the quickest of several round trips.
+def clock_offset(transport: Transport | None, replicas: Replicas | None = None) -> float:
+    """Seconds by which this rank's `time.perf_counter` is ahead of rank 0's.
 
-    All ranks must call it.
+    Without `replicas`, ahead of the first rank's in this pipeline. All ranks must call it.
     """
-    if transport.stage == 0:
-        for peer in range(1, len(transport.pipeline_ranks)):
-            for _ in range(_PINGS):
-                transport.recv_object(peer, "a request for the time")
-                transport.send_object(time.perf_counter(), peer)
-        return 0.0
-    best, offset = float("inf"), 0.0
-    for _ in range(_PINGS):
-        sent = time.perf_counter()
-        transport.send_object(None, 0)
-        theirs = transport.recv_object(0, "the time on rank 0")
-        received = time.perf_counter()
-        if received - sent < best:
-            best, offset = received - sent, (sent + received) / 2 - theirs
+    offset = _ahead(_gather_in(transport)) if transport is not None else 0.0
+    if replicas is not None:  # by way of the same stage of the first replica
+        offset = _ahead(replicas.gather_numbers) + replicas.gather_numbers(offset)[0][0]
     return offset
 
 
+def _ahead(gather: Gather) -> float:
+    """Seconds by which this rank's clock is ahead of that of the first one in `gather`.
+
+    Nobody leaves an exchange before everybody has come to it: so this rank leaves after the first one came, and the
+    first one leaves after this rank came, which bounds the difference of the clocks from both sides. Processes of one
+    machine have one clock, and clocks of two machines hardly ever agree: where the bounds allow zero, it is zero.
+    """
+    low, high = -math.inf, math.inf
+    came, left = 0.0, math.inf
+    for _ in range(_EXCHANGES):
+        came_before, came = came, time.perf_counter()
+        first_came, first_left_before = gather(came, left)[0]
+        left = time.perf_counter()
+        high = min(high, left - first_came)
+        low = max(low, came_before - first_left_before)
+    return 0.0 if low <= 0 <= high else (low + high) / 2
+
+
+def _gather_in(transport: Transport) -> Gather:
+    def gather(*numbers: float) -> Sequence[Sequence[float]]:
+        own = torch.tensor(numbers, dtype=torch.float64)
+        return [row.tolist() for row in transport.all_gather_vector(own, "the time")]
+
+    return gather
+
+
 def gather_spans(spans: list[Span], transport: Transport | None) -> list[list[Span]]:
-    """Every rank's recorded actions, on rank 0's clock. All ranks must call it."""
+    """The recorded actions of every rank of this pipeline, on its first rank's clock. All ranks must call it."""
     if transport is None:
         return [spans]
     offset = clock_offset(transport)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -39,6 +39,8 @@ class Gradients:
         sharded: FullySharded | None = None,
     ) -> None:
         self.sharded = sharded
+        self.observe_buckets: Callable[[int, float, float], None] | None = None
+        """Gets what `PipelineGradReducer.observe` does, from the next `begin` on."""
         self._module = module
         self._placement = placement
         self._stages = stages
@@ -128,6 +130,7 @@ class Gradients:
                 named.values(), group=self._replicas.group, gradients_mean=self._gradients_mean, names=list(named)
             )
             self._final = self._groups(maybe_shared)
+        self._reducer.observe = self.observe_buckets
         self._reducer.begin(list(self._final.values()))
         return self._reducer
 

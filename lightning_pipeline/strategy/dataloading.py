@@ -53,6 +53,15 @@ class AnnouncedLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
+    @property
+    def worker_init_fn(self) -> Any:
+        """The loader's own: Lightning sets it here, after this wrapper is made, to seed the workers."""
+        return self._loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self._loader.worker_init_fn = function
+
 
 class FollowingLoader:
     """Another stage's loader: yields what each batch looks like, on the meta device, and reads no data."""
@@ -104,15 +113,19 @@ def share_loader(
     Args:
         replicas: with a training loader, those that have to get as many batches from theirs.
     """
+    if first:
+        return (SizedAnnouncedLoader if has_length(loader) else AnnouncedLoader)(loader, transport, replicas)
+    assert transport is not None
+    return (SizedFollowingLoader if has_length(loader) else FollowingLoader)(loader, transport)
+
+
+def has_length(loader: Any) -> bool:
+    """Whether it is known how many batches a loader has."""
     try:
         len(loader)
-        has_length = True
     except (TypeError, NotImplementedError):
-        has_length = False
-    if first:
-        return (SizedAnnouncedLoader if has_length else AnnouncedLoader)(loader, transport, replicas)
-    assert transport is not None
-    return (SizedFollowingLoader if has_length else FollowingLoader)(loader, transport)
+        return False
+    return True
 
 
 def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
@@ -24,6 +24,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -49,6 +50,18 @@ def reduce_over(group: dist.ProcessGroup, tensor: Tensor, operation: Any) -> Ten
 def gather_over(group: dist.ProcessGroup, tensor: Tensor, *, sync_grads: bool) -> Tensor:
     """A group's tensors as Lightning's `all_gather` stacks them."""
     return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+
+def checkpoint_io_or(given: CheckpointIO | None, default: Callable[[], CheckpointIO]) -> CheckpointIO:
+    """The user's CheckpointIO, or `default`; also inside one that wraps another, where the user has named none.
+
+    Wrappers such as `AsyncCheckpointIO` have no public base class, and Lightning's default is not ours.
+    """
+    if given is None:
+        return default()
+    if isinstance(given, _WrappingCheckpointIO):
+        given.checkpoint_io = default()  # has no effect where it wraps one already
+    return given
 
 
 def note_device(module: LightningModule, device: torch.device) -> None:

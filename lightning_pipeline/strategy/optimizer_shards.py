@@ -63,12 +63,15 @@ class OptimizerShards:
         """Whether this replica keeps the state of this parameter."""
         return self._updaters.get(name, self._own) == self._own
 
-    def collect(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """On replica 0 the state of all of this stage's parameters, by name; None on the others. All must call it."""
+    def collect(self, state: dict[str, Any]) -> dict[str, Any]:
+        """On replica 0 what the replica that updates them has of these parameters, by name; {} on the others.
+
+        All replicas must call it, for the same parameters.
+        """
         own = {name: value for name, value in state.items() if self.is_kept(name)}
         if self._own != 0:
             send_tree(own, self._replicas, 0)
-            return None
+            return {}
         for replica in range(1, self._replicas.num_replicas):
             own.update(recv_tree(self._replicas, replica, "optimizer state"))
         return own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.fully_sharded import slice_like
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
+from lightning_pipeline.strategy.checkpoint_io import read_into_memory
 
 if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport
@@ -31,6 +32,8 @@ ELEMENTWISE = (
     optim.SGD,
 )
 """Optimizers that are known to update each element by itself."""
+
+_END: dict[int, Any] = {}  # follows a stage's last part
 
 
 class OptimizerLayout:
@@ -134,39 +137,60 @@ class OptimizerLayout:
         ownership: Ownership,
         transport: Transport | None,
         collect: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda state: state,
+        *,
+        is_writer: bool = True,
     ) -> dict[str, Any]:
         """The state dict that one process would have, of builtins and CPU tensors. Every stage must call it.
 
+        Parameters follow one another, so that beside what it holds a stage needs the memory of one parameter's state.
+
         Args:
-            collect: makes of the states that this rank holds, by name, those of its whole stage; None where another
-                replica goes on with them.
+            collect: called for each parameter that this stage owns, in the same order on all its replicas, with its
+                state by its name, {} if this rank has none. Makes of it the whole state; None or {} if there is none
+                to add.
+            is_writer: this rank's pipeline is the one that goes on with what is collected.
 
         Returns:
             The full state dict on stage 0, where each parameter's state comes from its owner; {} on other stages.
         """
         state_dict = self.optimizer.state_dict()
-        local_names = list(chain.from_iterable(self._local))
         full_ids = {name: index for index, name in reversed(list(enumerate(self.names)))}
-        own = {local_names[key]: value for key, value in state_dict["state"].items() if isinstance(key, int)}
-        collected = collect({name: value for name, value in own.items() if ownership.is_owner(name)})
-        if collected is None:
-            return {}
-        state: dict[Any, Any] = {full_ids[name]: value for name, value in collected.items()}
-        if ownership.stage != 0:
-            assert transport is not None
-            send_tree(state, transport, 0)
+        parts = self._parts(state_dict["state"], full_ids, ownership, collect)
+        if ownership.stage != 0 or not is_writer:
+            for part in parts:
+                if is_writer and transport is not None:
+                    send_tree(part, transport, 0)
+            if is_writer and transport is not None:
+                send_tree(_END, transport, 0)
             return {}
         # What belongs to no parameter is stage 0's.
-        state.update({key: value for key, value in state_dict["state"].items() if not isinstance(key, int)})
+        state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
+        for part in parts:
+            state.update(part)
         if transport is not None:
             for stage in range(1, ownership.num_stages):
-                state.update(recv_tree(transport, stage, "optimizer state"))
+                while (part := recv_tree(transport, stage, "optimizer state")) != _END:
+                    state.update(part)
         ordered = sorted(state, key=lambda key: key if isinstance(key, int) else len(full_ids))
         return {
             **to_cpu({key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}),
             "state": {key: to_cpu(state[key]) for key in ordered},
             "param_groups": self._full_groups(state_dict["param_groups"]),
         }
+
+    def _parts(
+        self,
+        state: Mapping[Any, Any],
+        full_ids: Mapping[str, int],
+        ownership: Ownership,
+        collect: Callable[[dict[str, Any]], dict[str, Any] | None],
+    ) -> Iterator[dict[int, Any]]:
+        """The states of the parameters that this stage owns, one by one, by positional id in the whole model."""
+        for index, name in enumerate(chain.from_iterable(self._local)):
+            if ownership.is_owner(name):
+                part = collect({name: state[index]} if index in state else {})
+                if part:
+                    yield {full_ids[key]: value for key, value in part.items()}
 
     def load_state(self, state_dict: dict[str, Any], is_kept: Callable[[str], bool] = lambda name: True) -> None:
         """Load this stage's part of a full state dict, as ``gather_state`` or plain Lightning wrote it.
@@ -205,7 +229,9 @@ class OptimizerLayout:
             if "param_names" in saved:
                 group["param_names"] = [saved["param_names"][position] for position in positions]
             groups.append(group)
+        read_into_memory(groups)
         self.optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        read_into_memory(self.optimizer.state)  # which has taken CPU tensors as they are
         self._keep_kinds_apart()
 
     def _keep_kinds_apart(self) -> None:

@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_pipeline.partition import tree
 
 
 def combine(results: list[Any], sizes: list[int]) -> Any:
     """One result out of those of the micro-batches.
 
-    Tensors whose first dimension is the number of samples are concatenated, other tensors and fractions are averaged
-    by samples, lists of that length are joined; containers are gone through; other values are the first one's.
+    Tensors and arrays with as many rows as there are samples are concatenated, so are those with samples along a later
+    dimension; others, and fractions, are averaged by samples. Lists with one entry a sample, or of unequal lengths,
+    are joined. Dictionaries, dataclasses and lists or tuples of other lengths are gone through, and dictionaries with
+    keys of their own united. What is the same for all micro-batches stays as it is; of other values the first one is
+    taken, with a warning.
+
+    A list of tensors that all have as many rows as the list has entries is taken for outputs of the step, each over
+    the samples, not for one entry a sample.
 
     Args:
         results: what the step returned for each micro-batch.
         sizes: number of samples of each.
+
+    Raises:
+        ValueError: tensors do not fit together, dictionaries share some keys only, or an object is of a kind that
+            cannot be put together, such as a generator; the message tells what to return instead.
     """
+    if len(results) == 1:
+        return results[0]
+    kept = [(result, size) for result, size in zip(results, sizes, strict=True) if result is not None]
+    if not kept:
+        return None
+    results, sizes = [result for result, _ in kept], [size for _, size in kept]
     first = results[0]
-    if len(results) == 1 or first is None:
-        return first
     if isinstance(first, Tensor):
         return _combine_tensors(results, sizes)
-    if isinstance(first, float):
-        return sum(result * size for result, size in zip(results, sizes, strict=True)) / sum(sizes)
+    if isinstance(first, np.ndarray):
+        return _combine_arrays(results, sizes)
+    if isinstance(first, (float, np.floating)):
+        return _mean(results, sizes)
     if isinstance(first, Mapping):
-        values = {key: combine([result[key] for result in results], sizes) for key in first}
-        return values if type(first) is dict else _like(first, values)
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(combine(list(parts), sizes) for parts in zip(*results, strict=True)))
+        return _combine_mappings(results, sizes)
+    if dataclasses.is_dataclass(first):
+        return _combine_dataclasses(results, sizes)
     if isinstance(first, (list, tuple)):
-        one_a_sample = all(len(result) == size for result, size in zip(results, sizes, strict=True))
-        same_length = all(len(result) == len(first) for result in results)
-        if (one_a_sample and not _are_batched(first, sizes[0])) or not same_length:
-            return type(first)(item for result in results for item in result)
-        return type(first)(combine(list(parts), sizes) for parts in zip(*results, strict=True))
-    return first
+        return _combine_sequences(results, sizes)
+    return _first(results)
+
+
+def sendable(value: Any) -> Any:
+    """An equal value whose tensors are on the CPU and no views: pickle would write all that they are views of."""
+    return tree.replace(value, _alone_on_cpu)
 
 
 def mean_loss(losses: list[Tensor], sizes: list[int]) -> Tensor:
@@ -49,28 +71,120 @@ def mean_loss(losses: list[Tensor], sizes: list[int]) -> Tensor:
 
 
 def _combine_tensors(tensors: list[Tensor], sizes: list[int]) -> Tensor:
-    if all(t.ndim and t.shape[0] == size for t, size in zip(tensors, sizes, strict=True)):
-        try:
-            return torch.cat(tensors)
-        except RuntimeError:  # samples of different lengths
-            raise _unequal(tensors) from None
-    if all(t.shape == tensors[0].shape for t in tensors) and tensors[0].is_floating_point():
-        weights = torch.tensor(sizes, dtype=tensors[0].dtype, device=tensors[0].device)
-        stacked = torch.stack(tensors)
-        return (stacked * weights.reshape(-1, *[1] * tensors[0].ndim)).sum(0) / sum(sizes)
-    return torch.cat(tensors) if tensors[0].ndim else tensors[0]
+    first = tensors[0]
+    if _are_along(0, tensors, sizes):
+        return _concatenated(tensors)
+    if all(t.shape == first.shape and torch.equal(t, first) for t in tensors):
+        return first
+    for dimension in range(1, first.ndim if max(sizes) > 1 else 0):  # not every column is a sample
+        if _are_along(dimension, tensors, sizes) and len({_without(dimension, t.shape) for t in tensors}) == 1:
+            return torch.cat(tensors, dimension)
+    if all(t.shape == first.shape for t in tensors) and first.is_floating_point():
+        weights = torch.tensor(sizes, dtype=first.dtype, device=first.device)
+        return (torch.stack(tensors) * weights.reshape(-1, *[1] * first.ndim)).sum(0) / sum(sizes)
+    return _concatenated(tensors) if first.ndim else _first(tensors)
 
 
-def _unequal(tensors: list[Tensor]) -> ValueError:
-    return ValueError(
-        f"the micro-batches' outputs have shapes {[tuple(t.shape) for t in tensors]} and cannot be concatenated; pad "
-        f"them in the step to one length, or return a list with one entry a sample"
-    )
+def _combine_arrays(arrays: list[Any], sizes: list[int]) -> Any:
+    if arrays[0].dtype.kind not in "biufc":  # text and objects are no tensors
+        return np.concatenate(arrays) if arrays[0].ndim else arrays[0]
+    return _combine_tensors([torch.from_numpy(np.ascontiguousarray(array)) for array in arrays], sizes).numpy()
+
+
+def _combine_mappings(results: list[Mapping[Any, Any]], sizes: list[int]) -> Any:
+    first = results[0]
+    keys = dict.fromkeys(key for result in results for key in result)
+    if all(result.keys() == first.keys() for result in results):
+        values = {key: combine([result[key] for result in results], sizes) for key in first}
+    elif len(keys) == sum(map(len, results)):  # such as one entry a sample, by its name
+        values = {key: value for result in results for key, value in result.items()}
+    else:
+        raise ValueError(
+            f"the step returned dictionaries with the keys {[list(result) for result in results]} for its "
+            f"micro-batches: return the same keys for each, or none that two have in common"
+        )
+    return values if type(first) is dict else _like(first, values)
+
+
+def _combine_dataclasses(results: list[Any], sizes: list[int]) -> Any:
+    made = copy.copy(results[0])
+    for name in vars(made):
+        object.__setattr__(made, name, combine([getattr(result, name) for result in results], sizes))
+    return made
+
+
+def _combine_sequences(results: list[Any], sizes: list[int]) -> Any:
+    first = results[0]
+    if hasattr(first, "_fields"):
+        return type(first)(*(combine(list(parts), sizes) for parts in zip(*results, strict=True)))
+    one_a_sample = all(len(result) == size for result, size in zip(results, sizes, strict=True))
+    are_batched = all(_are_batched(result, size) for result, size in zip(results, sizes, strict=True))
+    same_length = all(len(result) == len(first) for result in results)
+    if (one_a_sample and not are_batched) or not same_length:
+        return type(first)(item for result in results for item in result)
+    return type(first)(combine(list(parts), sizes) for parts in zip(*results, strict=True))
+
+
+def _are_along(dimension: int, tensors: list[Tensor], sizes: list[int]) -> bool:
+    """Whether this dimension of the tensors is that of the samples."""
+    return all(t.ndim > dimension and t.shape[dimension] == size for t, size in zip(tensors, sizes, strict=True))
 
 
 def _are_batched(items: Any, size: int) -> bool:
     """Whether the items are tensors over the samples, rather than one item a sample."""
     return all(isinstance(item, Tensor) and item.ndim and item.shape[0] == size for item in items)
+
+
+def _without(dimension: int, shape: torch.Size) -> tuple[int, ...]:
+    return (*shape[:dimension], *shape[dimension + 1 :])
+
+
+def _concatenated(tensors: list[Tensor]) -> Tensor:
+    try:
+        return torch.cat(tensors)
+    except RuntimeError:
+        raise ValueError(
+            f"the micro-batches' outputs have shapes {[tuple(t.shape) for t in tensors]} and cannot be concatenated; "
+            f"pad them in the step to one length, or return a list with one entry a sample"
+        ) from None
+
+
+def _alone_on_cpu(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_view else tensor
+
+
+def _mean(values: list[Any], sizes: list[int]) -> Any:
+    if all(value == values[0] for value in values):
+        return values[0]
+    return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+
+
+def _first(values: list[Any]) -> Any:
+    """The first of values that nothing can be made of."""
+    first = values[0]
+    has_tensors = not isinstance(first, Tensor) and bool(tree.leaves(first))
+    if has_tensors or isinstance(first, Iterator):
+        raise ValueError(
+            f"the step returned a {type(first).__name__} for each of its {len(values)} micro-batches, and these cannot "
+            f"be put together: return tensors, or lists with one entry a sample, alone or in dictionaries, tuples or "
+            f"dataclasses"
+        )
+    if not all(_is_equal(value, first) for value in values):
+        warnings.warn(
+            f"the step returned a {type(first).__name__} that differs from micro-batch to micro-batch, and that of the "
+            f"first one is taken: return a tensor or a list with one entry a sample, or a float, which is averaged",
+            stacklevel=2,
+        )
+    return first
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    try:
+        return value is other or bool(value == other)
+    except (RuntimeError, TypeError, ValueError):  # compares by element, or not at all
+        return False
 
 
 def _like(first: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,7 @@ from lightning_pipeline.partition.leaves import certain_stages
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.ownership import Ownership, release
 from lightning_pipeline.partition.random import Streams
-from lightning_pipeline.partition.stage_config import StageMap, count_stages, read_stage_config, resolve
-from lightning_pipeline.runtime.agreement import check_agreement
+from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
@@ -48,11 +45,22 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
+from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
+from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
+from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
 from lightning_pipeline.strategy.copies import copies_of, fill_from_owners
 from lightning_pipeline.strategy.dataloading import share_loader
+from lightning_pipeline.strategy.distributed_checkpoint import (
+    FolderWriter,
+    host_group,
+    module_state_in_parts,
+    optimizer_state_in_parts,
+)
 from lightning_pipeline.strategy.export import gather_module
+from lightning_pipeline.strategy.facts import parts_of
 from lightning_pipeline.strategy.lightning_private import (
     call_before_update,
+    checkpoint_io_or,
     compare_parameters_by_identity,
     note_device,
     note_mesh,
@@ -62,6 +70,7 @@ from lightning_pipeline.strategy.lightning_private import (
 )
 from lightning_pipeline.strategy.loss_scaling import agree_on_overflow
 from lightning_pipeline.strategy.metrics import share_metrics
+from lightning_pipeline.strategy.partial_loading import load_module_from_folder, read_optimizer_state
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
@@ -99,6 +108,8 @@ class PipelineStrategy(ProcessStrategy):
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
+        save_distributed_checkpoint: checkpoints are folders in torch.distributed.checkpoint's format, which all ranks
+            write at once, each what it holds. Both kinds load whatever this is.
         process_group_backend: default: what fits the device, such as "nccl" for cuda and "gloo" for cpu.
         timeout: the longest that a stage waits for another.
 
@@ -123,6 +134,7 @@ class PipelineStrategy(ProcessStrategy):
         weights: Weights | None = None,
         loss_reduction: str = "mean",
         output_broadcast: bool = True,
+        save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
         accelerator: Accelerator | None = None,
@@ -172,9 +184,12 @@ class PipelineStrategy(ProcessStrategy):
         self.weights = weights
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self.pipeline: Pipeline | None = None
         self.ownership: Ownership | None = None
         self.advice: Advice | None = None
+        self.observe_buckets: Callable[[int, float, float], None] | None = None
+        """Gets what `PipelineGradReducer.observe` does, in every step that sums gradients over replicas."""
         self._transport: Transport | None = None
         self._steps: Steps | None = None
         self._advisor: Advisor | None = None
@@ -192,6 +207,11 @@ class PipelineStrategy(ProcessStrategy):
     def transport(self) -> Transport | None:
         """The connection between the stages; None with one stage, or before setup."""
         return self._transport
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The ranks that run this rank's stages on other samples; None if there are none, or before setup."""
+        return self._replicas
 
     @property
     def peak_live(self) -> int:
@@ -219,6 +239,22 @@ class PipelineStrategy(ProcessStrategy):
         mesh = topology.mesh(self.root_device.type)
         note_mesh(self.lightning_module, mesh)
         self._tensor_group = TensorGroup(mesh["tensor_parallel"].get_group())
+
+    @override
+    def settings(self) -> dict[str, str]:
+        names = (
+            "num_stages",
+            "num_microbatches",
+            "max_live_microbatches",
+            "gradients_mean",
+            "opt_shard",
+            "data_parallel",
+            "tensor_parallel_size",
+            "loss_reduction",
+            "output_broadcast",
+        )
+        asked = {name: str(getattr(self, name)) for name in names}
+        return {**super().settings(), **asked, "schedule": self._choice.label}
 
     def _topology(self, num_stages: int, placement: Sequence[int] = ()) -> Topology:
         return Topology(
@@ -260,6 +296,9 @@ class PipelineStrategy(ProcessStrategy):
         """Topology, transport and partition; kept from one trainer function to the next on the same module."""
         config = read_stage_config(module, self.stage_config)
         num_stages = self._count_stages(config)
+        # Before whatever ranks do otherwise that cut the model otherwise.
+        cut = {"stage_config": json.dumps(config, sort_keys=True, default=str), "num_stages": str(num_stages)}
+        self.agree("the set-up of the pipeline", {**parts_of(module), **cut})
         if self._set_up_for == (module, num_stages):
             return
         is_fsdp = self.data_parallel == "fsdp"
@@ -290,8 +329,6 @@ class PipelineStrategy(ProcessStrategy):
         if self._transport is None and num_stages > 1:
             store = dist.distributed_c10d._get_default_store()
             self._transport = Transport.shared(topology, self.root_device, self.timeout, store)
-        if self.world_size > 1:
-            self._check_agreement(module, stages, num_microbatches)
         self._replicas = Replicas.shared(topology, self.timeout)
         self._sharded = None
         if is_fsdp and self._replicas is not None:
@@ -346,24 +383,6 @@ class PipelineStrategy(ProcessStrategy):
             names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
             found = load_weights(module, self.weights, list(filter(self.ownership.is_local, names)))
         check_set(module, [name for name in made if name not in found])
-
-    def _check_agreement(self, module: LightningModule, stages: StageMap, num_microbatches: int) -> None:
-        """All ranks run the same model, cut the same way, with the same packages."""
-        tensors = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(module)]
-        facts = {
-            "lightning_pipeline": version("lightning-pipeline"),
-            "lightning": version("lightning"),
-            "torch": torch.__version__,
-            "LightningModule": type(module).__qualname__,
-            "parameters and buffers": f"{len(tensors)} (checksum {zlib.crc32(repr(tensors).encode()):08x})",
-            "stage_config": json.dumps(dict(stages.exact), sort_keys=True),
-            "schedule": self._choice.label,
-            "num_microbatches": str(num_microbatches),
-            "loss_reduction": self.loss_reduction,
-            "precision": str(self.precision_plugin.precision),
-        }
-        store = dist.distributed_c10d._get_default_store()
-        check_agreement(store, self.global_rank, self.world_size, facts)
 
     def _count_stages(self, config: Mapping[str, int]) -> int:
         """The number of device groups, which share the virtual stages of a schedule that has such."""
@@ -451,6 +470,7 @@ class PipelineStrategy(ProcessStrategy):
         assert self.topology is not None and self.lightning_module is not None
         if self.world_size == 1:
             return dataloader
+        self.agree_on_loader(dataloader)
         # Only in training do replicas wait for one another.
         replicas = self._replicas if self.lightning_module.trainer.training else None
         return share_loader(dataloader, self._transport, first=self.topology.is_first_stage, replicas=replicas)
@@ -471,6 +491,7 @@ class PipelineStrategy(ProcessStrategy):
         trainer = self.lightning_module.trainer
         arguments = (*args, *kwargs.values())
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        self._gradients.observe_buckets = self.observe_buckets
         self._gradients.begin(first=first, complete=not self._accumulating)
         with self._stepping(), self._advising():
             result = self._steps.train(
@@ -631,6 +652,8 @@ class PipelineStrategy(ProcessStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._check_alive()
         assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
+        if self.save_distributed_checkpoint:
+            return module_state_in_parts(self.lightning_module)
         if self._is_replica:
             help_to_gather(self.lightning_module)
             return {}
@@ -657,26 +680,82 @@ class PipelineStrategy(ProcessStrategy):
     ) -> None:
         self._check_alive()
         assert self.ownership is not None
+        if self.save_distributed_checkpoint:
+            self._save_folder(checkpoint, filepath, storage_options)
+            return
         if self._is_replica:
             return
         fill_from_owners(checkpoint["state_dict"], self.ownership, self._transport)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def _save_folder(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
+        assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
+        if storage_options is not None:
+            raise TypeError(f"storage_options={storage_options!r} is for one plain file: leave it out")
+        writer = FolderWriter(
+            module=self.lightning_module,
+            ownership=self.ownership,
+            stage_of_module=self._placement.rank_of_module,
+            parameter_names=[layout.names for layout in self._stage_optimizers or ()],
+            is_writer=not self._is_replica,
+            group=host_group(dist.distributed_c10d._get_default_group(), self.timeout),
+        )
+        writer.save(checkpoint, path)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = checkpoint_io_or(self._checkpoint_io, AtomicCheckpointIO)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if is_folder(checkpoint_path):
+            return read_folder(checkpoint_path, weights_only)
+        load = super().load_checkpoint
+        options = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
+
+        def read() -> dict[str, Any]:
+            checkpoint = load(checkpoint_path, **options)
+            check_format(checkpoint, checkpoint_path)
+            return checkpoint
+
+        return with_one_outcome(read)
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        load_module_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        module = self.lightning_module
+        assert module is not None
+        if is_stored(checkpoint["state_dict"]):
+            load_module_from_folder(module, checkpoint["state_dict"], strict=strict)
+            return
+        # The first thing that a load changes, and the user's on_load_checkpoint has run.
+        is_fit = module.trainer.state.fn == TrainerFn.FITTING and self._stage_optimizers is not None
+        layouts = list(self._stage_optimizers or ()) if is_fit else None
+        path = module.trainer.ckpt_path
+        with_one_outcome(lambda: check_checkpoint(checkpoint, module, layouts, strict=strict, path=path))
+        load_module_state(module, checkpoint["state_dict"], strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_alive()
         assert self._stage_optimizers is not None
+        if self.save_distributed_checkpoint:
+            layout = self._stage_optimizers.layout_of(optimizer)
+            return optimizer_state_in_parts(layout, self._stage_optimizers.ownership)
         return self._stage_optimizers.gather_state(optimizer, is_writer=not self._is_replica)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._stage_optimizers is not None
-        self._stage_optimizers.load_state(checkpoint["optimizer_states"])
+        states = checkpoint["optimizer_states"]
+        if is_stored(states):
+            states = [read_optimizer_state(*pair) for pair in zip(self._stage_optimizers, states, strict=False)]
+        self._stage_optimizers.load_state(states)
 
     @property
     def _is_replica(self) -> bool:
@@ -696,10 +775,12 @@ class PipelineStrategy(ProcessStrategy):
             self._replicas.close()
         if self._transport is not None:
             self._transport.notice.fail(exception)
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
         self._uninstall()
+        self.agree("the end of the run", {}, is_last=True)
         if self._transport is not None and not self._failed:
             # A process may end after this, and one that ends with messages unread breaks its peers' connections.
             self._transport.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +18,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipeline.runtime.agreement import SAME, Agreement
+from lightning_pipeline.runtime.meeting import meet
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.strategy.dataloading import has_length
+from lightning_pipeline.strategy.facts import evaluation_of, settings_of, training_of, versions
 from lightning_pipeline.strategy.launcher import PipelineLauncher
 from lightning_pipeline.strategy.lightning_private import connect_processes, gather_over, reduce_over
+
+EVEN = (
+    "give all ranks the same data, checkpoint and optimizers; replicas that read data of their own may need "
+    "limit_train_batches"
+)
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -48,6 +59,8 @@ class ProcessStrategy(ParallelStrategy):
         self._replicas: Replicas | None = None
         self._num_nodes = 1
         self._failed = False
+        self._agreement: Agreement | None = None
+        self._started: set[str] = set()
 
     @property
     @override
@@ -83,28 +96,103 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        launcher = PipelineLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = launcher
+        # Whoever starts the processes: the launcher also compares the Trainer's devices and nodes with theirs.
+        self._launcher = PipelineLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell an environment that does not know it from others this process's rank; a Trainer asks for it early."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self.set_world_ranks()
         environment = self.cluster_environment
-        assert environment is not None
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        assert environment is not None and self.lightning_module is not None
+        self._agreement = self._meet(environment) if self.world_size > 1 else None
+        self._started = set()
+        trainer = self.lightning_module.trainer
+        self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings()})
         self.process_group_backend = connect_processes(
             environment, self.root_device, self.process_group_backend, self.timeout
         )
 
+    # -- agreement --------------------------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, str]:
+        """What this strategy was asked for, as far as all ranks have to be asked for the same."""
+        return {
+            "device": self.root_device.type,
+            "process_group_backend": str(self.process_group_backend),
+            "timeout": str(self.timeout),
+        }
+
+    def agree(self, place: str, facts: Mapping[str, str], *, way_out: str = SAME, is_last: bool = False) -> None:
+        """Raise on all ranks if they do not come to the same place with the same facts (`Agreement.check`)."""
+        if self._agreement is not None and not self._failed:
+            self._agreement.check(place, facts, way_out=way_out, is_last=is_last)
+
+    def agree_on_loader(self, dataloader: object) -> None:
+        """Before a loop asks for its length, where it has one."""
+        assert self.lightning_module is not None
+        stage = self.lightning_module.trainer.state.stage
+        assert stage is not None
+        length = "known" if has_length(dataloader) else "unknown"
+        self.agree(f"the {stage.dataloader_prefix}_dataloader", {"length of the data": length})
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        facts = training_of(self.lightning_module.trainer, has_replicas=self.is_distributed)
+        self._agree_once("training", facts, way_out=EVEN)
+
+    @override
+    def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        self._agree_on_evaluation("validation", self.lightning_module.trainer.num_val_batches)
+
+    @override
+    def on_test_start(self) -> None:
+        assert self.lightning_module is not None
+        self._agree_on_evaluation("test", self.lightning_module.trainer.num_test_batches)
+
+    @override
+    def on_predict_start(self) -> None:
+        assert self.lightning_module is not None
+        self._agree_on_evaluation("prediction", self.lightning_module.trainer.num_predict_batches)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        if self._agreement is not None:
+            self._agreement.decline(exception)
+
+    def _agree_on_evaluation(self, kind: str, num_batches: list[int | float]) -> None:
+        assert self.topology is not None
+        self._agree_once(kind, evaluation_of(kind, num_batches, self.topology.replica))
+
+    def _agree_once(self, kind: str, facts: Mapping[str, str], *, way_out: str = SAME) -> None:
+        """At the first start of a loop in a run: a fit starts validation many times, on the same data."""
+        if kind not in self._started:
+            self._started.add(kind)
+            self.agree(f"the start of {kind}", facts, way_out=way_out)
+
+    def _meet(self, environment: ClusterEnvironment) -> Agreement:
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            os.environ["MASTER_ADDR"] = environment.main_address
+            os.environ["MASTER_PORT"] = str(environment.main_port)
+            store = meet(self.global_rank, self.world_size, self.timeout)
+        return Agreement(store, self.global_rank, self.world_size, self.timeout)
+
     # -- collectives ------------------------------------------------------------------------------------------------
 
     @override
-    def reduce(
-        self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Any:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Over replicas: within a pipeline every rank has the same value."""
         if self._replicas is None or not isinstance(tensor, Tensor):
             return tensor

@@ -53,6 +53,10 @@ class StageOptimizers:
     def __iter__(self) -> Iterator[OptimizerLayout]:
         return iter(self._layouts.values())
 
+    def layout_of(self, optimizer: Optimizer) -> OptimizerLayout:
+        """Of one of the optimizers, or Lightning's wrapper around it."""
+        return self._layouts[inner(optimizer)]
+
     @property
     def ownership(self) -> Ownership:
         assert self._ownership is not None
@@ -112,8 +116,8 @@ class StageOptimizers:
             is_writer: this rank's pipeline is the one that writes checkpoints.
         """
         layout = self._layouts[inner(optimizer)]
-        collect = self._collector(inner(optimizer), is_writer=is_writer)
-        return layout.gather_state(self.ownership, self._transport, collect)
+        collect = self._collector(inner(optimizer))
+        return layout.gather_state(self.ownership, self._transport, collect, is_writer=is_writer)
 
     def load_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Load this rank's parts of full state dicts, one of each optimizer."""
@@ -121,21 +125,15 @@ class StageOptimizers:
             update = self._updates.get(layout.optimizer)
             layout.load_state(state, update.is_kept if isinstance(update, OptimizerShards) else lambda name: True)
 
-    def _collector(
-        self, optimizer: Optimizer, *, is_writer: bool
-    ) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-        """What makes of the states on a rank those of its stage, on the writer."""
+    def _collector(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        """What makes of a parameter's state on a rank that of its stage, on the writer."""
         update = self._updates.get(optimizer)
-        if isinstance(update, OptimizerShards):
-            return update.collect
-        has_slices = any(isinstance(parameter, DTensor) for _, parameter in self._layouts[optimizer].local_parameters())
+        return update.collect if isinstance(update, OptimizerShards) else _whole
 
-        def collect(state: dict[str, Any]) -> dict[str, Any] | None:
-            if has_slices:
-                state = to_cpu(map_tensors(state, whole))
-            return state if is_writer else None
 
-        return collect
+def _whole(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with sharded tensors made whole, on the CPU. All replicas must call it."""
+    return map_tensors(state, lambda tensor: to_cpu(whole(tensor)) if isinstance(tensor, DTensor) else tensor)
 
 
 def inner(optimizer: Any) -> Optimizer:

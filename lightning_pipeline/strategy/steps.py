@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import zlib
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
 from lightning_pipeline.strategy.logged_values import LoggedValues
-from lightning_pipeline.strategy.outputs import combine, mean_loss
+from lightning_pipeline.strategy.outputs import combine, mean_loss, sendable
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
@@ -144,6 +145,8 @@ class Steps:
         if self._pipeline.rank == self._last:
             sizes = [state.num_samples for state in report.microbatches]
             output = _detached(combine([state.result for state in report.microbatches], sizes))
+        if stage == "predict_step" and not self._output_broadcast and not self._pipeline.learning:
+            return output  # nobody waits for it, so the first stages go on with the next batch
         has_outputs = self._output_broadcast and output is not None
         extras = self._finish(work.kind, report, loss=torch.zeros(()), has_outputs=has_outputs)
         return self._spread(output) if extras[self._last][_OUTPUTS] else output
@@ -221,7 +224,13 @@ class Steps:
     def _spread(self, output: Any) -> Any:
         if self._transport is None:
             return output
-        moved = self._transport.broadcast_object(_to(output, torch.device("cpu")), self._last, "the step's outputs")
+        try:
+            moved = self._transport.broadcast_object(sendable(output), self._last, "the step's outputs")
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise ValueError(
+                f"the step's output cannot be sent to the other stages ({error}): return tensors and plain values, or "
+                f"keep it on the last stage with PipelineStrategy(output_broadcast=False)"
+            ) from error
         return output if self._pipeline.rank == self._last else _to(moved, self._module.device)
 
     def _weighted(self, loss: Tensor, state: Microbatch, accumulate: int) -> Tensor:

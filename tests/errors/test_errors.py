@@ -8,7 +8,7 @@ import pytest
 
 from lightning_pipeline import PipelineStrategy
 from tests.errors import modules
-from tests.ranks import Ended, run_ranks
+from tests.launching import Ended, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 

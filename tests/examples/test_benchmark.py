@@ -4,8 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.launching import launch
 
 from .conftest import ROOT
 
@@ -54,3 +57,32 @@ def test_settings_that_cannot_run_are_told_at_once(tmp_path: Path, arguments: li
     done = run_benchmark(*arguments, folder=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+WORKLOADS = {"waiting": 0.1, "gpt": 0.0}  # milliseconds that a layer waits
+
+
+def work_on_overlap(settings: dict[str, Any], folder: Path) -> None:
+    sys.path.insert(0, str(ROOT / "examples/benchmark"))
+    import overlap_worker
+
+    for name, layer_ms in WORKLOADS.items():
+        overlap_worker.main("1f1b", {**settings, "layer_ms": layer_ms}, folder / name)
+
+
+@pytest.mark.multiprocess
+def test_gradients_overlap_in_every_other_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples/benchmark")
+    import overlap
+
+    settings = {"num_stages": 2, "num_replicas": 2, "num_microbatches": 2, "num_layers": 4, "width": 8, "num_steps": 2}
+    launch(work_on_overlap, settings, tmp_path, world=4)
+    for name in WORKLOADS:
+        ranks = [json.loads((tmp_path / name / f"1f1b-{rank}.json").read_text()) for rank in range(4)]
+        for steps in ranks:
+            assert [step["overlaps"] for step in steps] == [False, True, False, True]
+            # Otherwise every all-reduce starts when the last backward is over.
+            assert [step["share"] > 0 for step in steps] == [False, True, False, True]
+        with_overlap, without, share = overlap.summary(ranks)
+        assert min(with_overlap, without) > 0
+        assert 0 < share <= 1

@@ -19,7 +19,8 @@ def trained_values(path: Path) -> list[dict[str, str]]:
 
 @pytest.mark.multiprocess
 def test_a_sweep_over_schedules(tmp_path: Path) -> None:
-    overrides = ["trainer.strategy.schedule=gpipe,1f1b", "trainer.max_epochs=1", "hydra.sweep.dir=sweep"]
+    short = ["trainer.max_epochs=1", "+trainer.limit_train_batches=10", "+trainer.limit_val_batches=2"]
+    overrides = ["trainer.strategy.schedule=gpipe,1f1b", "hydra.sweep.dir=sweep", *short]
     command = [sys.executable, str(ROOT / "examples/train.py"), "-m", *overrides]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr

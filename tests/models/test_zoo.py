@@ -5,83 +5,39 @@ Poison is part of every run on two stages: see `tests.poison`.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.launching import launch
 from tests.models.zoo import CASES
+from tests.models.zoo_worker import train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).parents[2]
 STAGES = ("2", "4", "2x2")
 # Every other case is enough to show that virtual stages are as stages are; the named ones are about them.
 ABOUT_VIRTUAL_STAGES = {"counts_calls", "keeps_state", "caches_mask", "gpt2_dropout", "gpt2_checkpointing"}
 NAMES = {
+    "1": list(CASES),
     "2": list(CASES),
     "4": list(CASES),
     "2x2": [name for index, name in enumerate(CASES) if index % 2 == 0 or name in ABOUT_VIRTUAL_STAGES],
 }
 LAID_OUT = [(name, layout) for layout in STAGES for name in NAMES[layout]]
-LIMIT_S = 270
+LIMIT_S = 120
 
 Results = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each rank of each launch saved, by layout."""
-    folder = tmp_path_factory.mktemp("zoo")
-    environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
-    script = str(ROOT / "tests" / "models" / "zoo_worker.py")
-    found: Results = {}
-    for launch in (("1", "2"), ("4",), ("2x2",)):
-        logs = {n: folder / f"{n}.log" for n in launch}
-        running = {
-            n: subprocess.Popen(
-                [sys.executable, script, n, str(folder), *(NAMES[n] if n == "2x2" else ())],
-                env=environment,
-                cwd=folder,
-                stdout=logs[n].open("w"),
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            for n in launch
-        }
-        for n, process in running.items():
-            found[n] = _collect(process, folder, n, logs[n])
-    return found
-
-
-def _collect(process: subprocess.Popen, folder: Path, layout: str, log: Path) -> list[dict[str, Any]]:
-    files = [folder / f"{layout}_{rank}.pt" for rank in range(int(layout[0]))]
-    try:
-        process.wait(LIMIT_S)
-        _wait_for(files, 20)  # rank 0 ends without waiting for the others
-        return [torch.load(file) for file in files]
-    except Exception as error:
-        text = f"the launch with {layout} stages failed ({error!r}):\n{log.read_text()[-6000:]}"
-        raise AssertionError(text) from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _wait_for(files: list[Path], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline, f"of {[file.name for file in files]} some were not written"
-        time.sleep(0.05)
+def results() -> Results:
+    """What each rank of each launch gave, by layout."""
+    return {
+        layout: launch(train, layout, NAMES[layout], world=int(layout[0]), timeout=LIMIT_S) for layout in NAMES
+    }
 
 
 def of(results: Results, layout: str, name: str, kind: str) -> list[dict[str, Any]]:

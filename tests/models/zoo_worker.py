@@ -1,26 +1,18 @@
-"""Trains the models of the zoo, one after the other, in the processes of one launch, and saves what came of it.
+"""Trains the models of the zoo, one after the other, in the processes of one launch, and tells what came of it.
 
-    python tests/models/zoo_worker.py LAYOUT FOLDER [CASE...]
-
-LAYOUT is the number of stages, or 2x2: two virtual stages on each of two ranks, under one schedule after the other.
-
-The launcher is the one that users have: this script is started once, and Lightning starts the other stages. With one
-stage each model is also trained by plain Lightning. Each rank writes FOLDER/LAYOUT_RANK.pt: for each model its
-`Result`s as dictionaries, or the traceback where it failed.
+A layout is a number of stages, or 2x2: two virtual stages on each of two ranks, under one schedule after the other.
+With one stage each model is also trained by plain Lightning.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
-import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -182,14 +174,14 @@ def split(batch: Any) -> list[Any]:
     return list(zip(*(tensor.chunk(NUM_MICROBATCHES) for tensor in batch), strict=True))
 
 
-def main(layout: str, folder: Path, names: list[str]) -> None:
+def train(layout: str, names: list[str]) -> dict[str, Any]:
+    """For each model this rank's `Result`s as dictionaries, or the traceback where it failed."""
     num_stages = int(layout[0])
     schedules = VIRTUAL_SCHEDULES if layout == "2x2" else ("1f1b",)
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     results: dict[str, Any] = {}
-    for name, schedule in zip(names or CASES, itertools.cycle(schedules), strict=False):
+    for name, schedule in zip(names, itertools.cycle(schedules), strict=False):
         case = CASES[name]
         try:
             if num_stages == 1:
@@ -200,13 +192,7 @@ def main(layout: str, folder: Path, names: list[str]) -> None:
         except Exception:
             results[name] = traceback.format_exc()
             if num_stages > 1:
-                break  # the stages may not be in step any more
+                return results  # the stages may not be in step any more
     if not any(isinstance(found, str) for found in results.values()):
         results[EARLY] = early_features(num_stages, schedules[0])
-    file = folder / f"{layout}_{os.environ.get('LOCAL_RANK', '0')}.pt"
-    torch.save(results, file.with_suffix(".part"))
-    file.with_suffix(".part").rename(file)  # whoever waits for it finds it whole
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,7 +19,7 @@ RECORDED = [
 ]
 
 
-def texts(timeline: Timeline, path: Path, **options: str) -> list[str]:
+def texts(timeline: Timeline, path: Path, **options: Any) -> list[str]:
     save_picture(timeline, path, **options)
     return [text.text or "" for text in ElementTree.parse(path).iter(f"{SVG}text")]
 
@@ -47,6 +48,15 @@ def test_the_shade_tells_the_virtual_stage(tmp_path: Path) -> None:
     assert len(colours(1)) == 1
     assert len(colours(3)) == 3
     assert colours(1) < colours(3)
+
+
+def test_all_reduces_are_a_strip_that_may_go_on(tmp_path: Path) -> None:
+    reductions = [[], [(8.5, 11.0), (8.5, 13.0)]]
+    found = texts(RECORDED, tmp_path / "p.svg", reductions=reductions, labels=["rank 0", "rank 5"])
+    assert {"all-reduce of gradients", "rank 5", "8"} <= set(found)  # eight after the first start: 13
+    assert "rank 1" not in found
+    assert "bubble 37.5%" in found  # as without them
+    assert "all-reduce of gradients" not in texts(RECORDED, tmp_path / "without.svg", reductions=[[], []])
 
 
 def test_png_grows_with_the_schedule(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from lightning_pipeline.schedules import (
     save_chrome_trace,
     simulate,
 )
+from lightning_pipeline.schedules.timeline import one_at_a_time, overlapped_share
 
 # Two ranks from 10 to 14 seconds: 3 + 1 of 8 seconds compute.
 RECORDED = [
@@ -40,6 +41,35 @@ def test_without_actions() -> None:
         with pytest.raises(ScheduleError, match=f"timeline of {len(timeline)} ranks without any action"):
             extent(timeline)
     assert idle_share([[(Action.parse("0F0"), 1.0, 1.0)]]) == 0.0
+
+
+def test_overlapped_share() -> None:
+    # Two buckets on their way at once count once: 12.5 to 13.5 and 13.5 to 16, of which 1.5 are before 14.
+    assert overlapped_share(RECORDED, [[], [(12.5, 13.5), (13.0, 16.0)]]) == pytest.approx(1.5 / 3.5)
+    assert overlapped_share(RECORDED, [[(12.5, 13.5)], [(14.0, 14.5)]]) == pytest.approx(1 / 1.5)
+    assert overlapped_share(RECORDED, [[(14.5, 15.0)], []]) == 0.0
+    assert overlapped_share(RECORDED, [[], []]) == 1.0
+
+
+def test_one_at_a_time() -> None:
+    assert one_at_a_time([(1.0, 4.0), (1.0, 2.0), (5.0, 6.0)]) == [(1.0, 2.0), (2.0, 4.0), (5.0, 6.0)]
+    assert one_at_a_time([(2.0, 3.0), (1.0, 4.0)]) == [(2.0, 3.0), (3.0, 4.0)]
+
+
+def test_chrome_trace_has_all_reduces_on_their_own_tracks(tmp_path: Path) -> None:
+    reductions = [[], [(12.5, 14.5), (13.0, 15.0)]]
+    path = save_chrome_trace(RECORDED, tmp_path / "t.json", reductions=reductions, labels=["rank 0", "rank 2"])
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 2"]
+    found = [event for event in events if event["cat" if "cat" in event else "name"] == "all-reduce"]
+    assert {event["name"] for event in found} == {"all-reduce, rank 2"}
+    assert [(e["ph"], e["ts"], e["args"]["bucket"]) for e in found] == [
+        ("b", 2.5e6, 0),
+        ("e", 4.5e6, 0),
+        ("b", 3.0e6, 1),
+        ("e", 5.0e6, 1),
+    ]
+    assert len({event["id"] for event in found}) == 2
 
 
 def test_chrome_trace_has_an_event_for_each_action(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
 from lightning_pipeline import PipelineStrategy
-from tests.ranks import run_ranks
+from tests.launching import launch
 
 pytestmark = pytest.mark.multiprocess
 
@@ -38,7 +37,7 @@ class Lit(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_test_fit(num_stages: int, folder: Path) -> None:
+def fit_test_fit(num_stages: int) -> list[dict[str, Any]]:
     def trainer() -> L.Trainer:
         return L.Trainer(
             strategy=PipelineStrategy(stage_config={"second": 1}, num_stages=num_stages, num_microbatches=4),
@@ -62,17 +61,13 @@ def fit_test_fit(num_stages: int, folder: Path) -> None:
     other = trainer()
     other.fit(Lit(), data)
     values.append(dict(other.callback_metrics))
-    torch.save(values, folder / f"{num_stages}-{current.global_rank}.pt")
+    return values
 
 
-def test_a_module_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
-    for num_stages in (1, 2):
-        for ended in run_ranks(fit_test_fit, num_stages, tmp_path, world=num_stages):
-            assert ended.exit_code == 0, ended.traceback
-    expected = torch.load(tmp_path / "1-0.pt", weights_only=True)
+def test_a_module_goes_from_trainer_to_trainer() -> None:
+    [expected] = launch(fit_test_fit, 1, world=1)
     assert expected[0]["loss"] > expected[2]["loss"]
-    for rank in range(2):
-        assert torch.load(tmp_path / f"2-{rank}.pt", weights_only=True) == expected
+    assert launch(fit_test_fit, 2, world=2) == [expected, expected]
 
 
 class SlowToEnd(L.Callback):
@@ -111,5 +106,4 @@ def fit_with_a_slow_rank() -> None:
 
 
 def test_no_rank_ends_before_the_others_have_what_it_sent() -> None:
-    for ended in run_ranks(fit_with_a_slow_rank):
-        assert ended.exit_code == 0, ended.traceback
+    launch(fit_with_a_slow_rank, world=2)

@@ -17,8 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeline.partition.absent import Absent
 from lightning_pipeline.schedules import build
-from tests.launching import launch
-from tests.ranks import run_ranks
+from tests.launching import launch, run_ranks
 from tests.training.measured import LitMeasured, measured_stages, point_loader
 from tests.training.models import LitGPT, gpt_stages, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, plain_trainer, weights

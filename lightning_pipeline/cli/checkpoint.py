@@ -1,0 +1,52 @@
+"""`lightning-pipeline checkpoint`: checkpoint folders and plain files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lightning_pipeline.cli.errors import CommandError, told_to_the_user
+
+app = typer.Typer(help="Checkpoints: folders into plain files, and back.", no_args_is_help=True)
+
+
+@app.callback()
+def checkpoint() -> None:
+    """A group of commands, of which there is one so far."""
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A folder that save_distributed_checkpoint=True has written, or a .ckpt file.")
+    ],
+    destination: Annotated[Path, typer.Argument(help="Where to write the other kind.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace what DESTINATION is.")] = False,
+    weights_only: Annotated[
+        bool,
+        typer.Option(help="Refuse objects other than tensors and builtins. Otherwise SOURCE can run code of its own."),
+    ] = True,
+) -> None:
+    """Turn a checkpoint folder into one plain Lightning file, or a file into a folder. One process does it."""
+    with told_to_the_user():
+        if os.path.lexists(destination) and not force:
+            raise CommandError(f"{destination} exists: choose another DESTINATION, or replace it with --force")
+        if source.resolve() == destination.resolve():
+            raise CommandError(f"SOURCE and DESTINATION are both {source}")
+        from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
+
+        try:
+            done = convert_checkpoint(source, destination, weights_only=weights_only)
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.markup import escape
+
+    kind = "folder" if done.into_folder else "file"
+    amount = f"{done.num_tensors} tensors, {decimal(done.num_bytes)}"
+    text = f"Wrote the {kind} [bold]{escape(str(destination))}[/bold] from {escape(str(source))}: {amount}."
+    Console(highlight=False).print(text, soft_wrap=True)

@@ -1,0 +1,68 @@
+"""The processes of a run meet: each rank is there once, and all count alike, before they connect."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from lightning_pipeline.runtime.agreement import ranks
+from lightning_pipeline.runtime.failure import LINGER_S, PipelineTimeoutError
+
+_meetings = itertools.count()
+
+
+def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """The store that all processes share, once they are there. ``MASTER_ADDR`` and ``MASTER_PORT`` say where.
+
+    ``init_process_group`` would wait for a rank that no process has until its timeout, and not say for which.
+
+    Raises:
+        ValueError: processes count differently, or two of them are the same rank.
+        PipelineTimeoutError: ranks that did not come in time.
+    """
+    # With a world size of 1 the store is there at once: the waiting is done below.
+    store = next(dist.rendezvous("env://", rank, 1, timeout=timeout))[0]
+    _join(PrefixStore(f"meeting/{next(_meetings)}", store), rank, world_size, timeout)
+    return store
+
+
+def _join(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    holder = store.compare_set(f"rank {rank}", "", me).decode()
+    first = json.loads(store.compare_set("first", "", json.dumps([rank, world_size, me])))
+    objection = ""
+    if holder != me:
+        objection = f"{holder} and {me} are both rank {rank}; give each node a NODE_RANK of its own"
+    elif first[1] != world_size:
+        objection = (
+            f"rank {first[0]} ({first[2]}) counts {first[1]} processes and rank {rank} ({me}) counts {world_size}; "
+            f"give the Trainer the same devices and num_nodes on every node"
+        )
+    # Whoever objects first, or else comes last, or waited long enough, speaks for all.
+    if store.add("arrived", 1) == world_size or objection:
+        store.compare_set("verdict", "", json.dumps({"objection": objection}))
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        store.wait(["verdict"], timeout)
+    except RuntimeError:
+        late = [other for other in range(world_size) if not store.check([f"rank {other}"])]
+        told = (
+            f"{ranks(late)} of {world_size} did not come to {where} within {timeout.total_seconds():g} s; start the "
+            f"script on every node, with the same MASTER_ADDR and MASTER_PORT and the same devices and num_nodes"
+        )
+        store.compare_set("verdict", "", json.dumps({"late": told}))
+    verdict = json.loads(store.get("verdict"))
+    objection = objection or verdict.get("objection", "")
+    if rank == 0 and (objection or "late" in verdict):
+        time.sleep(LINGER_S)  # this process may host the store, and the others are to read it
+    if objection:
+        raise ValueError(objection)
+    if "late" in verdict:
+        raise PipelineTimeoutError(verdict["late"])

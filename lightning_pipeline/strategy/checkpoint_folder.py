@@ -1,0 +1,146 @@
+"""The format of a checkpoint folder, and its reading.
+
+A folder holds one Lightning checkpoint:
+
+- ``meta.pt``: the checkpoint as plain Lightning would write it, keys, order and positional ids included, with tensors
+  on the meta device in the places of those that are in shards. Tied tensors are one tensor.
+- torch.distributed.checkpoint's files (``.metadata``, ``*.distcp``): the tensors, by names such as
+  ``state_dict.net.head.weight`` and ``optimizer_0.state.net.head.weight.exp_avg``; a tied tensor has its first name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.strategy.stored_tensors import ShardFiles, StoredTensor
+
+META_FILE = "meta.pt"
+FORMAT = "lightning_pipeline checkpoint folder, version 1"
+Place = tuple[dict[Any, Any], Any, str]
+"""A dict, a key in it, and the name in the shards of the tensor there."""
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether `path` is a local folder, as opposed to a file or an address."""
+    return "://" not in str(path) and Path(path).is_dir()
+
+
+def tensor_places(
+    checkpoint: dict[str, Any], sections: Sequence[str], parameter_names: Sequence[Sequence[str]]
+) -> Iterator[Place]:
+    """The places of a checkpoint whose tensors are in shards.
+
+    Args:
+        checkpoint: Lightning's.
+        sections: keys of the checkpoint with state dicts of the module: "state_dict", and what callbacks add.
+        parameter_names: of each optimizer, by positional id.
+    """
+    for section in sections:
+        state = checkpoint[section]
+        yield from ((state, key, f"{section}.{key}") for key, value in list(state.items()) if isinstance(value, Tensor))
+    for index, (optimizer, names) in enumerate(
+        zip(checkpoint.get("optimizer_states", []), parameter_names, strict=True)
+    ):
+        for position, state in optimizer["state"].items():
+            if isinstance(position, int):
+                before = f"optimizer_{index}.state.{names[position]}"
+                for key, value in list(state.items()):
+                    if isinstance(value, Tensor):
+                        yield state, key, f"{before}.{key}"
+
+
+def replace_tensors(places: Iterator[Place], new: Callable[[Tensor, str], Tensor]) -> None:
+    """Put ``new(tensor, name)`` in each place; one tensor in several places stays one."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}
+    for container, key, name in places:
+        old = container[key]
+        if id(old) not in done:
+            done[id(old)] = old, new(old, name)  # the old one is kept, so that no other takes its id
+        container[key] = done[id(old)][1]
+
+
+def read_folder(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """The checkpoint of a folder, whose tensors are read when they are used.
+
+    Args:
+        weights_only: as for ``torch.load``, of what is not in shards.
+
+    Raises:
+        FileNotFoundError: the folder is no such checkpoint.
+        ValueError: it is not whole, or of a later format.
+    """
+    path = Path(path)
+    missing = [name for name in (META_FILE, ".metadata") if not (path / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"the folder {path} is no checkpoint that save_distributed_checkpoint=True has written: it has no "
+            f"{' and no '.join(missing)}"
+        )
+    try:
+        content = torch.load(path / META_FILE, map_location="cpu", weights_only=weights_only)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint {path} is not whole: {META_FILE}: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"{path / META_FILE} is in the format {found!r}, and this version reads {FORMAT!r}")
+    checkpoint: dict[str, Any] = content["checkpoint"]
+    files = ShardFiles(path)
+    places = tensor_places(checkpoint, content["sections"], content["parameter_names"])
+    replace_tensors(places, lambda tensor, name: files.tensor(name) if tensor.is_meta else tensor)
+    return checkpoint
+
+
+def replace_stored(checkpoint: Any) -> list[Tensor]:
+    """Read all tensors of what `read_folder` gave into it, tied ones once. Returns them."""
+    read: dict[int, Tensor] = {}
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, StoredTensor):
+            if id(value) not in read:
+                read[id(value)] = value.read()
+            return read[id(value)]
+        if isinstance(value, dict):
+            for key, item in list(value.items()):
+                value[key] = visit(item)
+        elif isinstance(value, list):
+            value[:] = map(visit, value)
+        return value
+
+    visit(checkpoint)
+    return list(read.values())
+
+
+def write_meta(
+    path: Path, checkpoint: dict[str, Any], sections: Sequence[str], parameter_names: Sequence[Sequence[str]]
+) -> None:
+    """Write `meta.pt` of a checkpoint that has meta tensors where they are in shards."""
+    content = {
+        "format": FORMAT,
+        "checkpoint": checkpoint,
+        "sections": list(sections),
+        "parameter_names": [list(names) for names in parameter_names],
+    }
+    with (path / META_FILE).open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_stored(value: Any) -> bool:
+    """Whether any tensor of nested dicts and lists is in a folder."""
+    if isinstance(value, dict):
+        return any(is_stored(item) for item in value.values())
+    if isinstance(value, list):
+        return any(is_stored(item) for item in value)
+    return isinstance(value, StoredTensor)
+
+
+def like_meta(tensor: Tensor, name: str = "") -> Tensor:
+    """The whole tensor's shape and dtype."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -1,0 +1,191 @@
+"""Checkpoint files that a killed run leaves whole, and of which a rank reads only what it takes."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import pickle
+import shutil
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import TorchCheckpointIO
+from typing_extensions import override
+
+from lightning_pipeline.strategy.atomic_file import replacing
+
+ZIP_MAGIC = b"PK\x03\x04"  # of every file that torch.save has written since version 1.6
+COPIED_BY_LOADING = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
+"""Entries of a checkpoint whose tensors are copied on loading; the last two are Lightning's WeightAveraging's."""
+
+# Lightning 2.5 takes no weights_only, and loads everything.
+_DEFAULT = None if "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters else False
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is broken, is none, or is one of another model or optimizer."""
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's ``.ckpt`` files, written and read with care; what is not on a local disk goes Lightning's way.
+
+    A file is written beside the one that it replaces, straight from the tensors, and takes its name once it is on the
+    disk: whenever a process is killed, the file is the old one or the new one. Reading maps the file into memory, so
+    that what nobody copies is not read.
+
+    Args:
+        weights_only: what holds where a load does not say, as the Trainer's do with strategies that load after setup.
+            None is torch's default, True: a file may hold tensors, builtins and classes that
+            ``torch.serialization.add_safe_globals`` allows. False takes anything, from a file that you trust.
+    """
+
+    def __init__(self, *, weights_only: bool | None = None) -> None:
+        super().__init__()
+        self.weights_only = weights_only
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write a checkpoint, in place of the file that may be there.
+
+        Raises:
+            OSError: the system's, such as a full disk; the message names the sizes, and the old file is still there.
+        """
+        local = _local(path)
+        if storage_options is not None or local is None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        local.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with replacing(local) as file:
+                self.write(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            cause = _system_error(error)
+            if cause is None:
+                raise
+            raise OSError(cause.errno, _describe_failure(cause, checkpoint, local)) from error
+
+    def write(self, checkpoint: dict[str, Any], file: IO[bytes]) -> None:
+        """Write a checkpoint to an open file, one tensor after the other."""
+        torch.save(checkpoint, file)
+
+    @override
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint. Tensors of its weights and optimizers stay in the file until they are copied.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CheckpointError: it is broken or no checkpoint, or holds objects that are not loaded from any file.
+        """
+        weights_only = self.weights_only if weights_only is None else weights_only
+        local = _local(path)
+        if local is None:
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            return super().load_checkpoint(path, map_location, **options)
+        return _read(local, map_location, _DEFAULT if weights_only is None else weights_only)
+
+
+def read_into_memory(tree: Any) -> None:
+    """Give CPU tensors in nested dicts, lists and tuples memory of their own, in place of a file's mapped pages.
+
+    A tensor that stays mapped keeps the disk space of a file that was replaced since, and on a network file system
+    cannot be read any more.
+    """
+    if isinstance(tree, torch.Tensor):
+        if tree.device.type == "cpu":
+            tree.data = tree.data.clone()
+    elif isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            read_into_memory(value)
+
+
+def _local(path: str | Path) -> Path | None:
+    """The path on a local file system, None on any other."""
+    file_system, local = url_to_fs(str(path))
+    return Path(local) if isinstance(file_system, LocalFileSystem) else None
+
+
+def _read(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is a folder, not a checkpoint file")
+    with path.open("rb") as file:
+        is_zip = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC  # others cannot be mapped
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=is_zip)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(_describe_content(path, error, weights_only)) from error
+    if isinstance(checkpoint, dict):
+        read_into_memory({key: value for key, value in checkpoint.items() if key not in COPIED_BY_LOADING})
+    return checkpoint
+
+
+def _describe_content(path: Path, error: Exception, weights_only: bool | None) -> str:
+    """Why torch could not load a file."""
+    with path.open("rb") as file:
+        start = file.read(len(ZIP_MAGIC))
+    if start != ZIP_MAGIC:
+        found = f"it starts with {start!r}" if start else "it is empty"
+        return f"{path} is no checkpoint: {found}, and torch.save's files start with {ZIP_MAGIC!r}"
+    if not zipfile.is_zipfile(path):  # the end of such a file lists what is in it
+        return (
+            f"{path} is cut off after {path.stat().st_size:,} bytes, as by a copy that did not end: copy it again, or "
+            "take another checkpoint"
+        )
+    if weights_only is False or not isinstance(error, pickle.UnpicklingError):
+        reason = str(error).partition("\n")[0]
+        return f"{path} cannot be read as a checkpoint: {type(error).__name__}: {reason}"
+    names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    return (
+        f"{path} holds objects that are neither tensors nor builtins ({few(names)}), and these can run any code when "
+        "they are loaded. If you trust the file, give Trainer(plugins=[AtomicCheckpointIO(weights_only=False)]), from "
+        "lightning_pipeline.strategy.checkpoint_io (Lightning does not pass fit(weights_only=False) on to a strategy "
+        "that loads after setup), or allow the classes with torch.serialization.add_safe_globals([...]). Files to come "
+        "need neither if hyperparameters and callbacks' states are builtins and tensors"
+    )
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The system's error behind torch's own, which says only that a position in the file is unexpected."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
+
+
+def _describe_failure(error: OSError, checkpoint: dict[str, Any], path: Path) -> str:
+    """Why the system could not write a file."""
+    message = f"cannot write checkpoint {path}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        counter = _Counter()
+        torch.save(checkpoint, counter)  # type: ignore[arg-type]
+        free = shutil.disk_usage(path.parent).free
+        message += f" (it needs {counter.size:,} bytes, beside the file that it replaces, and {free:,} are free)"
+    return message + ("; the file that was there is still whole" if path.is_file() else "")
+
+
+class _Counter:
+    """A file that only counts its bytes."""
+
+    size = 0
+
+    def write(self, data: bytes) -> int:
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass

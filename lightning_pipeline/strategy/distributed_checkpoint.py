@@ -1,0 +1,262 @@
+"""Checkpoint folders that all ranks write at once, each what it holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from lightning_pipeline.partition.absent_state import absent_state_expected
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.fully_sharded import whole
+from lightning_pipeline.runtime.trees import map_tensors, to_cpu
+from lightning_pipeline.strategy.checkpoint_folder import (
+    like_meta,
+    read_folder,
+    replace_tensors,
+    tensor_places,
+    write_meta,
+)
+from lightning_pipeline.strategy.optimizers import OptimizerLayout
+from lightning_pipeline.strategy.published import publish, remove, unfinished
+
+# -- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+def module_state_in_parts(module: nn.Module) -> dict[str, Any]:
+    """``module.state_dict()`` with all keys on every rank, where tensors of other stages are on the meta device.
+
+    Tied entries are one tensor.
+    """
+    with absent_state_expected():
+        state: dict[str, Any] = module.state_dict()
+    first: dict[int, str] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            if name in state and first.setdefault(id(tensor), name) != name:
+                state[name] = state[first[id(tensor)]]
+    return state
+
+
+def optimizer_state_in_parts(layout: OptimizerLayout, ownership: Ownership) -> dict[str, Any]:
+    """The state dict of one process, as far as this rank has it: "state" by positional id, of what its stage owns.
+
+    Everything else in it is complete on stage 0.
+    """
+    held: dict[str, Any] = {}
+
+    def collect(state: dict[str, Any]) -> dict[str, Any] | None:
+        held.update(state)
+        return {} if ownership.stage == 0 else None
+
+    complete = layout.gather_state(ownership, None, collect)
+    ids = {name: index for index, name in reversed(list(enumerate(layout.names)))}
+    of_no_parameter = complete.get("state", {})
+    return {**complete, "state": {**{ids[name]: dict(state) for name, state in held.items()}, **of_no_parameter}}
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderWriter:
+    """Writes checkpoints in parts. Every rank of the world has one.
+
+    Parameters and optimizer state are the same on all replicas that hold them, which share the writing out; buffers are
+    those of the first replica.
+
+    Args:
+        module: the module, of which each rank holds a part.
+        ownership: which stage holds which parameter and buffer.
+        stage_of_module: stage of the submodule with this dotted name, None where it is not known. For entries that are
+            neither parameters nor buffers, as in ``gather_module_state``.
+        parameter_names: of each optimizer, by positional id.
+        is_writer: this rank's pipeline is the first.
+        group: all ranks, over a backend for host memory.
+    """
+
+    module: nn.Module
+    ownership: Ownership
+    stage_of_module: Callable[[str], int | None]
+    parameter_names: Sequence[Sequence[str]]
+    is_writer: bool
+    group: dist.ProcessGroup
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write `checkpoint`, which has this rank's parts of its state dicts and optimizer states. All ranks call it.
+
+        What had the path before stays until the new folder is complete. Everything else in the checkpoint is rank 0's.
+
+        Raises:
+            ValueError: the path is not on a local or mounted file system.
+            RuntimeError: it could not be written, with the reason, on all ranks.
+        """
+        if "://" in str(path):
+            raise ValueError(
+                f"save_distributed_checkpoint=True writes to file systems that all ranks mount, got {path}: choose "
+                f"such a path, or leave it out for one plain file"
+            )
+        path = Path(path).absolute()
+        sections: list[str] = self._from_rank_0(_sections(checkpoint))
+        tensors, values = self._given(checkpoint, sections)
+        states = [_descriptions(optimizer["state"]) for optimizer in checkpoint.get("optimizer_states", [])]
+        parts = self._on_rank_0_of_all((values, states))
+        try:
+            self._do_on_rank_0(path, lambda: self._begin(path, checkpoint, sections, parts))
+            self._write_shards(path, tensors)
+            self._do_on_rank_0(path, lambda: _finish(path))
+        except BaseException:
+            if dist.get_rank() == 0:
+                remove(unfinished(path))
+            raise
+
+    def _given(
+        self, checkpoint: Mapping[str, Any], sections: Sequence[str]
+    ) -> tuple[dict[str, Tensor], dict[tuple[str, str], Any]]:
+        """What this rank gives: tensors by name, a tied one by its first, and entries that are no tensors by place."""
+        holders = self._holders_of_others(checkpoint, sections)
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        tensors: dict[str, Tensor] = {}
+        values: dict[tuple[str, str], Any] = {}
+        first: dict[int, str] = {}
+        for section in sections:
+            for key, value in checkpoint.get(section, {}).items():
+                name = first.setdefault(id(value), f"{section}.{key}") if isinstance(value, Tensor) else ""
+                owner = self.ownership.owner(key) if key in self.ownership else holders.get((section, key))
+                is_same_on_replicas = key in parameters or isinstance(value, DTensor)
+                if owner != self.ownership.stage or not (self.is_writer or is_same_on_replicas):
+                    continue
+                if not isinstance(value, Tensor):
+                    values[section, key] = to_cpu(map_tensors(value, whole))
+                elif not value.is_meta:
+                    tensors[name] = value
+        if "optimizer_states" in checkpoint:
+            places = tensor_places({"optimizer_states": checkpoint["optimizer_states"]}, [], self.parameter_names)
+            tensors.update((name, state[key]) for state, key, name in places)
+        return tensors, values
+
+    def _holders_of_others(
+        self, checkpoint: Mapping[str, Any], sections: Sequence[str]
+    ) -> dict[tuple[str, str], int]:
+        """The stage that gives each entry that is neither a parameter nor a buffer, the same on every rank."""
+        others = [
+            (section, key) for section in sections for key in checkpoint.get(section, {}) if key not in self.ownership
+        ]
+        present = {(section, key) for section, key in others if not _is_meta(checkpoint[section][key])}
+        claimed = {(section, key): self.stage_of_module(key.rpartition(".")[0]) for section, key in others}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self.is_writer, self.ownership.stage, present, claimed), group=self.group)
+        holders = {}
+        for place, claim in ranks[0][3].items():
+            stages = sorted(stage for is_writer, stage, present, _ in ranks if is_writer and place in present)
+            if stages:
+                holders[place] = claim if claim in stages else stages[0]
+        return holders
+
+    def _begin(self, path: Path, checkpoint: dict[str, Any], sections: Sequence[str], parts: list[Any]) -> None:
+        """On rank 0: an empty folder with all that is not in shards."""
+        complete = dict(checkpoint)
+        for section in sections:
+            complete[section] = copy.copy(checkpoint[section])
+        for values, _ in parts:
+            for (section, key), value in values.items():
+                complete[section][key] = value
+        if "optimizer_states" in checkpoint:
+            complete["optimizer_states"] = [
+                {**optimizer, "state": _merged(optimizer["state"], [states[index] for _, states in parts])}
+                for index, optimizer in enumerate(checkpoint["optimizer_states"])
+            ]
+        names = self.parameter_names if "optimizer_states" in checkpoint else []
+        replace_tensors(tensor_places(complete, sections, names), like_meta)
+        folder = unfinished(path)
+        remove(folder)
+        folder.mkdir(parents=True)
+        write_meta(folder, complete, sections, names)
+
+    def _write_shards(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        writer = dcp.FileSystemWriter(unfinished(path))
+        try:
+            dcp.save(tensors, storage_writer=writer, process_group=self.group)
+        except CheckpointException as error:
+            reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in sorted(error.failures.items()))
+            raise RuntimeError(f"could not write the checkpoint {path}: {reasons}") from error
+
+    # -- between the ranks --------------------------------------------------------------------------------------------
+
+    def _from_rank_0(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, 0, group=self.group)
+        return values[0]
+
+    def _on_rank_0_of_all(self, value: Any) -> list[Any]:
+        """Every rank's value on rank 0, [] elsewhere."""
+        values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(value, values, 0, group=self.group)
+        return values or []
+
+    def _do_on_rank_0(self, path: Path, function: Callable[[], None]) -> None:
+        """Call it there, and raise everywhere what it raises."""
+        error: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                function()
+            except Exception as raised:
+                error = raised
+        reason = self._from_rank_0(repr(error) if error is not None else None)
+        if reason is not None:
+            raise RuntimeError(f"could not write the checkpoint {path}: {reason}") from error
+
+
+def _finish(path: Path) -> None:
+    """Check that all is there, as files of other machines may not be, and give the folder its name."""
+    read_folder(unfinished(path), weights_only=False)
+    publish(path)
+
+
+@lru_cache(maxsize=1)
+def host_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """All ranks of `world`, the default group, over a backend for host memory. All ranks must call it."""
+    return world if dist.get_backend(world) == "gloo" else dist.new_group(timeout=timeout, backend="gloo")
+
+
+def _sections(checkpoint: Mapping[str, Any]) -> list[str]:
+    """The keys of state dicts that ranks have in parts: the module's, and what callbacks keep beside it."""
+    return [
+        key
+        for key, value in checkpoint.items()
+        if isinstance(value, dict)
+        and (key == "state_dict" or any(_is_meta(item) or isinstance(item, DTensor) for item in value.values()))
+    ]
+
+
+def _descriptions(states: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:
+    """Parameters' states with shapes for tensors. All ranks that hold slices of the same ones must call it."""
+    return {
+        position: {
+            key: like_meta(value) if isinstance(value, Tensor) else to_cpu(map_tensors(value, whole))
+            for key, value in state.items()
+        }
+        for position, state in states.items()
+        if isinstance(position, int)
+    }
+
+
+def _merged(own: dict[Any, Any], states: Sequence[dict[int, Any]]) -> dict[Any, Any]:
+    """The states of all ranks by positional id, followed by what belongs to no parameter, which is rank 0's."""
+    found = {position: state for held in reversed(states) for position, state in held.items()}
+    others = {key: value for key, value in own.items() if not isinstance(key, int)}
+    return {**{position: found[position] for position in sorted(found)}, **others}
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta

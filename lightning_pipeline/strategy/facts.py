@@ -1,0 +1,97 @@
+"""Facts that all ranks have to have in common, by what to call them in an error: else some wait for others in vain."""
+
+from __future__ import annotations
+
+import os
+import platform
+import zlib
+from importlib.metadata import version
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+SETTINGS = (
+    "num_nodes",
+    "precision",
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "num_sanity_val_steps",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "overfit_batches",
+    "reload_dataloaders_every_n_epochs",
+)
+"""Arguments of a Trainer that decide what its loops do, and so for what ranks wait."""
+
+
+def versions() -> dict[str, str]:
+    """Of what the ranks' messages depend on."""
+    return {
+        "lightning_pipeline": version("lightning-pipeline"),
+        "lightning": version("lightning"),
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def settings_of(trainer: Trainer) -> dict[str, str]:
+    """What a Trainer was asked to do."""
+    assert trainer.state.fn is not None
+    # These wait for all ranks; other callbacks may well be there on one rank only.
+    together = [callback.state_key for callback in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)]
+    return {
+        "the Trainer's function": str(trainer.state.fn.value),
+        "ckpt_path": "none" if trainer.ckpt_path is None else "given",  # nodes may have it in different places
+        **{name: repr(getattr(trainer, name)) for name in SETTINGS},
+        "callbacks": ", ".join(sorted(together)) or "none",
+    }
+
+
+def parts_of(module: LightningModule) -> dict[str, str]:
+    """A model as far as its stages have to fit each other."""
+    # Not buffers: a stage may have added some of its own in an earlier run.
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters(remove_duplicate=False)]
+    checksum = zlib.crc32(repr(shapes).encode())
+    numbers = sum(torch.Size(shape).numel() for _, shape, _ in shapes)
+    return {
+        "LightningModule": type(module).__qualname__,
+        "parameters": f"{len(shapes)} of {numbers} numbers (names, shapes and dtypes: {checksum:08x})",
+    }
+
+
+def training_of(trainer: Trainer, *, has_replicas: bool) -> dict[str, str]:
+    """What a training loop sets out from, a checkpoint that was restored included."""
+    schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+    facts = {
+        "training batches": str(trainer.num_training_batches),
+        "global step": str(trainer.global_step),
+        "epoch": str(trainer.current_epoch),
+        "optimizers": ", ".join(map(_describe, trainer.optimizers)) or "none",
+        "lr schedulers": ", ".join(schedulers) or "none",
+    }
+    if has_replicas:  # Lightning's samplers share out the samples by it
+        facts["seed_everything"] = os.environ.get("PL_GLOBAL_SEED", "not called")
+    return facts
+
+
+def evaluation_of(kind: str, num_batches: list[int | float], replica: int) -> dict[str, str]:
+    """What an evaluation loop sets out from: batches of each loader. Replicas may have more or fewer of them."""
+    return {
+        f"{kind} loaders": str(len(num_batches)),
+        f"{kind} batches of replica {replica}": ", ".join(map(str, num_batches)),
+    }
+
+
+def _describe(optimizer: Optimizer) -> str:
+    numbers = {name: value for name, value in optimizer.defaults.items() if isinstance(value, (int, float, tuple))}
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in numbers.items())})"

@@ -1,0 +1,83 @@
+"""Tensors of checkpoint folders: what hooks may do with them, and what is read when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
+from lightning_pipeline.strategy.checkpoint_folder import read_folder
+from lightning_pipeline.strategy.optimizers import OptimizerLayout
+from lightning_pipeline.strategy.partial_loading import load_module_from_folder, read_optimizer_state
+from lightning_pipeline.strategy.published import publish, unfinished
+from lightning_pipeline.strategy.stored_tensors import ShardFiles, StoredTensor
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+
+
+@pytest.fixture
+def saved() -> nn.Sequential:
+    return model()
+
+
+@pytest.fixture
+def folder(saved: nn.Sequential, tmp_path: Path) -> Path:
+    optimizer = torch.optim.Adam(saved.parameters())
+    saved(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"state_dict": saved.state_dict(), "optimizer_states": [optimizer.state_dict()]}, tmp_path / "file.ckpt")
+    convert_checkpoint(tmp_path / "file.ckpt", tmp_path / "folder.ckpt")
+    return tmp_path / "folder.ckpt"
+
+
+def test_hooks_may_rename_and_compute(saved: nn.Sequential, folder: Path) -> None:
+    state = read_folder(folder)["state_dict"]
+    assert state["0.weight"].shape == (4, 3) and state["0.weight"].dtype == torch.float32
+    state["1.bias"] = state.pop("1.bias") * 2
+    state["0.bias"], state["1.weight"] = state["0.bias"], state["1.weight"].T
+    loaded = model()
+    load_module_from_folder(loaded, state)
+    assert torch.equal(loaded[0].weight, saved[0].weight)
+    assert torch.equal(loaded[1].bias, 2 * saved[1].bias)
+    assert torch.equal(loaded[1].weight, saved[1].weight.T)
+
+
+def test_only_what_is_held_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = ShardFiles.read
+    monkeypatch.setattr(ShardFiles, "read", lambda self, name, into: (read.append(name), original(self, name, into))[1])
+    held = model()
+    held[0].to("meta")
+    load_module_from_folder(held, read_folder(folder)["state_dict"])
+    assert read == ["state_dict.1.weight", "state_dict.1.bias"]
+
+
+def test_state_of_parameters_in_another_order_is_refused(saved: nn.Sequential, folder: Path) -> None:
+    checkpoint = read_folder(folder)
+    layout = OptimizerLayout(torch.optim.Adam(saved.parameters()), saved)
+    [state] = checkpoint["optimizer_states"]
+    assert isinstance(state["state"][0]["exp_avg"], StoredTensor)
+    assert type(read_optimizer_state(layout, state)["state"][0]["exp_avg"]) is torch.Tensor
+    for values in state["state"].values():
+        for key, stored in values.items():
+            stored.name_in_files = f"optimizer_0.state.1.bias.{key}"
+    with pytest.raises(ValueError, match=r"is 0\.weight, and the checkpoint has the state of 1\.bias"):
+        read_optimizer_state(layout, state)
+
+
+@pytest.mark.parametrize("has_swap", [True, False])
+def test_a_folder_takes_the_place_of_another(has_swap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_swap:
+        monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    path = tmp_path / "last.ckpt"
+    for content in ("one", "two"):
+        unfinished(path).mkdir()
+        (unfinished(path) / content).touch()
+        publish(path)
+        assert [item.name for item in path.iterdir()] == [content]
+        assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,259 @@
+"""Ranks that differ are told so, all of them, with ranks and values, before they wait for one another."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.runtime import meeting
+from tests.launching import free_port, launch
+from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.runs import QUIET
+
+pytestmark = pytest.mark.multiprocess
+
+WORLD = 4  # two stages of two replicas: ranks 0 1 and 2 3
+TIMEOUT = 20.0  # no case is to need it
+CHECKPOINT = "after_an_epoch.ckpt"
+
+
+class Other(LitMeasured):
+    """Another class of the same parameters."""
+
+
+class Renamed(LitMeasured):
+    """As many parameters of the same shapes, one with another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = self.head
+        del self.head
+
+
+class Adam(LitMeasured):
+    """Another optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class Breaking(LitMeasured):
+    """Fails where the others go on."""
+
+    def configure_model(self) -> None:
+        raise MemoryError("no room")
+
+
+for variant in (Renamed, Adam, Breaking):
+    variant.__qualname__ = LitMeasured.__qualname__
+
+
+class Stream(IterableDataset):
+    """Points, nobody knows how many."""
+
+    def __iter__(self) -> Any:
+        yield from point_loader(32).dataset
+
+
+def stream() -> DataLoader:
+    return DataLoader(Stream(), batch_size=8)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a rank does; by default two batches of training and one of validation."""
+
+    module: Callable[[], L.LightningModule] = LitMeasured
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    data: Callable[[], Any] = lambda: point_loader(32)
+    validation: Callable[[], Any] = lambda: point_loader(16)
+    function: str = "fit"
+    checkpoint: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    torch: str = torch.__version__
+
+    def __call__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch, "__version__", self.torch)
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
+        strategy = {"num_stages": 2, "num_microbatches": 2, "timeout": TIMEOUT, **self.strategy}
+        trainer = L.Trainer(
+            strategy=PipelineStrategy(stage_config=measured_stages(2), **strategy),
+            devices=WORLD,
+            **{**QUIET, "max_epochs": 1, **self.trainer},
+        )
+        if self.function == "validate":
+            trainer.validate(self.module(), self.validation(), verbose=False)
+            return
+        checkpoint = folder / self.checkpoint if self.checkpoint else None
+        trainer.fit(self.module(), self.data(), self.validation(), ckpt_path=checkpoint)
+        if not (folder / CHECKPOINT).exists():
+            trainer.save_checkpoint(folder / CHECKPOINT)
+
+
+@dataclass
+class Case:
+    """`other` runs on one rank or two, and `usual` on those that remain; all of them raise an error with `words`."""
+
+    ranks: tuple[int, ...]
+    other: Run
+    words: str
+    usual: Run = field(default_factory=Run)
+
+
+CASES = {
+    "class": Case((3,), Run(module=Other), "LightningModule: LitMeasured on ranks 0 1 2, Other on rank 3"),
+    "parameter": Case((3,), Run(module=Renamed), "the ranks do not agree on parameters (parameters: 10 of "),
+    "num_stages": Case((3,), Run(strategy={"num_stages": 4}), "num_stages: 2 on ranks 0 1 2, 4 on rank 3"),
+    "impossible num_stages": Case((1,), Run(strategy={"num_stages": 3}), "num_stages: 2 on ranks 0 2 3, 3 on rank 1"),
+    "num_microbatches": Case(
+        (0,), Run(strategy={"num_microbatches": 4}), "num_microbatches: 4 on rank 0, 2 on ranks 1 2 3"
+    ),
+    "schedule": Case((3,), Run(strategy={"schedule": "gpipe"}), "schedule: 1f1b on ranks 0 1 2, gpipe on rank 3"),
+    "loss_reduction": Case(
+        (3,), Run(strategy={"loss_reduction": "sum"}), "loss_reduction: mean on ranks 0 1 2, sum on rank 3"
+    ),
+    "timeout": Case((3,), Run(strategy={"timeout": 9}), "timeout: 0:00:20 on ranks 0 1 2, 0:00:09 on rank 3"),
+    "precision": Case(
+        (3,), Run(trainer={"precision": "64-true"}), "precision: '32-true' on ranks 0 1 2, '64-true' on rank 3"
+    ),
+    "clipping": Case(
+        (3,), Run(trainer={"gradient_clip_val": 0.5}), "gradient_clip_val: None on ranks 0 1 2, 0.5 on rank 3"
+    ),
+    "accumulation": Case(
+        (2,), Run(trainer={"accumulate_grad_batches": 2}), "accumulate_grad_batches: 1 on ranks 0 1 3, 2 on rank 2"
+    ),
+    "epochs and steps": Case(
+        (3,),
+        Run(trainer={"max_epochs": 2, "max_steps": 3}),
+        "max_epochs: 1 on ranks 0 1 2, 2 on rank 3; max_steps: -1 on ranks 0 1 2, 3 on rank 3",
+    ),
+    "limit": Case(
+        (3,), Run(trainer={"limit_train_batches": 1}), "limit_train_batches: 1.0 on ranks 0 1 2, 1 on rank 3"
+    ),
+    "callback": Case(
+        (2,), Run(trainer={"callbacks": [EarlyStopping("val_loss")]}), "callbacks: none on ranks 0 1 3, EarlyStopping{"
+    ),
+    "batches of a stage": Case(
+        (2,), Run(data=lambda: point_loader(16)), "training batches: 2 on ranks 0 1 3, 1 on rank 2"
+    ),
+    "batches of a replica": Case(
+        (1, 3), Run(data=lambda: point_loader(48)), "training batches: 2 on ranks 0 2, 3 on ranks 1 3"
+    ),
+    "length": Case((2,), Run(data=stream), "length of the data: known on ranks 0 1 3, unknown on rank 2"),
+    "no data on a stage": Case(
+        (2, 3),
+        Run(data=lambda: point_loader(0)),
+        "different points of the run (the start of training on ranks 0 1, the end of the run on ranks 2 3)",
+    ),
+    "function": Case((3,), Run(function="validate"), "the Trainer's function: fit on ranks 0 1 2, validate on rank 3"),
+    "checkpoint": Case(
+        (3,),
+        Run(trainer={"max_epochs": 2}),
+        "ckpt_path: given on ranks 0 1 2, none on rank 3",
+        usual=Run(trainer={"max_epochs": 2}, checkpoint=CHECKPOINT),
+    ),
+    "optimizer": Case((3,), Run(module=Adam), "optimizers: SGD(lr=0.05, momentum=0.9"),
+    "seed": Case((3,), Run(environment={"PL_GLOBAL_SEED": "7"}), "seed_everything: 1 on ranks 0 1 2, 7 on rank 3"),
+    "library": Case((3,), Run(torch="2.0.1"), f"torch: {torch.__version__} on ranks 0 1 2, 2.0.1 on rank 3"),
+    "failure": Case(
+        (3,), Run(module=Breaking), "rank 3 failed before it came to the set-up of the pipeline: MemoryError: no room"
+    ),
+    "failure of rank 0": Case(
+        (0,), Run(module=Breaking), "rank 0 failed before it came to the set-up of the pipeline: MemoryError: no room"
+    ),
+}
+
+
+def run_all(folder: Path) -> dict[str, tuple[str, float]]:
+    """What each case raised, and after how many seconds."""
+    rank = int(os.environ["LOCAL_RANK"])
+    L.seed_everything(1, verbose=False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Run()(folder, monkeypatch)
+    found = {}
+    for name, case in CASES.items():
+        started = time.monotonic()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            try:
+                (case.other if rank in case.ranks else case.usual)(folder, monkeypatch)
+                message = "nothing"
+            except Exception as error:
+                message = str(error)
+        found[name] = message, time.monotonic() - started
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, float]]]:
+    return launch(run_all, tmp_path_factory.mktemp("run"), world=WORLD)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_is_told_what_differs(name: str, ranks: Any) -> None:
+    for rank, found in enumerate(ranks):
+        message, seconds = found[name]
+        words = "no room" if "failure" in name and rank in CASES[name].ranks else CASES[name].words
+        assert words in message
+        assert seconds < TIMEOUT / 2
+
+
+STARTS: dict[str, tuple[list[dict[str, int] | None], str]] = {
+    "devices": (
+        [{"node": 0, "local_rank": 0}, {"node": 0, "local_rank": 1}, {"node": 1, "local_rank": 0, "devices": 3}],
+        r"rank \d \(process \d+ on .*\) counts (4|6) processes and rank \d \(.*\) counts (4|6); give the Trainer",
+    ),
+    "the same node twice": (
+        [{"node": 0, "local_rank": 0}, {"node": 0, "local_rank": 1}, {"node": 0, "local_rank": 1}],
+        r"process \d+ on .* and process \d+ on .* are both rank 1; give each node a NODE_RANK of its own",
+    ),
+    "a missing node": (
+        [{"node": 0, "local_rank": 0}, {"node": 0, "local_rank": 1}, None],
+        r"ranks 2 3 of 4 did not come to 127.0.0.1:\d+ within 1 s; start the script on every node",
+    ),
+}
+"""How three processes of two nodes with two devices each are started, and what all that are started raise."""
+
+
+def start_all(ports: dict[str, int]) -> dict[str, str]:
+    process = int(os.environ["LOCAL_RANK"])
+    found = {}
+    for name, (starts, _) in STARTS.items():
+        start = starts[process]
+        if start is None:
+            continue
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(meeting, "LINGER_S", 0.5)
+            for variable, value in {
+                "NODE_RANK": start["node"],
+                "LOCAL_RANK": start["local_rank"],
+                "MASTER_PORT": ports[name],
+            }.items():
+                monkeypatch.setenv(variable, str(value))
+            strategy = PipelineStrategy(stage_config=measured_stages(2), timeout=1 if "missing" in name else TIMEOUT)
+            trainer = L.Trainer(strategy=strategy, devices=start.get("devices", 2), num_nodes=2, **QUIET)
+            with pytest.raises((ValueError, RuntimeError)) as error:
+                trainer.fit(LitMeasured(), point_loader(8))
+            found[name] = str(error.value)
+    return found
+
+
+def test_processes_that_do_not_make_up_a_world_are_told() -> None:
+    processes = launch(start_all, {name: free_port() for name in STARTS}, world=3, timeout=TIMEOUT)
+    for name, (starts, words) in STARTS.items():
+        for found, start in zip(processes, starts, strict=True):
+            if start is not None:
+                assert re.search(words, found[name])

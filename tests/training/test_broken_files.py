@@ -1,0 +1,242 @@
+"""Killed while it saves, a run goes on from the file before; a file that does not fit is refused by all ranks alike."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipeline.strategy.atomic_file import SUFFIX
+from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO, CheckpointError
+from tests.launching import launch, run_ranks
+from tests.training.runs import Losses, differing, pipeline_trainer, weights
+
+pytestmark = pytest.mark.multiprocess
+
+STEPS = 6
+KILLED_AT = 4
+
+
+class Lit(L.LightningModule):
+    """Two layers with dropout on two stages."""
+
+    def __init__(self, width: int = 8, num_groups: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.num_groups = num_groups
+        self.first = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.1))
+        self.second = nn.Linear(width, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.second(self.first(batch[0])), batch[0])
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [parameter]} for parameter in self.parameters()]
+        return torch.optim.Adam(groups if self.num_groups > 1 else self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader:
+    """One batch an epoch, as a plain loader does not go on in the middle of one."""
+    return DataLoader(TensorDataset(torch.linspace(-1, 1, 32).reshape(8, 4)), batch_size=8)
+
+
+def trainer_of(folder: Path | None, *, steps: int = STEPS, **options: Any) -> L.Trainer:
+    callbacks = options.pop("callbacks", [])
+    if folder is not None:
+        callbacks = [*callbacks, ModelCheckpoint(folder, save_last=True, every_n_train_steps=1)]
+        options["enable_checkpointing"] = True
+    L.seed_everything(3, verbose=False)
+    return pipeline_trainer({"second": 1}, world=2, max_steps=steps, callbacks=callbacks, **options)
+
+
+# -- killed while saving --------------------------------------------------------------------------------------------
+
+
+class KilledInTheWrite(AtomicCheckpointIO):
+    """Lets its process die in the middle of the KILLED_AT'th save of ``last.ckpt``, every second save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saves = 0
+
+    def write(self, checkpoint: dict[str, Any], file: Any) -> None:
+        self.saves += 1
+        if self.saves < 2 * KILLED_AT:
+            super().write(checkpoint, file)
+            return
+
+        super().write(checkpoint, HalfAFile(file))
+
+
+class HalfAFile:
+    """Dies with some of the first tensor written."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def write(self, data: Any) -> int:
+        self.file.write(data)
+        if len(data) > 100 and self.file.tell() > 2000:
+            self.file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def killed(folder: Path) -> None:
+    trainer_of(folder, plugins=[KilledInTheWrite()]).fit(Lit(), loader())
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """What is left of the killed run, and an uninterrupted one."""
+    runs: dict[str, Any] = {}
+    for name, where in (("resumed", folder), ("uninterrupted", None)):
+        losses = Losses()
+        trainer = trainer_of(where, callbacks=[losses, NoFileIsMapped()])
+        trainer.fit(Lit(), loader(), ckpt_path="last" if where else None)
+        runs[name] = {"losses": losses.values, "weights": weights(trainer), "step": trainer.global_step}
+    return runs
+
+
+class NoFileIsMapped(Callback):
+    """Nothing that a run goes on with lies in the checkpoint's file, which may be replaced."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if sys.platform == "linux":
+            assert ".ckpt" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_run_that_is_killed_in_a_write_goes_on_from_the_file_before(tmp_path: Path) -> None:
+    ends = run_ranks(killed, tmp_path)
+    assert ends[0].exit_code == -signal.SIGKILL
+    assert ends[1].exit_code not in (0, None)
+    leftovers = [path.name for path in tmp_path.iterdir() if path.name.endswith(SUFFIX)]
+    assert len(leftovers) == 1 and (tmp_path / leftovers[0]).stat().st_size > 0
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == KILLED_AT - 1
+
+    for rank, runs in enumerate(launch(resumed, tmp_path, world=2)):
+        assert runs["resumed"]["step"] == runs["uninterrupted"]["step"] == STEPS
+        assert runs["resumed"]["losses"] == runs["uninterrupted"]["losses"][KILLED_AT - 1 :]
+        if rank == 0:
+            assert not differing(runs["resumed"]["weights"], runs["uninterrupted"]["weights"])
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == STEPS
+    assert not [path.name for path in tmp_path.iterdir() if path.name.endswith(SUFFIX)]
+
+
+# -- files that do not fit ------------------------------------------------------------------------------------------
+
+
+def state_of(trainer: L.Trainer) -> Any:
+    """What a load changes, of this rank."""
+    module = trainer.strategy.lightning_module
+    tensors = [parameter.detach().clone() for parameter in module.parameters() if not parameter.is_meta]
+    states = [value.clone() for state in trainer.optimizers[0].state.values() for value in state.values()]
+    return tensors, states, trainer.global_step, trainer.current_epoch
+
+
+def broken_files(folder: Path, good: dict[str, Any]) -> None:
+    """Files beside a good one, each wrong in its way."""
+    content = (folder / "good.ckpt").read_bytes()
+    (folder / "cut.ckpt").write_bytes(content[: len(content) // 2])
+    (folder / "text.ckpt").write_text("notes")
+    torch.save(good["state_dict"], folder / "bare.ckpt")
+    torch.save({**good, "hook": Callback()}, folder / "objects.ckpt")
+    wide = Lit(width=9)
+    torch.save({**good, "state_dict": wide.state_dict(), "hyper_parameters": dict(wide.hparams)}, folder / "wide.ckpt")
+    groups = Lit(num_groups=2).configure_optimizers().state_dict()
+    torch.save({**good, "optimizer_states": [groups]}, folder / "groups.ckpt")
+    del good["optimizer_states"]
+    torch.save(good, folder / "weights.ckpt")
+
+
+REFUSED = {
+    "cut": "is cut off after",
+    "text": "is no checkpoint: it starts with b'note'",
+    "bare": "holds bare weights (first.0.weight, first.0.bias, second.weight and 1 more)",
+    "objects": "Callback), and these can run any code",
+    "wide": "(9, 4) in the file, (8, 4) in the module",
+    "groups": "has 4 groups with [1, 1, 1, 1] parameters, and Adam has 1 with [4]",
+    "weights": "holds weights only",
+}
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What this rank says to each broken file, then to one that is broken on the other rank; ends in a refused fit."""
+    trainer = trainer_of(None, steps=2, plugins=[AtomicCheckpointIO(weights_only=True)])
+    trainer.fit(Lit(), loader())
+    trainer.save_checkpoint(folder / "good.ckpt")
+    if trainer.is_global_zero:
+        broken_files(folder, torch.load(folder / "good.ckpt", weights_only=True))
+    trainer.strategy.barrier()
+    strategy = trainer.strategy
+    trainer.state.fn = "fit"
+    before = state_of(trainer)
+
+    def told(path: Path) -> str:
+        with pytest.raises(CheckpointError) as error:
+            strategy.load_model_state_dict(strategy.load_checkpoint(path))
+        return str(error.value)
+
+    messages = {name: told(folder / f"{name}.ckpt") for name in REFUSED}
+    messages["on rank 1"] = told(folder / ("cut.ckpt" if trainer.global_rank == 1 else "good.ckpt"))
+    torch.testing.assert_close(state_of(trainer), before, rtol=0, atol=0)
+
+    trainer = trainer_of(None, steps=4)
+    module = Lit()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with pytest.raises(CheckpointError) as error:
+        trainer.fit(module, loader(), ckpt_path=folder / "groups.ckpt")
+    assert trainer.global_step == trainer.current_epoch == 0 and not trainer.optimizers[0].state
+    assert all(t.is_meta or torch.equal(t, before[name]) for name, t in module.state_dict().items())
+    return {**messages, "fit": str(error.value)}
+
+
+def test_a_file_that_does_not_fit_is_refused_alike_before_anything_changes(tmp_path: Path) -> None:
+    first, second = launch(refusals, tmp_path, world=2)
+    for name, words in {**REFUSED, "fit": REFUSED["groups"]}.items():
+        assert first[name] == second[name]
+        assert words in first[name]
+    assert second["on rank 1"] == first["cut"]
+    assert first["on rank 1"] == f"rank 1 cannot load the checkpoint: CheckpointError: {first['cut']}"
+
+
+# -- a full disk ----------------------------------------------------------------------------------------------------
+
+
+class FullDisk(AtomicCheckpointIO):
+    """Has no room for a file from the KILLED_AT'th save of ``last.ckpt`` on, every second save."""
+
+    saves = 0
+
+    def write(self, checkpoint: dict[str, Any], file: Any) -> None:
+        self.saves += 1
+        if self.saves == 2 * KILLED_AT:
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit))
+        super().write(checkpoint, file)
+
+
+def full_disk(folder: Path) -> None:
+    trainer_of(folder, plugins=[FullDisk()]).fit(Lit(), loader())
+
+
+def test_a_full_disk_ends_all_ranks_and_leaves_the_file_before(tmp_path: Path) -> None:
+    first, second = run_ranks(full_disk, tmp_path)
+    assert re.search(r"^OSError: .*cannot write checkpoint .*last\.ckpt.*it needs .*still whole", first.error)
+    assert second.exit_code not in (0, None)
+    assert max(first.seconds, second.seconds) < 20  # from start-up, on a busy machine
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == KILLED_AT - 1
+    assert not [path.name for path in tmp_path.iterdir() if path.name.endswith(SUFFIX)]

@@ -1,0 +1,236 @@
+"""Two nodes of two devices, under each way to start them, train as one node of four does."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_pipeline import PipelineStrategy
+from tests.launching import PRELOADED, free_port, launch
+from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.runs import QUIET, Losses
+
+pytestmark = pytest.mark.multiprocess
+
+STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+NODES, DEVICES = 2, 2
+WORLD = NODES * DEVICES
+TIMEOUT = 60.0
+
+
+def train(num_nodes: int, devices: int) -> dict[str, Any]:
+    """Where this process is, before training and after, and its losses."""
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, num_microbatches=2, timeout=30)
+    trainer = L.Trainer(
+        strategy=strategy,
+        devices=devices,
+        num_nodes=num_nodes,
+        callbacks=[losses],
+        **{**QUIET, "max_epochs": 2},
+    )
+    before = place_of(trainer)
+    trainer.fit(LitMeasured(), point_loader(24, 4, shuffle=True), point_loader(24, 4))
+    assert strategy.topology is not None
+    return {
+        **place_of(trainer),
+        "before": before,
+        "environment": type(strategy.cluster_environment).__name__,
+        "stage": strategy.topology.stage_rank,
+        "replica": strategy.topology.replica,
+        "losses": losses.values,
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
+
+
+def place_of(trainer: L.Trainer) -> dict[str, int]:
+    return {
+        "world": trainer.world_size,
+        "nodes": trainer.num_nodes,
+        "devices": trainer.num_devices,
+        "rank": trainer.global_rank,
+        "local_rank": trainer.local_rank,
+        "node": trainer.node_rank,
+        "is_zero": trainer.is_global_zero,
+    }
+
+
+def script() -> None:
+    """What the user's script does. Arguments: an address, and the folder for results."""
+    torch.set_num_threads(1)
+    found = train(NODES, DEVICES)
+    Path(sys.argv[2], f"{found['rank']}.json").write_text(json.dumps(found))
+
+
+def run_script(environment: dict[str, str], argv: list[str]) -> None:
+    """`script` in a process that was forked with Lightning imported, as if it was started by a launcher."""
+    import __main__
+
+    __main__.__spec__ = None  # started as a file, not with -m
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = argv
+    script()
+
+
+class Host:
+    """Runs `script` for each process that stands in for it, until closed."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._listener = Listener(family="AF_UNIX")
+        self._processes: list[Any] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return str(self._listener.address)
+
+    def close(self) -> None:
+        self._listener.close()
+        for process in self._processes:
+            process.kill()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        process = self._context.Process(target=run_script, args=connection.recv())
+        self._processes.append(process)
+        process.start()
+        process.join(TIMEOUT)
+        connection.send(process.exitcode)
+
+
+def under_torchrun(arguments: list[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    port = str(free_port())
+    for node in range(NODES):
+        options = ["--nnodes", NODES, "--node-rank", node, "--nproc-per-node", DEVICES]
+        where = ["--master-addr", "127.0.0.1", "--master-port", port]
+        yield ["-m", "torch.distributed.run", *map(str, options), *where, *arguments], {}
+
+
+def under_slurm(arguments: list[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """As srun starts them; the environment derives the port from the job's id."""
+    port = next(port for port in iter(free_port, None) if 15_000 <= port < 25_000)
+    for rank in range(WORLD):
+        yield (
+            arguments,
+            {
+                "SLURM_JOB_ID": f"11{port - 15_000:04}",
+                "SLURM_JOB_NAME": "train",
+                "SLURM_JOB_NUM_NODES": str(NODES),
+                "SLURM_NNODES": str(NODES),
+                "SLURM_NODELIST": "127.0.0.1",
+                "SLURM_NTASKS": str(WORLD),
+                "SLURM_NTASKS_PER_NODE": str(DEVICES),
+                "SLURM_NODEID": str(rank // DEVICES),
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank % DEVICES),
+            },
+        )
+
+
+def under_lightning(arguments: list[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """One process a node is started by hand; it starts the others."""
+    port = str(free_port())
+    for node in range(NODES):
+        yield arguments, {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+LAUNCHERS = {
+    "TorchElasticEnvironment": under_torchrun,
+    "SLURMEnvironment": under_slurm,
+    "LightningEnvironment": under_lightning,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By environment, what each rank found; all at once."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in LAUNCHERS}
+    started = []
+    with closing(Host()) as host:
+        for name, launcher in LAUNCHERS.items():
+            for command, environment in launcher([STAND_IN, host.address, str(folders[name])]):
+                process = subprocess.Popen(
+                    [sys.executable, *command],
+                    env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                started.append((name, process))
+        try:
+            for name, process in started:
+                output = process.communicate(timeout=TIMEOUT)[0]
+                assert process.returncode == 0, f"{name}: {output}"
+        finally:
+            for _, process in started:
+                process.kill()
+    return {
+        name: [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+        for name, folder in folders.items()
+    }
+
+
+@pytest.mark.parametrize("environment", LAUNCHERS)
+def test_every_process_knows_its_place(environment: str, runs: Any) -> None:
+    for rank, found in enumerate(runs[environment]):
+        assert found["environment"] == environment
+        place = {
+            "world": WORLD,
+            "nodes": NODES,
+            "devices": DEVICES,
+            "rank": rank,
+            "local_rank": rank % DEVICES,
+            "node": rank // DEVICES,
+            "is_zero": rank == 0,
+        }
+        assert {name: found[name] for name in place} == place
+        assert found["before"] == place
+        assert (found["stage"], found["replica"]) == divmod(rank, WORLD // 2)
+
+
+def test_losses_are_those_of_one_node(runs: Any) -> None:
+    expected = launch(train, 1, WORLD, world=WORLD)
+    assert len(expected[0]["losses"]) == 6
+    assert expected[0]["losses"] != expected[1]["losses"]
+    for environment in LAUNCHERS:
+        for found, one in zip(runs[environment], expected, strict=True):
+            assert found["losses"] == one["losses"]
+            assert found["logged"] == one["logged"]
+
+
+def test_devices_and_nodes_that_are_not_those_started_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, environment = next(under_slurm([]))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for options, words in (
+        ({"devices": 4}, "devices=4.*--ntasks-per-node=2"),
+        ({"num_nodes": 1}, "num_nodes=1.*--nodes=2"),
+    ):
+        strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, timeout=5)
+        trainer = L.Trainer(strategy=strategy, **{**QUIET, "devices": DEVICES, "num_nodes": NODES, **options})
+        with pytest.raises(ValueError, match=words):
+            trainer.fit(LitMeasured(), point_loader(8))
