@@ -12,8 +12,10 @@ help: ## list the targets
 train: $(VENV)/.stamp ## train the default example over two stages; pass overrides as ARGS="trainer.devices=4"
 	OMP_NUM_THREADS=1 $(BIN)/python examples/train.py $(ARGS)
 
+# Two workers: a test has up to four processes of its own, which mostly wait for one another. A file's tests share what
+# their fixtures launched, so one worker has them all.
 test: $(VENV)/.stamp ## run the tests; pass options as ARGS="-k schedules"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.stamp ## check style and types
 	$(BIN)/ruff check .

@@ -51,7 +51,6 @@ def settings_of(trainer: Trainer) -> dict[str, str]:
     together = [callback.state_key for callback in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)]
     return {
         "the Trainer's function": str(trainer.state.fn.value),
-        "ckpt_path": "none" if trainer.ckpt_path is None else "given",  # nodes may have it in different places
         **{name: repr(getattr(trainer, name)) for name in SETTINGS},
         "callbacks": ", ".join(sorted(together)) or "none",
     }

@@ -519,6 +519,7 @@ class PipelineStrategy(ProcessStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        super().on_validation_start()
         self._gather_parameters()
 
     @override
@@ -527,6 +528,7 @@ class PipelineStrategy(ProcessStrategy):
 
     @override
     def on_test_start(self) -> None:
+        super().on_test_start()
         self._gather_parameters()
 
     @override
@@ -535,6 +537,7 @@ class PipelineStrategy(ProcessStrategy):
 
     @override
     def on_predict_start(self) -> None:
+        super().on_predict_start()
         self._gather_parameters()
 
     @override
@@ -714,6 +717,7 @@ class PipelineStrategy(ProcessStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self.agree("the loading of a checkpoint", {})
         if is_folder(checkpoint_path):
             return read_folder(checkpoint_path, weights_only)
         load = super().load_checkpoint

@@ -159,13 +159,10 @@ CASES = {
         Run(data=lambda: point_loader(0)),
         "different points of the run (the start of training on ranks 0 1, the end of the run on ranks 2 3)",
     ),
-    "function": Case((3,), Run(function="validate"), "the Trainer's function: fit on ranks 0 1 2, validate on rank 3"),
-    "checkpoint": Case(
-        (3,),
-        Run(trainer={"max_epochs": 2}),
-        "ckpt_path: given on ranks 0 1 2, none on rank 3",
-        usual=Run(trainer={"max_epochs": 2}, checkpoint=CHECKPOINT),
+    "validation batches": Case(
+        (3,), Run(validation=lambda: point_loader(32)), "validation batches of replica 1: 1 on rank 1, 2 on rank 3"
     ),
+    "function": Case((3,), Run(function="validate"), "the Trainer's function: fit on ranks 0 1 2, validate on rank 3"),
     "optimizer": Case((3,), Run(module=Adam), "optimizers: SGD(lr=0.05, momentum=0.9"),
     "seed": Case((3,), Run(environment={"PL_GLOBAL_SEED": "7"}), "seed_everything: 1 on ranks 0 1 2, 7 on rank 3"),
     "library": Case((3,), Run(torch="2.0.1"), f"torch: {torch.__version__} on ranks 0 1 2, 2.0.1 on rank 3"),
@@ -222,7 +219,7 @@ STARTS: dict[str, tuple[list[dict[str, int] | None], str]] = {
     ),
     "a missing node": (
         [{"node": 0, "local_rank": 0}, {"node": 0, "local_rank": 1}, None],
-        r"ranks 2 3 of 4 did not come to 127.0.0.1:\d+ within 1 s; start the script on every node",
+        r"ranks (1 )?2 3 of 4 did not come to 127.0.0.1:\d+ within 1 s; start the script on every node",
     ),
 }
 """How three processes of two nodes with two devices each are started, and what all that are started raise."""
