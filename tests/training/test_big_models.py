@@ -151,6 +151,24 @@ def write_weights(folder: Path) -> GPT2LMHeadModel:
     return model
 
 
+def run_whole(model: GPT2LMHeadModel, folder: Path) -> tuple[list[float], list[str]]:
+    """Losses of a model that was loaded by its own means, and the errors of others."""
+    loaded = LitHuggingFace()
+    loaded.configure_model = lambda: None  # type: ignore[method-assign]
+    loaded.model = model
+    losses = trainer_of(loaded, None, 1)[0]
+    with torch.device("meta"):
+        scaled = LitHuggingFace()
+        scaled.scale = Scale()
+    torch.save({"wte.weight": torch.zeros(18, 16)}, folder / "other.pt")
+    return losses, [
+        error_of(scaled),
+        error_of(LitHuggingFace(), weights=folder / "model.safetensors"),
+        error_of(LitHuggingFace(), weights={"model": folder / "nothing.pt"}),
+        error_of(LitHuggingFace(), weights={"model.transformer": folder / "other.pt"}),
+    ]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("weights")
@@ -159,11 +177,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[Any, Any]:
     model = write_weights(folder)
-    module = LitHuggingFace()
-    module.configure_model = lambda: None  # type: ignore[method-assign]
-    module.model = model
-    loaded = trainer_of(module, None, 1)[0]
-    return {"loaded": loaded, 1: launch(run, 1, folder, world=1), 2: launch(run, 2, folder, world=2)}
+    [(loaded, errors)] = launch(run_whole, model, folder, world=1)
+    by_world = {world: launch(run, world, folder, world=world) for world in (1, 2)}
+    return {"loaded": loaded, "errors": errors, **by_world}
 
 
 @pytest.mark.parametrize("name", ["gpt", "hugging face"])
@@ -193,15 +209,8 @@ def test_a_rank_never_needs_more_than_its_stage(results: Any) -> None:
 
 
 def test_what_cannot_be_made_is_named(folder: Path, results: Any) -> None:
-    with torch.device("meta"):
-        module = LitHuggingFace()
-        module.scale = Scale()
-    assert "scale.value was built on the meta device, and nothing sets its values: give Scale a" in error_of(module)
-    module = LitHuggingFace()
-    path = folder / "model.safetensors"
-    assert f"weights={{'model': '{path}'}}" in error_of(module, weights=path)
-    assert "nothing.pt does not exist" in error_of(LitHuggingFace(), weights={"model": folder / "nothing.pt"})
-    state = {"wte.weight": torch.zeros(18, 16)}
-    torch.save(state, folder / "other.pt")
-    found = error_of(LitHuggingFace(), weights={"model.transformer": folder / "other.pt"})
-    assert "model.transformer.wte.weight has shape [17, 16] and" in found and "has [18, 16]" in found
+    unset, whole, missing, shape = results["errors"]
+    assert "scale.value was built on the meta device, and nothing sets its values: give Scale a" in unset
+    assert f"weights={{'model': '{folder / 'model.safetensors'}'}}" in whole
+    assert "nothing.pt does not exist" in missing
+    assert "model.transformer.wte.weight has shape [17, 16] and" in shape and "has [18, 16]" in shape
