@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
 import time
+from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,7 +15,9 @@ from torch.distributed import PrefixStore, Store
 from lightning_pipeline.runtime.agreement import ranks
 from lightning_pipeline.runtime.failure import LINGER_S, PipelineTimeoutError
 
-_meetings = itertools.count()
+# How often this process came to each place. A process that starts others again, as in a sweep, has been to more places
+# than they have.
+_meetings: Counter[str] = Counter()
 
 
 def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -29,7 +31,9 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
     """
     # With a world size of 1 the store is there at once: the waiting is done below.
     store = next(dist.rendezvous("env://", rank, 1, timeout=timeout))[0]
-    _join(PrefixStore(f"meeting/{next(_meetings)}", store), rank, world_size, timeout)
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    _join(PrefixStore(f"meeting/{_meetings[where]}", store), rank, world_size, timeout)
+    _meetings[where] += 1
     return store
 
 
