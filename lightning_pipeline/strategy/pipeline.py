@@ -29,8 +29,9 @@ from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.ownership import Ownership, release
+from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.partition.random import Streams
-from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
+from lightning_pipeline.partition.stage_config import StageConfig, StageMap, count_stages, read_stage_config, resolve
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
@@ -44,6 +45,7 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor
+from lightning_pipeline.strategy.automatic import AutomaticCut, cut_before, note_cut
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
 from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
 from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
@@ -122,7 +124,7 @@ class PipelineStrategy(ProcessStrategy):
     def __init__(
         self,
         *,
-        stage_config: Mapping[str, int] | None = None,
+        stage_config: StageConfig | None = None,
         num_stages: int | None = None,
         num_microbatches: int | None = None,
         schedule: ScheduleArgument = "1f1b",
@@ -188,6 +190,8 @@ class PipelineStrategy(ProcessStrategy):
         self.pipeline: Pipeline | None = None
         self.ownership: Ownership | None = None
         self.advice: Advice | None = None
+        self.plan: StagePlan | None = None
+        """Where the module was cut automatically, and what is expected of it."""
         self.observe_buckets: Callable[[int, float, float], None] | None = None
         """Gets what `PipelineGradReducer.observe` does, in every step that sums gradients over replicas."""
         self._transport: Transport | None = None
@@ -201,6 +205,8 @@ class PipelineStrategy(ProcessStrategy):
         self._accumulating = False
         self._in_step = False
         self._undo: list[Callable[[], None]] = []
+        self._automatic: AutomaticCut | None = None
+        self._seed = 0
         self._set_up_for: tuple[LightningModule, int] | None = None
 
     @property
@@ -311,7 +317,24 @@ class PipelineStrategy(ProcessStrategy):
             )
         # Told before anything about stages: devices that do not fit.
         self._topology(num_stages)
-        stages = resolve(module, config, num_stages, has_virtual_stages=self._choice.has_virtual_stages)
+        # Whatever cannot be cut yet stays whole everywhere until the first step.
+        self._automatic = None
+        if not config and num_stages > 1:
+            config = cut_before(module, num_stages)
+        if config or num_stages == 1:
+            stages = resolve(module, config, num_stages, has_virtual_stages=self._choice.has_virtual_stages)
+        else:
+            replicas = self._topology(num_stages).data_parallel_size
+            self._automatic = AutomaticCut(module, self._choice, num_stages, num_microbatches, replicas)
+            stages = StageMap(num_stages * self._automatic.num_virtual_stages)
+        self._seed = self.broadcast(torch.initial_seed())
+        self._cut(module, stages, num_stages, num_microbatches)
+        self._make_local(module, self._seed)
+        self._set_up_for = (module, num_stages)
+
+    def _cut(self, module: LightningModule, stages: StageMap, num_stages: int, num_microbatches: int) -> None:
+        """Topology, transport and partition for these stages."""
+        is_fsdp = self.data_parallel == "fsdp"
         sizes = {
             "num_stages": num_stages,
             "num_virtual_stages": stages.num_stages // num_stages,
@@ -326,7 +349,7 @@ class PipelineStrategy(ProcessStrategy):
         rank = topology.stage_rank
         if self.root_device.type == "cpu":
             keep_freed_memory()
-        if self._transport is None and num_stages > 1:
+        if num_stages > 1 and (self._transport is None or self._transport.topology != topology):
             store = dist.distributed_c10d._get_default_store()
             self._transport = Transport.shared(topology, self.root_device, self.timeout, store)
         self._replicas = Replicas.shared(topology, self.timeout)
@@ -336,7 +359,7 @@ class PipelineStrategy(ProcessStrategy):
             self._sharded.adopt(module)
         streams = Streams(self.root_device)
         interception = Interception(module, stages, streams)
-        certain = certain_stages(interception.leaves, stages.num_stages)
+        certain = certain_stages(interception.leaves, stages.num_stages) if self._automatic is None else {}
         self._placement = Placement(module, placement, rank, certain)
         self._placement.find_present(module, self._transport)
         self.pipeline = Pipeline(
@@ -358,20 +381,42 @@ class PipelineStrategy(ProcessStrategy):
             sharded=self._sharded,
         )
         self._release_remote(module)
-        seed = self.broadcast(torch.initial_seed())
-        self._make_local(module, seed)
         self._steps = Steps(
             module,
             self.pipeline,
             self._transport,
-            seed=seed,
+            seed=self._seed,
             mean=self.loss_reduction == "mean",
             output_broadcast=self.output_broadcast,
             replicas=self._replicas,
             tensor_group=self._tensor_group,
             on_new=self._on_new,
         )
-        self._set_up_for = (module, num_stages)
+
+    def _cut_automatically(self, name: str, arguments: tuple[Any, ...], context: Callable[[], Any]) -> None:
+        """Before the first step of a module that nobody said where to cut. All ranks must call it."""
+        automatic, module = self._automatic, self.lightning_module
+        is_training = name == "training_step"
+        if automatic is None or (automatic.is_cut and not is_training):
+            return
+        assert module is not None and self.pipeline is not None and self.topology is not None
+        self.plan = automatic.decide(
+            name, arguments, context, self.optimizers, self.broadcast, is_first=self.global_rank == 0
+        )
+        is_final = is_training or module.trainer.state.fn != TrainerFn.FITTING
+        observe = self.pipeline.observe
+        stages = resolve(
+            module, self.plan.stage_config, self.topology.num_stages, has_virtual_stages=self.plan.has_virtual_stages
+        )
+        if is_final:
+            self._automatic = None
+            note_cut(module, self.plan)
+        self._cut(module, stages, self.topology.num_stages, self.plan.num_microbatches)
+        self.pipeline.observe = observe
+        if self._stage_optimizers is not None:
+            assert self.ownership is not None
+            self._stage_optimizers.drop_remote(self.ownership)
+        self._install(module)
 
     def _make_local(self, module: LightningModule, seed: int) -> None:
         """Give what was built on the meta device, and is held here, its values; read the files of weights."""
@@ -490,6 +535,7 @@ class PipelineStrategy(ProcessStrategy):
         self._stage_optimizers.note_new_groups(self.lightning_module)
         trainer = self.lightning_module.trainer
         arguments = (*args, *kwargs.values())
+        self._cut_automatically("training_step", arguments, self.precision_plugin.train_step_context)
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         self._gradients.observe_buckets = self.observe_buckets
         self._gradients.begin(first=first, complete=not self._accumulating)
@@ -554,6 +600,7 @@ class PipelineStrategy(ProcessStrategy):
             self._sharded.release()
 
     def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        self._cut_automatically(name, args, context)
         assert self._steps is not None and self.lightning_module is not None
         with self._stepping():
             return self._steps.evaluate(name, getattr(self.lightning_module, name), args, context=context)

@@ -1,0 +1,197 @@
+"""stage_config="auto": rank 0 measures the first step that comes, finds the best cut, and tells the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.costs import StepCosts
+from lightning_pipeline.partition.microbatch import split_batch
+from lightning_pipeline.partition.plan import StagePlan, plan_stages
+from lightning_pipeline.partition.random import Streams
+from lightning_pipeline.partition.timing import time_step
+from lightning_pipeline.partition.trace import trace_step
+from lightning_pipeline.partition.untouched import left_as_it_was
+from lightning_pipeline.partition.work import measured_speed
+from lightning_pipeline.schedules import Schedule, ScheduleError
+from lightning_pipeline.schedules.balance import Machine
+from lightning_pipeline.strategy.optimizer_memory import state_per_parameter
+from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
+
+_PLAN = "_automatic_plan"
+_USABLE = 0.9
+"""The share of a device's memory that parameters and activations may take; allocators and libraries take some, too."""
+
+_CONSIDERED = {1: ("1f1b", "zero_bubble"), 2: ("interleaved_1f1b", "interleaved_zero_bubble")}
+"""With schedule="auto", by number of virtual stages; `Advisor` then chooses among all that have as many."""
+
+
+class AutomaticCut:
+    """Finds out, on the first step's batch, where to cut a module that nobody said it of.
+
+    Until the first training step every rank holds the whole module, so that the cut is free. A validation step before
+    it is cut as well, for itself.
+
+    Args:
+        choice: what `schedule=` stands for.
+        num_microbatches: of a step; "auto" chooses.
+    """
+
+    def __init__(
+        self, module: LightningModule, choice: ScheduleChoice, num_stages: int, num_microbatches: int, replicas: int
+    ) -> None:
+        self.is_cut = False
+        """Whether steps can run: an evaluation step has been cut, if not yet a training step."""
+        self._module = module
+        self._choice = choice
+        self._num_stages = num_stages
+        self._num_microbatches = num_microbatches
+        self._machine = Machine(memory=_memory_of(module.device), replicas=replicas)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Virtual stages on a rank, as far as that is known before there is a plan."""
+        return self._choice.usual_virtual_stages
+
+    def decide(
+        self,
+        name: str,
+        arguments: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[Any]],
+        optimizers: Sequence[Optimizer],
+        broadcast: Callable[[Any], Any],
+        *,
+        is_first: bool,
+    ) -> StagePlan:
+        """The plan for a step, the same on all ranks, which must all call it. Rank 0 makes it.
+
+        Raises:
+            ValueError: the step cannot be cut into as many stages, or no cut fits the memory.
+        """
+        function = getattr(self._module, name)
+        plan = with_everybody(
+            lambda: self._plan(function, arguments, context, optimizers, has_backward=name == "training_step"),
+            broadcast,
+            decides=is_first,
+        )
+        self.is_cut = True
+        return plan
+
+    def _plan(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[Any]],
+        optimizers: Sequence[Optimizer],
+        *,
+        has_backward: bool,
+    ) -> StagePlan:
+        """Measure a step on the first micro-batch of its batch, and search. The module stays as it is."""
+        batch, *others = arguments
+        split = getattr(self._module, "split_batch", None) or split_batch
+        microbatch = split(batch, self._num_microbatches)[0]
+
+        def step(micro: Any) -> Tensor | None:
+            with context():
+                result = function(micro, *others)
+            loss = result if isinstance(result, Tensor) or result is None else result["loss"]
+            return loss if has_backward else None
+
+        began = time.perf_counter()
+        costs = self._measure(step, microbatch, has_backward=has_backward)
+        plan = plan_stages(costs, self._schedules(), self._machine, self._state_bytes(optimizers))
+        rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut')
+        return plan
+
+    def _schedules(self) -> list[Schedule]:
+        """To choose from."""
+        sizes = {"num_stages": self._num_stages, "num_microbatches": self._num_microbatches}
+        if not self._choice.is_auto:
+            return [self._choice.bind(**sizes, num_virtual_stages=self.num_virtual_stages).full]
+        found: list[Schedule] = []
+        for choice, virtual in ((ScheduleChoice(name), v) for v, names in _CONSIDERED.items() for name in names):
+            try:
+                found.append(choice.bind(**sizes, num_virtual_stages=virtual).full)
+            except ScheduleError:
+                continue
+        return found
+
+    def _measure(self, step: Callable[[Any], Tensor | None], microbatch: Any, *, has_backward: bool) -> StepCosts:
+        module, device = self._module, self._module.device
+        trainer = module.trainer
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        loggers = trainer.loggers
+        vars_before = dict(vars(module))
+        with left_as_it_was(module), Streams(device).kept():
+            trainer.loggers = [DummyLogger() for _ in loggers]
+            vars(module)["log"] = lambda *args, **kwargs: None
+            try:
+                speed = measured_speed(device, dtype)
+                trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
+                forward, backward = time_step(module, step, microbatch, trace, device)
+            finally:
+                trainer.loggers = loggers
+                if "log" not in vars_before:
+                    vars(module).pop("log", None)
+        return StepCosts(module, trace, forward, backward, is_measured=True)
+
+    def _state_bytes(self, optimizers: Sequence[Optimizer]) -> Callable[[str], float]:
+        """Bytes of a parameter with its gradient and optimizer state."""
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        optimized: dict[int, float] = {}
+        for optimizer in optimizers:
+            share = state_per_parameter(optimizer)
+            for group in optimizer.param_groups:
+                optimized.update((id(parameter), share) for parameter in group["params"])
+
+        def state_bytes(name: str) -> float:
+            parameter = parameters[name]
+            copies = 1.0 + parameter.requires_grad * (1.0 + optimized.get(id(parameter), 0.0))
+            return parameter.numel() * parameter.element_size() * copies
+
+        return state_bytes
+
+
+def cut_before(module: LightningModule, num_stages: int) -> dict[str, int]:
+    """Where an earlier run has cut this module into as many stages: its parts may be on their ranks already."""
+    before: StagePlan | None = vars(module).get(_PLAN)
+    return dict(before.stage_config) if before is not None and before.num_stages == num_stages else {}
+
+
+def note_cut(module: LightningModule, plan: StagePlan) -> None:
+    """For `cut_before`."""
+    vars(module)[_PLAN] = plan
+
+
+def _memory_of(device: torch.device) -> float | None:
+    """What a device has for a stage; None where there is no telling."""
+    info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
+    return _USABLE * info(device)[1] if info is not None else None
+
+
+def with_everybody(decide: Callable[[], StagePlan], broadcast: Callable[[Any], Any], *, decides: bool) -> StagePlan:
+    """What rank 0 decides, on all ranks; what it fails with, too."""
+    outcome: Any = None
+    failure: Exception | None = None
+    if decides:
+        try:
+            outcome = decide()
+        except Exception as error:
+            failure = error
+            outcome = f"{type(error).__name__}: {error}"
+    outcome = broadcast(outcome)
+    if failure is not None:
+        raise failure
+    if isinstance(outcome, str):
+        raise ValueError(f"rank 0 found no cut: {outcome}")
+    return outcome
