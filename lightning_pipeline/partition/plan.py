@@ -14,8 +14,8 @@ from lightning_pipeline.schedules.balance import Machine, Plan, Segment, state_o
 from lightning_pipeline.schedules.schedule import Schedule
 from lightning_pipeline.schedules.search import best_plan
 
-FINENESS = (2, 4, 8, 16)
-"""Candidates are first so large that a stage has two of them, then smaller ones where that pays."""
+FINENESS = (0.5, 1, 2, 4, 8, 16)
+"""Candidates of a stage: first so few and large, then smaller ones where that pays."""
 WORTH = 0.03
 """The share of a step's time that smaller candidates have to save."""
 
@@ -117,31 +117,40 @@ def plan_stages(
     machine: Machine,
     state_bytes: Callable[[str], float],
     *,
+    fault_of: Callable[[StagePlan], str] = lambda plan: "",
     max_seconds: float = 3.0,
 ) -> StagePlan:
     """The best cut of a step for the best of some schedules, all for the micro-batches of the costs.
 
     Args:
         state_bytes: bytes that a parameter of this name takes with its gradient and optimizer state.
+        fault_of: what is wrong with a cut, by a trial; empty if nothing is. A faulty one is passed over.
 
     Raises:
         NothingToCutError: the step has too few places to cut.
-        ValueError: no cut fits the memory.
+        ValueError: no cut fits the memory, or all have faults.
     """
-    made: list[tuple[Plan, list[Segment]]] = []
+    made: list[_Made] = []
     failure: NothingToCutError | None = None
     for schedule in schedules:
         try:
-            made.append(_best_cut(costs, schedule, machine, state_bytes, max_seconds / len(schedules)))
+            made += _best_cuts(costs, schedule, machine, state_bytes, max_seconds / len(schedules))
         except NothingToCutError as error:
             failure = error
     if not made:
         assert failure is not None
         raise failure
-    plan, segments = min(made, key=lambda item: (item[0].excess, item[0].seconds))
-    if plan.excess:
-        raise ValueError(_does_not_fit(plan, machine, segments))
-    return described(plan, segments, is_measured=costs.is_measured)
+    fault = ""
+    while made:
+        chosen = _preferred(made)
+        if chosen.plan.excess:
+            raise ValueError(_does_not_fit(chosen.plan, machine, chosen.segments))
+        plan = described(chosen.plan, chosen.segments, is_measured=costs.is_measured)
+        fault = fault_of(plan)
+        if not fault:
+            return plan
+        made.remove(chosen)
+    raise ValueError(f"the step cannot be cut automatically, say with {plan}: {fault}")
 
 
 def described(plan: Plan, segments: Sequence[Segment], *, is_measured: bool) -> StagePlan:
@@ -176,24 +185,40 @@ def described(plan: Plan, segments: Sequence[Segment], *, is_measured: bool) -> 
     )
 
 
-def _best_cut(
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """The best plan for candidates of one fineness."""
+
+    plan: Plan
+    segments: list[Segment]
+    fineness: float
+
+
+def _preferred(made: Sequence[_Made]) -> _Made:
+    """The best plan at the largest modules that serve: they are what a reader knows, and what is cut at most often."""
+    best = min(made, key=lambda item: item.fineness)
+    for other in sorted(made, key=lambda item: item.fineness):
+        worth = WORTH * (other.fineness > best.fineness)
+        if (other.plan.excess, other.plan.seconds) < (best.plan.excess, best.plan.seconds * (1 - worth)):
+            best = other
+    return best
+
+
+def _best_cuts(
     costs: StepCosts, schedule: Schedule, machine: Machine, state_bytes: Callable[[str], float], max_seconds: float
-) -> tuple[Plan, list[Segment]]:
-    """The best cut at the largest modules that serve: they are what a reader of the plan knows by name."""
-    best: tuple[Plan, list[Segment]] | None = None
+) -> list[_Made]:
+    """The best cut for candidates of each fineness."""
+    made: list[_Made] = []
     tree = costs.tree()
     tried: list[Call] = []
     for fineness in FINENESS:
         calls = costs.candidates(1 / (fineness * schedule.num_stages), tree)
-        if len(calls) < schedule.num_stages or calls == tried:
-            tried = calls
-            continue
+        if len(calls) >= schedule.num_stages and calls != tried:
+            segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
+            plan = best_plan(segments, schedule, machine, max_seconds=max_seconds / len(FINENESS), gap=NEGLIGIBLE)
+            made.append(_Made(plan, segments, fineness))
         tried = calls
-        segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
-        plan = best_plan(segments, schedule, machine, max_seconds=max_seconds / len(FINENESS), gap=NEGLIGIBLE)
-        if best is None or (plan.excess, plan.seconds) < (best[0].excess, best[0].seconds * (1 - WORTH)):
-            best = plan, segments
-    if best is None:
+    if not made:
         names = ", ".join(repr(call.name) for call in tried) or "none"
         raise NothingToCutError(
             f"{type(costs.root).__name__} is to be cut into {schedule.num_stages} stages, and its step calls "
@@ -201,7 +226,7 @@ def _best_cut(
             f"or fewer stages and more replicas (num_stages={max(1, len(tried))}). A stage begins with a submodule "
             f"that the step calls once and directly, or from forwards of modules around it"
         )
-    return best
+    return made
 
 
 def _does_not_fit(plan: Plan, machine: Machine, segments: Sequence[Segment]) -> str:

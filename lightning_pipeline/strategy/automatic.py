@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from lightning_pipeline.partition.microbatch import split_batch
 from lightning_pipeline.partition.plan import StagePlan, plan_stages
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.timing import time_step
-from lightning_pipeline.partition.trace import trace_step
+from lightning_pipeline.partition.trace import Step, trace_step
 from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.optimizer_memory import state_per_parameter
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
+from lightning_pipeline.strategy.trial import fault_of_cut
 
 _PLAN = "_automatic_plan"
 _USABLE = 0.9
@@ -108,8 +109,15 @@ class AutomaticCut:
             return loss if has_backward else None
 
         began = time.perf_counter()
-        costs = self._measure(step, microbatch, has_backward=has_backward)
-        plan = plan_stages(costs, self._schedules(), self._machine, self._state_bytes(optimizers))
+        with self._without_a_trace():
+            costs = self._measure(step, microbatch)
+            plan = plan_stages(
+                costs,
+                self._schedules(),
+                self._machine,
+                self._state_bytes(optimizers),
+                fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatch),
+            )
         rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut')
         return plan
 
@@ -126,23 +134,25 @@ class AutomaticCut:
                 continue
         return found
 
-    def _measure(self, step: Callable[[Any], Tensor | None], microbatch: Any, *, has_backward: bool) -> StepCosts:
-        module, device = self._module, self._module.device
-        trainer = module.trainer
-        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    @contextmanager
+    def _without_a_trace(self) -> Iterator[None]:
+        """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers."""
+        module, trainer = self._module, self._module.trainer
         loggers = trainer.loggers
-        vars_before = dict(vars(module))
-        with left_as_it_was(module), Streams(device).kept():
+        with left_as_it_was(module), Streams(module.device).kept():
             trainer.loggers = [DummyLogger() for _ in loggers]
             vars(module)["log"] = lambda *args, **kwargs: None
             try:
-                speed = measured_speed(device, dtype)
-                trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
-                forward, backward = time_step(module, step, microbatch, trace, device)
+                yield
             finally:
                 trainer.loggers = loggers
-                if "log" not in vars_before:
-                    vars(module).pop("log", None)
+                vars(module).pop("log", None)
+
+    def _measure(self, step: Step, microbatch: Any) -> StepCosts:
+        module, device = self._module, self._module.device
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), measured_speed(device, dtype))
+        forward, backward = time_step(module, step, microbatch, trace, device)
         return StepCosts(module, trace, forward, backward, is_measured=True)
 
     def _state_bytes(self, optimizers: Sequence[Optimizer]) -> Callable[[str], float]:
