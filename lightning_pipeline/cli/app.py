@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lightning_pipeline.cli import checkpoint, draw, simulate
+from lightning_pipeline.cli import checkpoint, draw, plan, simulate
 
 app = typer.Typer(
     name="lightning-pipeline",
@@ -16,4 +16,5 @@ app = typer.Typer(
 )
 app.command()(simulate.simulate)
 app.command()(draw.draw)
+app.command()(plan.plan)
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -13,9 +13,12 @@ from lightning_pipeline.partition.trace import Call
 from lightning_pipeline.schedules.balance import Machine, Plan, Segment, state_of
 from lightning_pipeline.schedules.schedule import Schedule
 from lightning_pipeline.schedules.search import best_plan
+from lightning_pipeline.schedules.simulation import Simulation
 
 FINENESS = (0.5, 1, 2, 4, 8, 16)
 """Candidates of a stage: first so few and large, then smaller ones where that pays."""
+MOST = 20
+"""Candidates for each stage beyond which no smaller ones are tried."""
 WORTH = 0.03
 """The share of a step's time that smaller candidates have to save."""
 
@@ -119,7 +122,7 @@ def plan_stages(
     *,
     fault_of: Callable[[StagePlan], str] = lambda plan: "",
     max_seconds: float = 3.0,
-) -> StagePlan:
+) -> tuple[StagePlan, Simulation]:
     """The best cut of a step for the best of some schedules, all for the micro-batches of the costs.
 
     Args:
@@ -148,7 +151,7 @@ def plan_stages(
         plan = described(chosen.plan, chosen.segments, is_measured=costs.is_measured)
         fault = fault_of(plan)
         if not fault:
-            return plan
+            return plan, chosen.plan.simulation
         made.remove(chosen)
     raise ValueError(f"the step cannot be cut automatically, say with {plan}: {fault}")
 
@@ -213,6 +216,8 @@ def _best_cuts(
     tried: list[Call] = []
     for fineness in FINENESS:
         calls = costs.candidates(1 / (fineness * schedule.num_stages), tree)
+        if made and len(calls) > MOST * schedule.num_stages:
+            break
         if len(calls) >= schedule.num_stages and calls != tried:
             segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
             plan = best_plan(segments, schedule, machine, max_seconds=max_seconds / len(FINENESS), gap=NEGLIGIBLE)

@@ -132,6 +132,15 @@ class Evaluator:
         self.forward = [0.0, *accumulate(s.forward for s in self.segments)]
         self.backward = [0.0, *accumulate(s.backward for s in self.segments)]
         self.kept = [0.0, *accumulate(s.kept for s in self.segments)]
+        users: dict[str, list[int]] = {}
+        for number, segment in enumerate(self.segments):
+            for name in segment.state:
+                users.setdefault(name, []).append(number)
+        self._shared = {name: numbers for name, numbers in users.items() if len(numbers) > 1}
+        self._own_state = [
+            0.0,
+            *accumulate(sum(size for name, size in s.state.items() if name not in self._shared) for s in self.segments),
+        ]
         self._plans: dict[Cuts, Plan] = {}
 
     def plan(self, cuts: Cuts) -> Plan:
@@ -150,8 +159,7 @@ class Evaluator:
         memory = peak_bytes(self.schedule, kept)
         seconds = simulation.makespan
         for rank in range(self.schedule.num_ranks):
-            own = [s for stage, (a, b) in stages if self.placement[stage] == rank for s in self.segments[a:b]]
-            state = state_of(own)
+            state = self.state([(a, b) for stage, (a, b) in stages if self.placement[stage] == rank])
             memory[rank] += state
             ends = simulation.spans[rank][-1].end if simulation.spans[rank] else 0.0
             seconds = max(seconds, ends + self._reduction(state))
@@ -162,6 +170,14 @@ class Evaluator:
     def work(self, totals: Sequence[float], stage: int, start: int, stop: int) -> float:
         """Seconds of a row of segments on the rank of a stage; `totals` is `forward` or `backward`."""
         return (totals[stop] - totals[start]) / self.machine.speed(self.placement[stage])
+
+    def state(self, parts: Sequence[tuple[int, int]]) -> float:
+        """Bytes of parameters, gradients and optimizer state of rows of segments on one rank."""
+        total = sum(self._own_state[stop] - self._own_state[start] for start, stop in parts)
+        for name, numbers in self._shared.items():
+            if any(start <= number < stop for start, stop in parts for number in numbers):
+                total += self.segments[numbers[0]].state[name]
+        return total
 
     def transfer(self, cut: int) -> float:
         """Seconds that what crosses a cut takes, either way."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from lightning_pipeline.schedules.action import Kind
-from lightning_pipeline.schedules.balance import Cuts, Evaluator, Machine, Plan, Segment, state_of
+from lightning_pipeline.schedules.balance import Cuts, Evaluator, Machine, Plan, Segment
 from lightning_pipeline.schedules.memory import live_activations
 from lightning_pipeline.schedules.schedule import Schedule
 
@@ -195,8 +195,7 @@ class _Search:
         """What a stage by itself holds at most."""
         if (stage, start, stop) not in self._sizes:
             kept = self._made.kept[stop] - self._made.kept[start] + self._made.segments[start].received
-            state = state_of(self._made.segments[start:stop])
-            self._sizes[stage, start, stop] = state + self._live[stage] * kept
+            self._sizes[stage, start, stop] = self._made.state([(start, stop)]) + self._live[stage] * kept
         return self._sizes[stage, start, stop]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.microbatch import split_batch
 from lightning_pipeline.partition.plan import StagePlan, plan_stages
+from lightning_pipeline.partition.plan_table import print_plan
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.timing import time_step
 from lightning_pipeline.partition.trace import Step, trace_step
@@ -25,7 +27,7 @@ from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
-from lightning_pipeline.strategy.optimizer_memory import state_per_parameter
+from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
 from lightning_pipeline.strategy.trial import fault_of_cut
 
@@ -111,14 +113,16 @@ class AutomaticCut:
         began = time.perf_counter()
         with self._without_a_trace():
             costs = self._measure(step, microbatch)
-            plan = plan_stages(
+            plan, _ = plan_stages(
                 costs,
                 self._schedules(),
                 self._machine,
-                self._state_bytes(optimizers),
+                bytes_with_state(self._module, optimizers),
                 fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatch),
             )
-        rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut')
+        rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
+        if has_backward or self._module.trainer.state.fn != TrainerFn.FITTING:
+            print_plan(plan)
         return plan
 
     def _schedules(self) -> list[Schedule]:
@@ -155,22 +159,6 @@ class AutomaticCut:
         forward, backward = time_step(module, step, microbatch, trace, device)
         return StepCosts(module, trace, forward, backward, is_measured=True)
 
-    def _state_bytes(self, optimizers: Sequence[Optimizer]) -> Callable[[str], float]:
-        """Bytes of a parameter with its gradient and optimizer state."""
-        parameters = dict(self._module.named_parameters(remove_duplicate=False))
-        optimized: dict[int, float] = {}
-        for optimizer in optimizers:
-            share = state_per_parameter(optimizer)
-            for group in optimizer.param_groups:
-                optimized.update((id(parameter), share) for parameter in group["params"])
-
-        def state_bytes(name: str) -> float:
-            parameter = parameters[name]
-            copies = 1.0 + parameter.requires_grad * (1.0 + optimized.get(id(parameter), 0.0))
-            return parameter.numel() * parameter.element_size() * copies
-
-        return state_bytes
-
 
 def cut_before(module: LightningModule, num_stages: int) -> dict[str, int]:
     """Where an earlier run has cut this module into as many stages: its parts may be on their ranks already."""
@@ -179,8 +167,10 @@ def cut_before(module: LightningModule, num_stages: int) -> dict[str, int]:
 
 
 def note_cut(module: LightningModule, plan: StagePlan) -> None:
-    """For `cut_before`."""
+    """For `cut_before`, and for loggers, which get the plan as a hyper-parameter."""
     vars(module)[_PLAN] = plan
+    for logger in module.trainer.loggers:
+        logger.log_hyperparams({"pipeline_plan": {k: v for k, v in plan.as_dict().items() if k != "stages"}})
 
 
 def _memory_of(device: torch.device) -> float | None:

@@ -161,3 +161,11 @@ def uses_dataloader_iter(module: LightningModule, step: str) -> bool:
 
     function: Any = getattr(module, step, None)
     return function is not None and is_param_in_hook_signature(function, "dataloader_iter", explicit=True)
+
+
+def configured_optimizers(module: LightningModule) -> list[Optimizer]:
+    """What `configure_optimizers` makes, in whatever form it returns it; the public way needs a strategy."""
+    from lightning.pytorch.core.optimizer import _configure_optimizers
+
+    returned: Any = module.configure_optimizers()
+    return _configure_optimizers(returned)[0] if returned is not None else []

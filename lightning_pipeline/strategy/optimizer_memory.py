@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,3 +28,23 @@ def state_per_parameter(optimizer: Optimizer) -> float:
     except Exception:  # optimizers take whatever arguments they like, and this is an estimate
         return _USUAL
     return sum(value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim()) / matrix.numel()
+
+
+def bytes_with_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[str], float]:
+    """A function that gives the bytes of a parameter, by name, with its gradient and optimizer state.
+
+    Without optimizers the state is taken to be AdamW's.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    shares: dict[int, float] = {}
+    for optimizer in optimizers:
+        share = state_per_parameter(optimizer)
+        for group in optimizer.param_groups:
+            shares.update((id(parameter), share) for parameter in group["params"])
+
+    def state_bytes(name: str) -> float:
+        parameter = parameters[name]
+        share = shares.get(id(parameter), 0.0 if optimizers else _USUAL)
+        return parameter.numel() * parameter.element_size() * (1.0 + parameter.requires_grad * (1.0 + share))
+
+    return state_bytes

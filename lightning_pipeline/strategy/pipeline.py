@@ -87,8 +87,10 @@ class PipelineStrategy(ProcessStrategy):
     Args:
         stage_config: names of modules and their stages; a module without a key takes the stage where the data is when
             it is called, so the first module of each later stage is enough: ``{"layer3": 1}``. None takes the
-            module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules. For a schedule of
-            virtual stages it numbers these along the data, or names the device that holds them (``resolve``).
+            module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules, else "auto". For a
+            schedule of virtual stages it numbers these along the data, or names the device that holds them
+            (``resolve``). "auto" measures the first step and cuts where a step is expected to be fastest (see
+            ``AutomaticCut`` and `plan`). A path is that of a plan that `StagePlan.save` has written.
         num_stages: number of stages, each on a device of its own; default: as many as the stage_config uses, with
             virtual stages as many as there are devices. 1 runs the same path on one device.
         num_microbatches: micro-batches a step, at least ``num_stages``; default ``4 * num_stages``, or what a schedule
@@ -735,6 +737,8 @@ class PipelineStrategy(ProcessStrategy):
             return
         if self._is_replica:
             return
+        if self.plan is not None:  # for information: nothing reads it
+            checkpoint["pipeline_plan"] = self.plan.as_dict()
         fill_from_owners(checkpoint["state_dict"], self.ownership, self._transport)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
