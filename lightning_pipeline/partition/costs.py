@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from torch import nn
@@ -85,3 +85,20 @@ class StepCosts:
                 returns[value.made + 1] += value.num_bytes
                 returns[value.used + 1] -= value.num_bytes
         return list(accumulate(sends)), list(accumulate(returns))
+
+
+def between(one: StepCosts, other: StepCosts, share: float) -> StepCosts:
+    """The costs of a micro-batch whose size lies between those of two measurements: 0 is `one`'s size, 1 `other`'s."""
+    if share in (0.0, 1.0) or one.trace.names != other.trace.names:
+        return other if share == 1.0 else one
+
+    def mixed(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    trace = replace(one.trace, kept=list(map(mixed, one.trace.kept, other.trace.kept)))
+    if len(one.trace.values) == len(other.trace.values):
+        sizes = map(mixed, (v.num_bytes for v in one.trace.values), (v.num_bytes for v in other.trace.values))
+        trace.values = [replace(v, num_bytes=size) for v, size in zip(one.trace.values, sizes, strict=True)]
+    forward = list(map(mixed, one.forward, other.forward))
+    backward = list(map(mixed, one.backward, other.backward))
+    return replace(one, trace=trace, forward=forward, backward=backward)

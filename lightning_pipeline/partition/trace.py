@@ -55,7 +55,7 @@ class Value:
 
     made: int
     used: int
-    num_bytes: int
+    num_bytes: float
     has_gradient: bool
 
 
@@ -75,7 +75,7 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     parameters: list[dict[str, None]] = field(default_factory=lambda: [{}])
-    kept: list[int] = field(default_factory=lambda: [0])
+    kept: list[float] = field(default_factory=lambda: [0])
     forward: list[Work] = field(default_factory=lambda: [Work()])
     backward: list[Work] = field(default_factory=list)
 

@@ -50,6 +50,7 @@ class Machine:
         speeds: how fast each rank is, 1 for one on which the segments take their times; empty for equal ranks.
         bytes_per_second: of a link between two ranks.
         latency: seconds of any transfer.
+        overhead: seconds that any forward or backward of a stage takes beside its segments.
         replicas: pipelines that sum their gradients at the end of the step.
     """
 
@@ -57,6 +58,7 @@ class Machine:
     speeds: Sequence[float] = ()
     bytes_per_second: float = float("inf")
     latency: float = 0.0
+    overhead: float = 0.0
     replicas: int = 1
 
     def speed(self, rank: int) -> float:
@@ -169,7 +171,7 @@ class Evaluator:
 
     def work(self, totals: Sequence[float], stage: int, start: int, stop: int) -> float:
         """Seconds of a row of segments on the rank of a stage; `totals` is `forward` or `backward`."""
-        return (totals[stop] - totals[start]) / self.machine.speed(self.placement[stage])
+        return (totals[stop] - totals[start]) / self.machine.speed(self.placement[stage]) + self.machine.overhead
 
     def state(self, parts: Sequence[tuple[int, int]]) -> float:
         """Bytes of parameters, gradients and optimizer state of rows of segments on one rank."""

@@ -54,6 +54,7 @@ class _Search:
         self._before, self._early = _warm_up(made.schedule) if is_simple else ([], [])
         speeds = [made.machine.speed(rank) for rank in range(made.schedule.num_ranks)]
         self._round_trip = (made.forward[-1] + made.backward[-1]) / max(speeds)
+        self._round_trip += 2 * made.num_stages * made.machine.overhead
         self._sizes: dict[tuple[int, int, int], float] = {}
         self._limit = float("inf")
         self._deadline = float("inf")

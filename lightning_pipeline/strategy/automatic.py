@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from inspect import signature
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.costs import StepCosts
-from lightning_pipeline.partition.microbatch import split_batch
+from lightning_pipeline.partition.costs import StepCosts, between
+from lightning_pipeline.partition.estimate import estimate_step
+from lightning_pipeline.partition.microbatch import batch_size, split_batch
 from lightning_pipeline.partition.plan import StagePlan, plan_stages
 from lightning_pipeline.partition.plan_table import print_plan
 from lightning_pipeline.partition.random import Streams
@@ -27,13 +29,23 @@ from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
+from lightning_pipeline.strategy.dataloading import sample_batch
+from lightning_pipeline.strategy.lightning_private import training_loader
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
 from lightning_pipeline.strategy.trial import fault_of_cut
 
+T = TypeVar("T")
+
 _PLAN = "_automatic_plan"
 _USABLE = 0.9
 """The share of a device's memory that parameters and activations may take; allocators and libraries take some, too."""
+
+_OVERHEAD = 0.3e-3
+"""Seconds of a forward or backward that are not the model's: replay, messages. As on two CPU processes."""
+_FACTORS = (1, 2, 4, 8)
+"""With num_microbatches="auto", micro-batches for each stage."""
+_SEARCH_S = 3.0
 
 _CONSIDERED = {1: ("1f1b", "zero_bubble"), 2: ("interleaved_1f1b", "interleaved_zero_bubble")}
 """With schedule="auto", by number of virtual stages; `Advisor` then chooses among all that have as many."""
@@ -48,18 +60,27 @@ class AutomaticCut:
     Args:
         choice: what `schedule=` stands for.
         num_microbatches: of a step; "auto" chooses.
+        device: of this rank.
     """
 
     def __init__(
-        self, module: LightningModule, choice: ScheduleChoice, num_stages: int, num_microbatches: int, replicas: int
+        self,
+        module: LightningModule,
+        choice: ScheduleChoice,
+        *,
+        num_stages: int,
+        num_microbatches: int | str,
+        replicas: int,
+        device: torch.device,
     ) -> None:
         self.is_cut = False
         """Whether steps can run: an evaluation step has been cut, if not yet a training step."""
         self._module = module
         self._choice = choice
         self._num_stages = num_stages
+        self._device = device
         self._num_microbatches = num_microbatches
-        self._machine = Machine(memory=_memory_of(module.device), replicas=replicas)
+        self._machine = Machine(memory=_memory_of(device), overhead=_OVERHEAD, replicas=replicas)
 
     @property
     def num_virtual_stages(self) -> int:
@@ -90,6 +111,61 @@ class AutomaticCut:
         self.is_cut = True
         return plan
 
+    def decide_at_start(self, broadcast: Callable[[Any], Any], *, is_first: bool) -> StagePlan | None:
+        """The plan for a module that must not be whole on a rank, by estimate; None for one that may, to be measured.
+
+        Such a module is built on the meta device, or more than the device of rank 0 has memory for.
+        """
+        return with_everybody(
+            lambda: self._estimated() if self._is_big() else None,
+            broadcast,
+            decides=is_first,
+        )
+
+    def _is_big(self) -> bool:
+        if any(parameter.is_meta for parameter in self._module.parameters()):
+            return True
+        state_bytes = bytes_with_state(self._module, [])
+        total = sum(state_bytes(name) for name, _ in self._module.named_parameters())
+        return total > self._machine.limit(0)
+
+    def _estimated(self) -> StagePlan:
+        module, trainer = self._module, self._module.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            raise ValueError(
+                f"{type(module).__name__} does not fit one device and has no stage_config, and where to cut it is "
+                f"found for training only: name the first module of each later stage, or fit it first"
+            )
+        plugin = trainer.precision_plugin
+        with self._without_a_trace():
+            batch = sample_batch(training_loader(trainer))
+            count = self._counts(batch)[-1]
+            split = getattr(module, "split_batch", None) or split_batch
+            takes_index = len(signature(module.training_step).parameters) > 1
+            step = self._step(module.training_step, (0,) * takes_index, plugin.train_step_context, has_backward=True)
+            dtype = next(p.dtype for p in module.parameters())
+            speed = measured_speed(self._device, dtype)
+            costs = estimate_step(module, step, split(batch, count)[0], speed)
+            plan, _ = plan_stages(costs, self._schedules(count), self._machine, bytes_with_state(module, []))
+        print_plan(plan)
+        return plan
+
+    def _step(
+        self,
+        function: Callable[..., Any],
+        others: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        has_backward: bool,
+    ) -> Step:
+        def step(micro: Any) -> Tensor | None:
+            with context():
+                result = function(micro, *others)
+            loss = result if isinstance(result, Tensor) or result is None else result["loss"]
+            return loss if has_backward else None
+
+        return step
+
     def _plan(
         self,
         function: Callable[..., Any],
@@ -102,32 +178,40 @@ class AutomaticCut:
         """Measure a step on the first micro-batch of its batch, and search. The module stays as it is."""
         batch, *others = arguments
         split = getattr(self._module, "split_batch", None) or split_batch
-        microbatch = split(batch, self._num_microbatches)[0]
-
-        def step(micro: Any) -> Tensor | None:
-            with context():
-                result = function(micro, *others)
-            loss = result if isinstance(result, Tensor) or result is None else result["loss"]
-            return loss if has_backward else None
-
+        counts = self._counts(batch)
+        microbatches = {count: split(batch, count)[0] for count in {counts[0], counts[-1]}}
+        step = self._step(function, tuple(others), context, has_backward=has_backward)
         began = time.perf_counter()
         with self._without_a_trace():
-            costs = self._measure(step, microbatch)
-            plan, _ = plan_stages(
-                costs,
-                self._schedules(),
-                self._machine,
-                bytes_with_state(self._module, optimizers),
-                fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatch),
-            )
+            measured = {count: self._measure(step, micro) for count, micro in microbatches.items()}
+            state_bytes = bytes_with_state(self._module, optimizers)
+            found = [
+                plan_stages(
+                    between(measured[counts[0]], measured[counts[-1]], _share(count, counts)),
+                    self._schedules(count),
+                    self._machine,
+                    state_bytes,
+                    fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[counts[0]]),
+                    max_seconds=_SEARCH_S / len(counts),
+                )[0]
+                for count in counts
+            ]
+        plan = min(found, key=lambda plan: plan.step_seconds)
         rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
         if has_backward or self._module.trainer.state.fn != TrainerFn.FITTING:
             print_plan(plan)
         return plan
 
-    def _schedules(self) -> list[Schedule]:
+    def _counts(self, batch: Any) -> list[int]:
+        """Numbers of micro-batches to choose from, ascending."""
+        if isinstance(self._num_microbatches, int):
+            return [self._num_microbatches]
+        samples = batch_size(batch) or 1
+        return [n for n in (factor * self._num_stages for factor in _FACTORS) if n <= samples] or [self._num_stages]
+
+    def _schedules(self, num_microbatches: int) -> list[Schedule]:
         """To choose from."""
-        sizes = {"num_stages": self._num_stages, "num_microbatches": self._num_microbatches}
+        sizes = {"num_stages": self._num_stages, "num_microbatches": num_microbatches}
         if not self._choice.is_auto:
             return [self._choice.bind(**sizes, num_virtual_stages=self.num_virtual_stages).full]
         found: list[Schedule] = []
@@ -143,7 +227,7 @@ class AutomaticCut:
         """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers."""
         module, trainer = self._module, self._module.trainer
         loggers = trainer.loggers
-        with left_as_it_was(module), Streams(module.device).kept():
+        with left_as_it_was(module), Streams(self._device).kept():
             trainer.loggers = [DummyLogger() for _ in loggers]
             vars(module)["log"] = lambda *args, **kwargs: None
             try:
@@ -153,11 +237,17 @@ class AutomaticCut:
                 vars(module).pop("log", None)
 
     def _measure(self, step: Step, microbatch: Any) -> StepCosts:
-        module, device = self._module, self._module.device
+        module, device = self._module, self._device
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), measured_speed(device, dtype))
         forward, backward = time_step(module, step, microbatch, trace, device)
         return StepCosts(module, trace, forward, backward, is_measured=True)
+
+
+def _share(count: int, counts: Sequence[int]) -> float:
+    """Where a micro-batch of a batch cut in `count` lies between those of the first and of the last of the counts."""
+    first, last = 1 / counts[0], 1 / counts[-1]
+    return (first - 1 / count) / (first - last) if first > last else 0.0
 
 
 def cut_before(module: LightningModule, num_stages: int) -> dict[str, int]:
@@ -179,7 +269,7 @@ def _memory_of(device: torch.device) -> float | None:
     return _USABLE * info(device)[1] if info is not None else None
 
 
-def with_everybody(decide: Callable[[], StagePlan], broadcast: Callable[[Any], Any], *, decides: bool) -> StagePlan:
+def with_everybody(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
     """What rank 0 decides, on all ranks; what it fails with, too."""
     outcome: Any = None
     failure: Exception | None = None

@@ -163,6 +163,11 @@ def uses_dataloader_iter(module: LightningModule, step: str) -> bool:
     return function is not None and is_param_in_hook_signature(function, "dataloader_iter", explicit=True)
 
 
+def training_loader(trainer: Trainer) -> Any:
+    """The loader of training batches, before the loop asks for it; `trainer.train_dataloader` has it only then."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
 def configured_optimizers(module: LightningModule) -> list[Optimizer]:
     """What `configure_optimizers` makes, in whatever form it returns it; the public way needs a strategy."""
     from lightning.pytorch.core.optimizer import _configure_optimizers

@@ -61,7 +61,8 @@ def plan_on_paper(
     """
     made = rehearse_script(script, arguments)
     module, own = made.module, made.strategy
-    count = num_microbatches or (own.num_microbatches if own is not None else None) or 4 * num_stages
+    asked = own.num_microbatches if own is not None else None
+    count = num_microbatches or (asked if isinstance(asked, int) else 4 * num_stages)
     batch = made.first_batch()
     split = getattr(module, "split_batch", None) or split_batch
     microbatch = split(batch, count)[0]

@@ -31,7 +31,14 @@ from lightning_pipeline.partition.materialize import check_set, initialise, make
 from lightning_pipeline.partition.ownership import Ownership, release
 from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.partition.random import Streams
-from lightning_pipeline.partition.stage_config import StageConfig, StageMap, count_stages, read_stage_config, resolve
+from lightning_pipeline.partition.stage_config import (
+    AUTO,
+    StageConfig,
+    StageMap,
+    count_stages,
+    read_stage_config,
+    resolve,
+)
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
@@ -94,7 +101,7 @@ class PipelineStrategy(ProcessStrategy):
         num_stages: number of stages, each on a device of its own; default: as many as the stage_config uses, with
             virtual stages as many as there are devices. 1 runs the same path on one device.
         num_microbatches: micro-batches a step, at least ``num_stages``; default ``4 * num_stages``, or what a schedule
-            from a file is made for.
+            from a file is made for. "auto" chooses where the cut is found automatically, and is the default elsewhere.
         schedule: "1f1b", "gpipe", "zero_bubble"; with several virtual stages on a device "interleaved_1f1b",
             "interleaved_1f1b_low_memory", "looped_bfs", "interleaved_zero_bubble", "zbv"; the path of a ``.csv`` file
             in torch.distributed.pipelining's compute-only format; a ``Schedule``; or a function
@@ -128,7 +135,7 @@ class PipelineStrategy(ProcessStrategy):
         *,
         stage_config: StageConfig | None = None,
         num_stages: int | None = None,
-        num_microbatches: int | None = None,
+        num_microbatches: int | str | None = None,
         schedule: ScheduleArgument = "1f1b",
         max_live_microbatches: float | None = None,
         gradients_mean: bool = True,
@@ -169,7 +176,8 @@ class PipelineStrategy(ProcessStrategy):
                 f"device mesh before the stages are counted"
             )
         _check_count("num_stages", num_stages)
-        _check_count("num_microbatches", num_microbatches)
+        if num_microbatches != AUTO:
+            _check_count("num_microbatches", num_microbatches)
         self._choice = ScheduleChoice(schedule)
         if max_live_microbatches is not None and not self._choice.is_auto:
             raise ValueError(
@@ -311,7 +319,8 @@ class PipelineStrategy(ProcessStrategy):
             return
         is_fsdp = self.data_parallel == "fsdp"
         refusals.check_slices(module, module.trainer, fsdp=is_fsdp, tensor_parallel=self.tensor_parallel_size > 1)
-        num_microbatches = self.num_microbatches or self._choice.num_microbatches or 4 * num_stages
+        given = self.num_microbatches if isinstance(self.num_microbatches, int) else None
+        num_microbatches = given or self._choice.num_microbatches or 4 * num_stages
         if num_microbatches < num_stages:
             raise ValueError(
                 f"num_microbatches={num_microbatches} is less than num_stages={num_stages}, so some stage would "
@@ -326,9 +335,20 @@ class PipelineStrategy(ProcessStrategy):
         if config or num_stages == 1:
             stages = resolve(module, config, num_stages, has_virtual_stages=self._choice.has_virtual_stages)
         else:
-            replicas = self._topology(num_stages).data_parallel_size
-            self._automatic = AutomaticCut(module, self._choice, num_stages, num_microbatches, replicas)
+            self._automatic = AutomaticCut(
+                module,
+                self._choice,
+                num_stages=num_stages,
+                num_microbatches=AUTO if self.num_microbatches == AUTO else num_microbatches,
+                replicas=self._topology(num_stages).data_parallel_size,
+                device=self.root_device,
+            )
             stages = StageMap(num_stages * self._automatic.num_virtual_stages)
+            self.plan = self._automatic.decide_at_start(self.broadcast, is_first=self.global_rank == 0)
+            if self.plan is not None:
+                self._automatic = None
+                note_cut(module, self.plan)
+                stages, num_microbatches = self._planned_stages(module, self.plan), self.plan.num_microbatches
         self._seed = self.broadcast(torch.initial_seed())
         self._cut(module, stages, num_stages, num_microbatches)
         self._make_local(module, self._seed)
@@ -407,18 +427,19 @@ class PipelineStrategy(ProcessStrategy):
         )
         is_final = is_training or module.trainer.state.fn != TrainerFn.FITTING
         observe = self.pipeline.observe
-        stages = resolve(
-            module, self.plan.stage_config, self.topology.num_stages, has_virtual_stages=self.plan.has_virtual_stages
-        )
         if is_final:
             self._automatic = None
             note_cut(module, self.plan)
-        self._cut(module, stages, self.topology.num_stages, self.plan.num_microbatches)
+        self._cut(module, self._planned_stages(module, self.plan), self.topology.num_stages, self.plan.num_microbatches)
         self.pipeline.observe = observe
         if self._stage_optimizers is not None:
             assert self.ownership is not None
             self._stage_optimizers.drop_remote(self.ownership)
         self._install(module)
+
+    @staticmethod
+    def _planned_stages(module: LightningModule, plan: StagePlan) -> StageMap:
+        return resolve(module, plan.stage_config, plan.num_stages, has_virtual_stages=plan.has_virtual_stages)
 
     def _make_local(self, module: LightningModule, seed: int) -> None:
         """Give what was built on the meta device, and is held here, its values; read the files of weights."""
@@ -871,7 +892,7 @@ def register_strategies() -> None:
     PipelineStrategy.register_strategies(StrategyRegistry)
 
 
-def _check_count(name: str, value: int | None) -> None:
+def _check_count(name: str, value: int | str | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{name} is a whole number from 1, got {value!r}")
 

@@ -59,6 +59,7 @@ def test_no_cut_is_faster(name: str, num_ranks: int, num_microbatches: int, num_
         speeds=[generator.choice((0.5, 1.0, 2.0)) for _ in range(num_ranks)] if seed % 2 else (),
         bytes_per_second=generator.choice((10.0, 1e9)),
         latency=generator.choice((0.0, 0.5)),
+        overhead=generator.choice((0.0, 0.3)),
         replicas=1 + seed % 3,
     )
     plans = try_all(segments, schedule, machine)
