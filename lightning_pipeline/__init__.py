@@ -9,12 +9,19 @@ from lightning_pipeline._registration import register
 if TYPE_CHECKING:
     from lightning_pipeline.strategy import (
         PipelineGradReducer,
+        PipelineRebalance,
         PipelineStrategy,
         PipelineTimeline,
         sync_pipeline_shared_parameters,
     )
 
-__all__ = ["PipelineGradReducer", "PipelineStrategy", "PipelineTimeline", "sync_pipeline_shared_parameters"]
+__all__ = [
+    "PipelineGradReducer",
+    "PipelineRebalance",
+    "PipelineStrategy",
+    "PipelineTimeline",
+    "sync_pipeline_shared_parameters",
+]
 
 register()
 

@@ -11,11 +11,14 @@ import typer
 from lightning_pipeline.cli.errors import CommandError, told_to_the_user
 from lightning_pipeline.schedules import save_chrome_trace, save_picture
 from lightning_pipeline.schedules.balance import Machine
+from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
 from lightning_pipeline.schedules.timeline import Timeline, extent
 
 if TYPE_CHECKING:
     from lightning_pipeline.strategy.paper_plan import PaperPlans
 
+_LAUNCH_S = 5e-6
+"""What any operation takes at least."""
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -37,6 +40,13 @@ def plan(
     link_latency: Annotated[float, typer.Option(min=0, help="Microseconds of any transfer.")] = 20.0,
     speeds: Annotated[str, typer.Option(help="How fast each device is, such as 1,1,0.5.", show_default="equal")] = "",
     replicas: Annotated[int, typer.Option(min=1, help="Copies of the pipeline that sum their gradients.")] = 1,
+    from_timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The .json that PipelineTimeline wrote of a run: say which modules to move to other stages instead.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the best plan as YAML, for stage_config=FILE.")
     ] = None,
@@ -56,16 +66,23 @@ def plan(
         if draw is not None and draw.suffix not in (".svg", ".png", ".json"):
             raise CommandError(f"cannot draw {draw}; its ending chooses the format: .svg, .png or .json")
         from lightning_pipeline.partition.work import DeviceSpeed
-        from lightning_pipeline.strategy.paper_plan import plan_on_paper
+        from lightning_pipeline.strategy.paper_plan import plan_on_paper, rebalance_on_paper
 
+        speed = DeviceSpeed(device_tflops * 1e12, device_gbps * 1e9, _LAUNCH_S)
         try:
+            if from_timeline is not None:
+                found = rebalance_on_paper(script, overrides or [], load_chrome_trace(from_timeline), speed=speed)
+                typer.echo(str(found))
+                if output is not None:
+                    typer.echo(f"written: {found.better.save(output)}")
+                return
             plans = plan_on_paper(
                 script,
                 overrides or [],
                 num_stages=stages,
                 num_microbatches=microbatches,
                 schedules=schedule or [],
-                speed=DeviceSpeed(device_tflops * 1e12, device_gbps * 1e9, 5e-6),
+                speed=speed,
                 machine=Machine(
                     memory=None if not limits else limits[0] if len(limits) == 1 else limits,
                     speeds=factors,

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from inspect import signature
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.costs import StepCosts, between
-from lightning_pipeline.partition.estimate import estimate_step
+from lightning_pipeline.partition.costs import between
 from lightning_pipeline.partition.microbatch import batch_size, split_batch
 from lightning_pipeline.partition.plan import StagePlan, plan_stages
 from lightning_pipeline.partition.plan_table import print_plan
-from lightning_pipeline.partition.random import Streams
-from lightning_pipeline.partition.timing import time_step
-from lightning_pipeline.partition.trace import Step, trace_step
-from lightning_pipeline.partition.untouched import left_as_it_was
-from lightning_pipeline.partition.work import measured_speed
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.dataloading import sample_batch
 from lightning_pipeline.strategy.lightning_private import training_loader
+from lightning_pipeline.strategy.measuring import estimate_training_step, loss_step, measure_step, unnoticed
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
 from lightning_pipeline.strategy.trial import fault_of_cut
@@ -136,35 +127,14 @@ class AutomaticCut:
                 f"{type(module).__name__} does not fit one device and has no stage_config, and where to cut it is "
                 f"found for training only: name the first module of each later stage, or fit it first"
             )
-        plugin = trainer.precision_plugin
-        with self._without_a_trace():
+        with unnoticed(self._module, self._device):
             batch = sample_batch(training_loader(trainer))
             count = self._counts(batch)[-1]
             split = getattr(module, "split_batch", None) or split_batch
-            takes_index = len(signature(module.training_step).parameters) > 1
-            step = self._step(module.training_step, (0,) * takes_index, plugin.train_step_context, has_backward=True)
-            dtype = next(p.dtype for p in module.parameters())
-            speed = measured_speed(self._device, dtype)
-            costs = estimate_step(module, step, split(batch, count)[0], speed)
+            costs = estimate_training_step(module, split(batch, count)[0], self._device)
             plan, _ = plan_stages(costs, self._schedules(count), self._machine, bytes_with_state(module, []))
         print_plan(plan)
         return plan
-
-    def _step(
-        self,
-        function: Callable[..., Any],
-        others: tuple[Any, ...],
-        context: Callable[[], AbstractContextManager[Any]],
-        *,
-        has_backward: bool,
-    ) -> Step:
-        def step(micro: Any) -> Tensor | None:
-            with context():
-                result = function(micro, *others)
-            loss = result if isinstance(result, Tensor) or result is None else result["loss"]
-            return loss if has_backward else None
-
-        return step
 
     def _plan(
         self,
@@ -180,10 +150,12 @@ class AutomaticCut:
         split = getattr(self._module, "split_batch", None) or split_batch
         counts = self._counts(batch)
         microbatches = {count: split(batch, count)[0] for count in {counts[0], counts[-1]}}
-        step = self._step(function, tuple(others), context, has_backward=has_backward)
+        step = loss_step(function, tuple(others), context, has_backward=has_backward)
         began = time.perf_counter()
-        with self._without_a_trace():
-            measured = {count: self._measure(step, micro) for count, micro in microbatches.items()}
+        with unnoticed(self._module, self._device):
+            measured = {
+                count: measure_step(self._module, step, micro, self._device) for count, micro in microbatches.items()
+            }
             state_bytes = bytes_with_state(self._module, optimizers)
             found = [
                 plan_stages(
@@ -221,27 +193,6 @@ class AutomaticCut:
             except ScheduleError:
                 continue
         return found
-
-    @contextmanager
-    def _without_a_trace(self) -> Iterator[None]:
-        """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers."""
-        module, trainer = self._module, self._module.trainer
-        loggers = trainer.loggers
-        with left_as_it_was(module), Streams(self._device).kept():
-            trainer.loggers = [DummyLogger() for _ in loggers]
-            vars(module)["log"] = lambda *args, **kwargs: None
-            try:
-                yield
-            finally:
-                trainer.loggers = loggers
-                vars(module).pop("log", None)
-
-    def _measure(self, step: Step, microbatch: Any) -> StepCosts:
-        module, device = self._module, self._device
-        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-        trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), measured_speed(device, dtype))
-        forward, backward = time_step(module, step, microbatch, trace, device)
-        return StepCosts(module, trace, forward, backward, is_measured=True)
 
 
 def _share(count: int, counts: Sequence[int]) -> float:

@@ -135,7 +135,7 @@ def sample_batch(loader: Any) -> Any:
         )
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])
-    size: int = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
+    size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
     return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
 
 

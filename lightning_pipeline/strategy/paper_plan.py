@@ -13,9 +13,12 @@ from torch import Tensor
 from lightning_pipeline.partition.estimate import estimate_step
 from lightning_pipeline.partition.microbatch import batch_size, split_batch
 from lightning_pipeline.partition.plan import NothingToCutError, StagePlan, plan_stages
+from lightning_pipeline.partition.rebalance import Rebalance, rebalance
+from lightning_pipeline.partition.stage_config import read_stage_config, resolve
 from lightning_pipeline.partition.work import DeviceSpeed
-from lightning_pipeline.schedules import Schedule, ScheduleError, Simulation
+from lightning_pipeline.schedules import Schedule, ScheduleError, Simulation, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.balance import Machine
+from lightning_pipeline.schedules.timeline import Timeline
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
 from lightning_pipeline.strategy.rehearsed_script import Rehearsed, rehearse_script
 from lightning_pipeline.strategy.schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
@@ -96,6 +99,32 @@ def plan_on_paper(
     plans = dict(sorted(plans.items(), key=lambda item: item[1].step_seconds))
     numbers = sum(parameter.numel() for parameter in module.parameters())
     return PaperPlans(type(module).__name__, numbers, batch_size(batch) or 1, plans, simulations, left_out)
+
+
+def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timeline, *, speed: DeviceSpeed) -> Rebalance:
+    """Which modules of a script's model to move to other stages, by the timeline of a run of it.
+
+    Raises:
+        ValueError: the timeline is of another cut than the script's.
+    """
+    made = rehearse_script(script, arguments)
+    module, own = made.module, made.strategy
+    config = read_stage_config(module, own.stage_config if own is not None else None)
+    if not config:
+        raise ValueError(
+            f"{type(module).__name__} has no stage_config, so there is no telling which stage the timeline's times are "
+            f"of: pin the cut of that run (strategy.plan.save(path), stage_config=path)"
+        )
+    placement = [0] * (1 + max(action.stage for row in timeline for action, _, _ in row))
+    for rank, row in enumerate(timeline):
+        for action, _, _ in row:
+            placement[action.stage] = rank
+    schedule = recorded_schedule(timeline, placement)
+    has_virtual_stages = schedule.num_stages > schedule.num_ranks
+    stages = resolve(module, config, schedule.num_ranks, has_virtual_stages=has_virtual_stages)
+    split = getattr(module, "split_batch", None) or split_batch
+    costs = estimate_step(module, _step_of(made), split(made.first_batch(), schedule.num_microbatches)[0], speed)
+    return rebalance(costs, stages.exact, measured_costs([timeline], placement), schedule, Machine())
 
 
 def _step_of(made: Rehearsed) -> Callable[[Any], Tensor]:
