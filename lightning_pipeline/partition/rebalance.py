@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.plan import FINENESS, MOST, NEGLIGIBLE, StagePlan, described
@@ -14,6 +14,9 @@ from lightning_pipeline.schedules.measured import Costs
 from lightning_pipeline.schedules.schedule import Schedule
 from lightning_pipeline.schedules.search import best_plan
 
+FINEST = 4
+"""Candidates of a stage, about: what moves is to be a part that one knows by name."""
+
 
 @dataclass(frozen=True)
 class Rebalance:
@@ -22,12 +25,12 @@ class Rebalance:
     Attributes:
         now: the cut that was measured.
         better: the best cut by the same costs; `now`'s, if no other is worth it.
-        moves: for each part to move, its first module, its stage now and then.
+        moves: for each part to move, its first and its last module, its stage now and then.
     """
 
     now: StagePlan
     better: StagePlan
-    moves: list[tuple[str, int, int]]
+    moves: list[tuple[str, str, int, int]]
 
     @property
     def gain(self) -> float:
@@ -37,7 +40,10 @@ class Rebalance:
     def __str__(self) -> str:
         if not self.moves:
             return f"the cut is as good as any: {self.now.step_seconds * 1e3:.4g} ms a step by its measured times"
-        moved = "; ".join(f"{name} from stage {before} to {after}" for name, before, after in self.moves)
+        moved = "; ".join(
+            f"{first}{f' to {last}' * (last != first)} from stage {before} to stage {after}"
+            for first, last, before, after in self.moves
+        )
         return (
             f"move {moved}: expects {self.better.step_seconds * 1e3:.4g} ms a step in place of "
             f"{self.now.step_seconds * 1e3:.4g}, {self.gain:.1%} less, with stage_config={self.better.stage_config}"
@@ -95,12 +101,13 @@ def rebalance(
         {number: stage for stage, part in enumerate(plan.stages(len(scaled))) for number in part}
         for plan in (now, best)
     ]
-    moves: list[tuple[str, int, int]] = []
-    for number, segment in enumerate(scaled):
-        before, after = stages[0][number], stages[1][number]
-        continues = number > 0 and (stages[0][number - 1], stages[1][number - 1]) == (before, after)
-        if before != after and not continues:
-            moves.append((segment.name or "the beginning of the step", before, after))
+    moves: list[tuple[str, str, int, int]] = []
+    ways = [(stages[0][number], stages[1][number]) for number in range(len(scaled))]
+    for (before, after), group in groupby(range(len(scaled)), key=ways.__getitem__):
+        if before != after:
+            numbers = list(group)
+            first, last = (scaled[number].name or "the beginning of the step" for number in (numbers[0], numbers[-1]))
+            moves.append((first, last, before, after))
     plans = [described(plan, scaled, is_measured=True) for plan in (now, best)]
     return Rebalance(plans[0], plans[1], moves)
 
@@ -122,10 +129,11 @@ def _calls_of(costs: StepCosts, stage_config: Mapping[str, int]) -> list[Call]:
 def _candidates(costs: StepCosts, cuts: Sequence[Call], num_stages: int) -> list[Call]:
     """Places to cut, those of now among them; fine enough that a move of one matters little."""
     tree = costs.tree()
-    for fineness in reversed(FINENESS):
-        calls = costs.candidates(1 / (fineness * num_stages), tree)
-        if len(calls) <= MOST * num_stages:
-            break
+    calls: list[Call] = []
+    for fineness in (f for f in FINENESS if f <= FINEST):
+        finer = costs.candidates(1 / (fineness * num_stages), tree)
+        if len(finer) <= MOST * num_stages:
+            calls = finer
     apart = [
         call
         for call in calls[1:]

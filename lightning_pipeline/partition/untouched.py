@@ -23,7 +23,7 @@ def left_as_it_was(root: nn.Module) -> Iterator[None]:
     Buffers and other tensors that a module keeps get their values back in place. Parameters are not looked after: a
     step without an optimizer changes none. Objects of the user's own keep what a step did to them.
     """
-    kept: dict[int, tuple[Tensor, Tensor, int]] = {}
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
     homes = [(vars(module), _contents(vars(module), kept)) for module in root.modules()]
     try:
         yield
@@ -35,12 +35,11 @@ def left_as_it_was(root: nn.Module) -> Iterator[None]:
                 if content is not None:
                     _fill(value, content)
         with torch.no_grad():
-            for tensor, values, version in kept.values():
-                if tensor._version != version:
-                    tensor.copy_(values)
+            for tensor, values in kept.values():  # batch norm's kernels do not count their writes as versions
+                tensor.copy_(values)
 
 
-def _contents(home: dict[str, Any], kept: dict[int, tuple[Tensor, Tensor, int]]) -> dict[str, tuple[Any, Any]]:
+def _contents(home: dict[str, Any], kept: dict[int, tuple[Tensor, Tensor]]) -> dict[str, tuple[Any, Any]]:
     """Each attribute with, of a collection, a copy of its content; tensors are added to `kept`."""
     found = {}
     for name, value in home.items():
@@ -51,7 +50,7 @@ def _contents(home: dict[str, Any], kept: dict[int, tuple[Tensor, Tensor, int]])
         for item in items:
             own = isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and not item.is_inference()
             if own and not item.is_meta and id(item) not in kept:
-                kept[id(item)] = (item, item.detach().clone(), item._version)
+                kept[id(item)] = (item, item.detach().clone())
     return found
 
 

@@ -1,0 +1,286 @@
+"""Costs of a step: what is called when, what crosses a cut, what is kept, and how long it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeline.partition.candidates import cut_tree
+from lightning_pipeline.partition.costs import StepCosts, between
+from lightning_pipeline.partition.estimate import estimate_step
+from lightning_pipeline.partition.plan import NothingToCutError, plan_stages
+from lightning_pipeline.partition.rebalance import rebalance
+from lightning_pipeline.partition.timing import time_step
+from lightning_pipeline.partition.trace import trace_step
+from lightning_pipeline.partition.untouched import left_as_it_was
+from lightning_pipeline.partition.work import DeviceSpeed
+from lightning_pipeline.schedules import build
+from lightning_pipeline.schedules.balance import Machine
+from lightning_pipeline.schedules.measured import Costs
+
+SPEED = DeviceSpeed(flops=1e9, memory_bytes=1e15)
+ROWS, WIDTH = 4, 8
+SIZE = ROWS * WIDTH * 4
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, width, bias=False)
+        self.second = nn.Linear(width, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).relu())
+
+
+class Net(nn.Module):
+    """Four layers, of which the third is large; the first one's output is used again after the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer(), Layer(64), Layer()])
+        self.head = nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = self.layers[0](x)
+        x = self.layers[2](self.layers[1](x))
+        return self.head(self.layers[3](x + skip)).square().mean()
+
+
+def traced(net: nn.Module, x: Tensor | None = None) -> StepCosts:
+    trace = trace_step(net, net, torch.ones(ROWS, WIDTH) if x is None else x, SPEED)
+    seconds = [[work.seconds for work in way] for way in (trace.forward, trace.backward)]
+    return StepCosts(net, trace, seconds[0], seconds[1], is_measured=False)
+
+
+def outermost(net: nn.Module) -> list[str]:
+    return [node.call.name for node in cut_tree(net, traced(net).trace)]
+
+
+def test_what_crosses_a_cut_is_what_is_used_behind_it() -> None:
+    costs = traced(Net())
+    calls = [node.call for node in costs.tree()]
+    assert [call.name for call in calls] == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
+    received = {s.name: s.received for s in costs.segments(calls[1:], lambda name: 0.0)}
+    assert received == {"": 0.0, "layers.1": SIZE, "layers.2": 2 * SIZE, "layers.3": SIZE, "head": SIZE}
+    assert [s.returned for s in costs.segments(calls[1:], lambda name: 0.0)] == list(received.values())
+
+
+def test_work_is_counted_where_it_is_done_in_both_directions() -> None:
+    costs = traced(Net())
+    segments = {s.name: s for s in costs.segments([n.call for n in costs.tree()][1:], lambda name: 4.0)}
+    product = 2 * ROWS * WIDTH * 64  # of one of the two matrices of the large layer
+    assert segments["layers.2"].flops == 2 * product * 3
+    assert segments["layers.2"].backward == pytest.approx(2 * segments["layers.2"].forward)
+    assert segments["layers.2"].state == {"layers.2.first.weight": 4.0, "layers.2.second.weight": 4.0}
+    assert segments[""].flops == 2 * (2 * ROWS * WIDTH * WIDTH) * 3 - 2 * ROWS * WIDTH * WIDTH  # x needs no gradient
+
+
+def test_an_estimate_on_fake_tensors_counts_the_same() -> None:
+    real, x = Net(), torch.ones(ROWS, WIDTH)
+    fake = Net().to("meta")
+    estimated = estimate_step(fake, fake, x, SPEED)
+    assert all(parameter.is_meta for parameter in fake.parameters())
+    found, expected = estimated.trace, traced(real).trace
+    for name in ("calls", "values", "parameters", "kept"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert [work.flops for work in found.forward] == [work.flops for work in expected.forward]
+    assert [work.flops for work in found.backward] == [work.flops for work in expected.backward]
+    assert estimated.forward == pytest.approx(traced(real).forward, rel=1e-3)
+
+
+def test_large_modules_are_replaced_by_those_inside() -> None:
+    costs = traced(Net())
+    assert [c.name for c in costs.candidates(0.9)] == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
+    assert [c.name for c in costs.candidates(0.4)] == [
+        "layers.0", "layers.1", "layers.2.first", "layers.2.second", "layers.3", "head",
+    ]  # fmt: skip
+
+
+class Repeats(Net):
+    """The second layer is called twice, the first one from within a part that it is not inside of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.borrows = _Borrows(self.layers[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.borrows(x)
+        x = self.layers[1](self.layers[2](self.layers[1](x)))
+        return self.head(self.layers[3](x)).square().mean()
+
+
+class _Borrows(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self._layer = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._layer[0](self.own(x))
+
+
+class Backwards(Net):
+    """Elements of a list are called last to first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+class _Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, net: nn.Module) -> Tensor:
+        return net(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class InFunction(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        return self.head(self.layers[3](_Doubles.apply(x, self.layers[1]))).square().mean()
+
+
+def test_only_what_a_stage_can_begin_with_is_a_candidate() -> None:
+    assert outermost(Repeats()) == ["borrows", "layers.2", "layers.3", "head"]
+    # A stage that began with layers.2 would have layers.3 carry that stage as its lowest; one inside of it does not.
+    assert outermost(Backwards())[:3] == ["layers.3", "layers.2.first", "layers.2.second"]
+    assert outermost(InFunction()) == ["layers.0", "layers.3", "head"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_checkpointed_is_not_kept_and_is_computed_twice(reentrant: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            x = checkpoint(self.layers[2], x, use_reentrant=reentrant)
+            return self.head(self.layers[3](x)).square().mean()
+
+    plain, spared = (
+        {s.name: s for s in costs.segments([n.call for n in costs.tree()][1:], lambda name: 0.0)}
+        for costs in (traced(Net()), traced(Checkpointed()))
+    )
+    assert spared["layers.2"].kept < plain["layers.2"].kept / 4
+    assert spared["layers.2"].flops == plain["layers.2"].flops * 7 / 6  # the last product is not needed again
+    assert spared["layers.3"].flops == plain["layers.3"].flops
+
+
+def test_times_are_of_the_parts_they_are_measured_in() -> None:
+    class Slow(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    net = nn.Sequential(Slow(256), Slow(256), Slow(256), nn.Linear(256, 256), nn.Linear(256, 1))
+    x = torch.ones(512, 256)
+
+    def step(batch: Tensor) -> Tensor:
+        return net(batch).mean()
+
+    trace = trace_step(net, step, x, SPEED)
+    forward, backward = time_step(net, step, x, trace, torch.device("cpu"))
+    costs = StepCosts(net, trace, forward, backward, is_measured=True)
+    segments = costs.segments([node.call for node in costs.tree()][1:], lambda name: 0.0)
+    assert len(segments) == 5
+    assert segments[1].forward == segments[2].forward  # of equal structure
+    assert 0 < segments[4].forward < segments[1].forward
+    assert segments[1].backward > segments[1].forward / 2
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_plan_names_modules_and_a_fault_leads_to_another() -> None:
+    costs = traced(Net())
+    plan, simulation = plan_stages(costs, [build("1f1b", 2, 4)], Machine(), lambda name: 1.0)
+    assert list(plan.stage_config.values()) == [1]
+    assert plan.step_seconds == simulation.makespan
+    seen: list[str] = []
+
+    def fault_of(found: Any) -> str:
+        seen.extend(found.stage_config)
+        return "" if len(seen) > 1 else "it does not run"
+
+    second, _ = plan_stages(costs, [build("1f1b", 2, 4)], Machine(), lambda name: 1.0, fault_of=fault_of)
+    assert list(second.stage_config) == [seen[1]]
+    with pytest.raises(ValueError, match=r"cannot be cut automatically, .*: it never runs"):
+        plan_stages(costs, [build("1f1b", 2, 4)], Machine(), lambda name: 1.0, fault_of=lambda plan: "it never runs")
+
+
+def test_too_little_memory_says_how_much_is_missing() -> None:
+    message = r"for 2 stages, rank \d needs 1.\d* GiB and has 1, so 0.\d* GiB are missing.*use more stages"
+    with pytest.raises(ValueError, match=message):
+        plan_stages(traced(Net()), [build("1f1b", 2, 4)], Machine(memory=2**30), lambda name: 2.0**28)
+
+
+def test_too_few_places_to_cut() -> None:
+    with pytest.raises(NothingToCutError, match=r"Net is to be cut into 20 stages.* use devices=\d+"):
+        plan_stages(traced(Net()), [build("1f1b", 20, 20)], Machine(), lambda name: 0.0)
+
+
+def test_costs_between_two_sizes_of_a_micro_batch() -> None:
+    small, large = traced(Net(), torch.ones(2, WIDTH)), traced(Net(), torch.ones(6, WIDTH))
+    middle = between(small, large, 0.5)
+    assert middle.trace.kept == traced(Net(), torch.ones(4, WIDTH)).trace.kept
+    assert sum(middle.forward) == pytest.approx((sum(small.forward) + sum(large.forward)) / 2)
+
+
+def test_a_slow_stage_gives_a_part_away() -> None:
+    net = nn.Sequential(*(Layer() for _ in range(10)))
+
+    def step(batch: Tensor) -> Tensor:
+        return net(batch).mean()
+
+    trace = trace_step(net, step, torch.ones(ROWS, WIDTH), SPEED)
+    costs = StepCosts(net, trace, [w.seconds for w in trace.forward], [w.seconds for w in trace.backward], False)
+    measured = Costs([1.0, 3.0], [1.0, 3.0], [1.0, 3.0], 0.0, [2.0, 6.0])
+    found = rebalance(costs, {"5": 1}, measured, build("1f1b", 2, 8), Machine())
+    assert found.now.stage_config == {"5": 1}
+    assert found.moves == [("5", "6", 1, 0)]
+    assert found.better.stage_config == {"7": 1}
+    assert 0.1 < found.gain < 0.35
+    assert "move 5 to 6 from stage 1 to stage 0" in str(found)
+    level = Costs([1.0, 1.0], [1.0, 1.0], [1.0, 1.0], 0.0, [2.0, 2.0])
+    assert "as good as any" in str(rebalance(costs, {"5": 1}, level, build("1f1b", 2, 8), Machine()))
+    with pytest.raises(ValueError, match="begins 3 stages"):
+        rebalance(costs, {"5": 1, "6": 2}, level, build("1f1b", 2, 8), Machine())
+
+
+def test_running_a_step_leaves_the_module_as_it_was() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+            self.total = torch.zeros(())
+            self.seen: list[int] = []
+            self.tables = {"a": [1]}
+            self.count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            self.seen.append(self.count)
+            self.tables["b"] = [2]
+            self.total += 1
+            self.mask = x > 0
+            self.register_buffer("made", x.detach())
+            return self.norm(x)
+
+    module = Keeps()
+    total, seen = module.total, module.seen
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with left_as_it_was(module):
+        module(torch.rand(4, WIDTH))
+        assert module.count == 1
+    assert (module.count, module.seen, module.tables) == (0, [], {"a": [1]})
+    assert module.total is total and module.seen is seen and float(total) == 0
+    assert not hasattr(module, "mask") and not hasattr(module, "made")
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
