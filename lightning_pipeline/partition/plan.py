@@ -17,6 +17,8 @@ from lightning_pipeline.schedules.simulation import Simulation
 
 FINENESS = (0.5, 1, 2, 4, 8, 16)
 """Candidates of a stage: first so few and large, then smaller ones where that pays."""
+EFFORT = 1e6
+"""Of a search for each fineness and schedule together (`best_plan`): two seconds or so."""
 MOST = 20
 """Candidates for each stage beyond which no smaller ones are tried."""
 WORTH = 0.03
@@ -121,7 +123,7 @@ def plan_stages(
     state_bytes: Callable[[str], float],
     *,
     fault_of: Callable[[StagePlan], str] = lambda plan: "",
-    max_seconds: float = 3.0,
+    effort: float = EFFORT,
 ) -> tuple[StagePlan, Simulation]:
     """The best cut of a step for the best of some schedules, all for the micro-batches of the costs.
 
@@ -137,7 +139,7 @@ def plan_stages(
     failure: NothingToCutError | None = None
     for schedule in schedules:
         try:
-            made += _best_cuts(costs, schedule, machine, state_bytes, max_seconds / len(schedules))
+            made += _best_cuts(costs, schedule, machine, state_bytes, effort / len(schedules))
         except NothingToCutError as error:
             failure = error
     if not made:
@@ -208,7 +210,7 @@ def _preferred(made: Sequence[_Made]) -> _Made:
 
 
 def _best_cuts(
-    costs: StepCosts, schedule: Schedule, machine: Machine, state_bytes: Callable[[str], float], max_seconds: float
+    costs: StepCosts, schedule: Schedule, machine: Machine, state_bytes: Callable[[str], float], effort: float
 ) -> list[_Made]:
     """The best cut for candidates of each fineness."""
     made: list[_Made] = []
@@ -220,7 +222,7 @@ def _best_cuts(
             break
         if len(calls) >= schedule.num_stages and calls != tried:
             segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
-            plan = best_plan(segments, schedule, machine, max_seconds=max_seconds / len(FINENESS), gap=NEGLIGIBLE)
+            plan = best_plan(segments, schedule, machine, effort=effort / len(FINENESS), gap=NEGLIGIBLE)
             made.append(_Made(plan, segments, fineness))
         tried = calls
     if not made:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from lightning_pipeline.partition.costs import StepCosts
-from lightning_pipeline.partition.plan import FINENESS, MOST, NEGLIGIBLE, StagePlan, described
+from lightning_pipeline.partition.plan import EFFORT, FINENESS, MOST, NEGLIGIBLE, StagePlan, described
 from lightning_pipeline.partition.trace import Call
 from lightning_pipeline.schedules.balance import Machine, Segment, evaluate
 from lightning_pipeline.schedules.measured import Costs
@@ -57,8 +57,6 @@ def rebalance(
     schedule: Schedule,
     machine: Machine,
     state_bytes: Callable[[str], float] = lambda name: 0.0,
-    *,
-    max_seconds: float = 3.0,
 ) -> Rebalance:
     """The best cut, if every stage's segments share what was measured of it as they share what was estimated.
 
@@ -94,7 +92,7 @@ def rebalance(
         ]
     machine = replace(machine, latency=measured.transfer, bytes_per_second=float("inf"), overhead=0.0)
     now = evaluate(scaled, schedule, bounds, machine)
-    best = best_plan(scaled, schedule, machine, max_seconds=max_seconds, gap=NEGLIGIBLE)
+    best = best_plan(scaled, schedule, machine, effort=EFFORT, gap=NEGLIGIBLE)
     if best.seconds > now.seconds * (1 - NEGLIGIBLE):
         best = now
     stages = [

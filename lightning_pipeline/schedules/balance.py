@@ -143,12 +143,12 @@ class Evaluator:
             0.0,
             *accumulate(sum(size for name, size in s.state.items() if name not in self._shared) for s in self.segments),
         ]
-        self._plans: dict[Cuts, Plan] = {}
+        self.plans: dict[Cuts, Plan] = {}
 
     def plan(self, cuts: Cuts) -> Plan:
         """Simulate one cut."""
-        if cuts in self._plans:
-            return self._plans[cuts]
+        if cuts in self.plans:
+            return self.plans[cuts]
         bounds = (0, *cuts, len(self.segments))
         stages = list(enumerate(pairwise(bounds)))
         forward = [self.work(self.forward, stage, a, b) for stage, (a, b) in stages]
@@ -166,7 +166,7 @@ class Evaluator:
             ends = simulation.spans[rank][-1].end if simulation.spans[rank] else 0.0
             seconds = max(seconds, ends + self._reduction(state))
         excess = max(max(0.0, used - self.machine.limit(rank)) for rank, used in enumerate(memory))
-        made = self._plans[cuts] = Plan(self.schedule, cuts, seconds, simulation, memory, excess)
+        made = self.plans[cuts] = Plan(self.schedule, cuts, seconds, simulation, memory, excess)
         return made
 
     def work(self, totals: Sequence[float], stage: int, start: int, stop: int) -> float:

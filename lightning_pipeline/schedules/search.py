@@ -10,7 +10,6 @@ and what the rank does before its first backward, and after its last forward, is
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -26,20 +25,21 @@ def best_plan(
     schedule: Schedule,
     machine: Machine | None = None,
     *,
-    max_seconds: float = 5.0,
+    effort: float = 2e6,
     gap: float = 0.0,
 ) -> Plan:
     """The plan of the least time; where none fits the memory, the one that lacks the least.
 
     Args:
         schedule: with whole backwards or split ones; it says the number of virtual stages and where they are.
-        max_seconds: the search ends after this time with the best plan so far.
+        effort: actions to simulate, and stages to bound, after which the search ends with the best plan so far; a
+            million take a few seconds. No time, so that the same costs give the same plan.
         gap: a plan that much faster, as a share, is worth going on for.
 
     Raises:
         ScheduleError: fewer segments than virtual stages.
     """
-    return _Search(Evaluator(segments, schedule, machine or Machine())).run(max_seconds, gap)
+    return _Search(Evaluator(segments, schedule, machine or Machine())).run(effort, gap)
 
 
 class _Search:
@@ -57,18 +57,23 @@ class _Search:
         self._round_trip += 2 * made.num_stages * made.machine.overhead
         self._sizes: dict[tuple[int, int, int], float] = {}
         self._limit = float("inf")
-        self._deadline = float("inf")
+        self._effort = float("inf")
+        self._num_actions = sum(len(order) for order in made.schedule.orders)
 
-    def run(self, max_seconds: float, gap: float) -> Plan:
-        self._deadline = time.perf_counter() + max_seconds
-        starts = [self._made.plan(self._least(worst)) for worst in (self._both, self._bytes)]
+    def run(self, effort: float, gap: float) -> Plan:
+        self._effort = effort
+        starts = [self._plan(self._least(worst)) for worst in (self._both, self._bytes)]
         best = self._improved(min(starts, key=_rank))
         self._limit = _limit(best, gap)
         for cuts in self._candidates():
-            found = self._made.plan(cuts)
+            found = self._plan(cuts)
             if _rank(found) < _rank(best):
                 best, self._limit = found, _limit(found, gap)
-        return replace(best, is_best=time.perf_counter() <= self._deadline)
+        return replace(best, is_best=self._effort > 0)
+
+    def _plan(self, cuts: Cuts) -> Plan:
+        self._effort -= self._num_actions * (cuts not in self._made.plans)
+        return self._made.plan(cuts)
 
     def _least(self, measure: Callable[[int, int, int], float]) -> Cuts:
         """The cut whose worst stage is the best, by dynamic programming. `measure` takes a stage, start and stop."""
@@ -93,13 +98,13 @@ class _Search:
     def _improved(self, plan: Plan) -> Plan:
         """Move one cut at a time for as long as that helps."""
         better = True
-        while better and time.perf_counter() < self._deadline:
+        while better and self._effort > 0:
             better = False
             for index in range(len(plan.cuts)):
                 for move in (-1, 1, -2, 2):
                     cuts = (*plan.cuts[:index], plan.cuts[index] + move, *plan.cuts[index + 1 :])
                     if all(a < b for a, b in pairwise((0, *cuts, len(self._made.segments)))):
-                        found = self._made.plan(cuts)
+                        found = self._plan(cuts)
                         if _rank(found) < _rank(plan):
                             plan, better = found, True
         return plan
@@ -117,7 +122,7 @@ class _Search:
 
         def visit(stage: int, start: int, cuts: Cuts, before: float) -> Iterator[Cuts]:
             """`before`: seconds of one micro-batch on its way through the stages before, and back."""
-            if time.perf_counter() > self._deadline:
+            if self._effort <= 0:
                 return
             rank = self._made.placement[stage]
             came = reached[rank]
@@ -125,6 +130,7 @@ class _Search:
                 reached[rank] = before
             stops = [count] if stage == total - 1 else range(start + 1, count - (total - stage - 1) + 1)
             for stop in stops:
+                self._effort -= 1
                 work = self._both(stage, start, stop)
                 loads[rank] += work
                 own = max(reached[rank] + m * loads[rank], self._by_warm_up(stage, start, stop))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.partition.costs import between
 from lightning_pipeline.partition.microbatch import batch_size, split_batch
-from lightning_pipeline.partition.plan import StagePlan, plan_stages
+from lightning_pipeline.partition.plan import EFFORT, StagePlan, plan_stages
 from lightning_pipeline.partition.plan_table import print_plan
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
@@ -36,7 +36,6 @@ _OVERHEAD = 0.3e-3
 """Seconds of a forward or backward that are not the model's: replay, messages. As on two CPU processes."""
 _FACTORS = (1, 2, 4, 8)
 """With num_microbatches="auto", micro-batches for each stage."""
-_SEARCH_S = 3.0
 
 _CONSIDERED = {1: ("1f1b", "zero_bubble"), 2: ("interleaved_1f1b", "interleaved_zero_bubble")}
 """With schedule="auto", by number of virtual stages; `Advisor` then chooses among all that have as many."""
@@ -164,7 +163,7 @@ class AutomaticCut:
                     self._machine,
                     state_bytes,
                     fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[counts[0]]),
-                    max_seconds=_SEARCH_S / len(counts),
+                    effort=EFFORT / len(counts),
                 )[0]
                 for count in counts
             ]

@@ -85,7 +85,7 @@ def plan_on_paper(
                 left_out[name] = f"here the same as {seen[seen.index(schedule)].name}"
                 continue
             seen.append(schedule)
-            plan, simulations[name] = plan_stages(costs, [schedule], machine, state_bytes, max_seconds=4.0)
+            plan, simulations[name] = plan_stages(costs, [schedule], machine, state_bytes)
             plans[name] = plan
         except (NothingToCutError, ScheduleError) as error:
             left_out[name] = str(error)

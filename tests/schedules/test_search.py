@@ -63,13 +63,13 @@ def test_no_cut_is_faster(name: str, num_ranks: int, num_microbatches: int, num_
         replicas=1 + seed % 3,
     )
     plans = try_all(segments, schedule, machine)
-    found = best_plan(segments, schedule, machine, max_seconds=60)
+    found = best_plan(segments, schedule, machine)
     assert found.is_best
     assert found.seconds == pytest.approx(min(plan.seconds for plan in plans), rel=1e-9)
     # Within a memory that the fastest cut does not keep to, too, and with one that is different on each rank.
     memory = [max(plan.memory[rank] for plan in plans) * generator.uniform(0.5, 0.9) for rank in range(num_ranks)]
     tight = Machine(**{**vars(machine), "memory": memory})
-    bounded = best_plan(segments, schedule, tight, max_seconds=60)
+    bounded = best_plan(segments, schedule, tight)
     fitting = [plan.seconds for plan in try_all(segments, schedule, tight) if not plan.excess]
     assert (bounded.excess == 0) == bool(fitting)
     if fitting:
@@ -118,10 +118,13 @@ def test_too_few_segments() -> None:
         best_plan(random_segments(random.Random(0), 2), build("1f1b", 3, 3))
 
 
-def test_eighty_layers_on_eight_ranks_are_sure_within_half_a_percent() -> None:
-    layers = [Segment(str(i), 1.0, 2.0, received=1.0) for i in range(80)]
+def test_forty_layers_on_four_ranks_are_sure_within_half_a_percent() -> None:
+    layers = [Segment(str(i), 1.0, 2.0, received=1.0) for i in range(40)]
     segments = [Segment("", 0.1, 0.2), *layers, Segment("head", 3.0, 6.0)]
-    plan = best_plan(segments, build("1f1b", 8, 32), max_seconds=10, gap=0.005)
+    plan = best_plan(segments, build("1f1b", 4, 16), gap=0.005)
     assert plan.is_best
+    again = best_plan(segments, build("1f1b", 4, 16), effort=800, gap=0.005)
+    assert not again.is_best  # and yet it is as good
+    assert again.seconds <= plan.seconds * 1.005
     works = [sum(segments[i].forward for i in part) for part in plan.stages(len(segments))]
     assert max(works) <= 11.1

@@ -1,0 +1,106 @@
+"""`lightning-pipeline plan`: a script's model is cut on paper, without devices and without its parameters' memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lightning_pipeline.cli import app
+from lightning_pipeline.partition.stage_config import read_stage_config
+
+SCRIPT = """
+import sys
+from functools import partial
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from zoo.models.gpt import GPT
+from zoo.models.language import LitLanguageModel
+from lightning_pipeline import PipelineStrategy
+
+blocks = int(sys.argv[1])
+net = GPT(vocab_size=64, max_length=16, width={width}, num_blocks=blocks, num_heads=4, tied=True)
+module = LitLanguageModel(net=net, optimizer=partial(torch.optim.AdamW, lr=0.1), stage_config={config})
+ids = torch.zeros(16, 16, dtype=torch.long)
+strategy = PipelineStrategy(num_stages=2, num_microbatches=8)
+trainer = L.Trainer(accelerator="gpu", devices=2, strategy=strategy, precision="bf16-true", max_epochs=1)
+trainer.fit(module, DataLoader(TensorDataset(ids, ids), batch_size=16))
+raise RuntimeError("the script goes on after fit")
+"""
+
+runner = CliRunner()
+
+
+def write(folder: Path, *, width: int = 64, config: str = "None") -> Path:
+    path = folder / "train.py"
+    path.write_text(SCRIPT.format(width=width, config=config))
+    return path
+
+
+def test_a_plan_of_each_schedule_without_devices(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    saved, drawn = tmp_path / "plan.yaml", tmp_path / "timeline.json"
+    schedules = ["-s", "1f1b", "-s", "zbv", "-s", "interleaved_1f1b"]
+    options = [*schedules, "--stages", "2", "--memory", "1GiB", "-o", str(saved), "--draw", str(drawn)]
+    result = runner.invoke(app, ["plan", str(path), "6", *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    for words in ("8 micro-batches", "1f1b", "zbv", "interleaved_1f1b", "net.blocks", "stage_config = {", "rank 1"):
+        assert words in result.output, words
+    config = read_stage_config(torch.nn.Linear(1, 1), saved)
+    assert config and all(name.startswith("net.") for name in config)
+    assert drawn.stat().st_size > 1000
+
+
+def test_one_schedule_with_unequal_devices(tmp_path: Path) -> None:
+    options = ["-s", "1f1b", "--speeds", "1,3", "--stages", "2"]
+    result = runner.invoke(app, ["plan", str(write(tmp_path)), "8", *options], catch_exceptions=False)
+    assert "{'net.blocks.2': 1}" in result.output
+
+
+def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["plan", str(write(tmp_path)), "6", "--stages", "2", "--memory", "100KiB"])
+    assert result.exit_code == 2
+    assert "the model does not fit" in result.output and "are missing" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--memory", "64 parsecs"], "--memory takes a size such as 64GiB"),
+        (["--memory", "1GiB,2GiB,3GiB", "--stages", "2"], "--memory has 3 sizes for 2 devices"),
+        (["--speeds", "1,0", "--stages", "2"], "--speeds takes one number above 0 for each of 2 devices"),
+        (["--draw", "timeline.pdf"], "cannot draw timeline.pdf"),
+        (["-s", "2f2b"], "schedule is one of"),
+    ],
+)
+def test_mistakes(tmp_path: Path, options: list[str], words: str) -> None:
+    result = runner.invoke(app, ["plan", str(write(tmp_path)), "6", *options])
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_a_script_without_fit(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("print('nothing')")
+    result = runner.invoke(app, ["plan", str(path)])
+    assert result.exit_code == 2
+    assert "ended without a call of Trainer.fit" in result.output
+
+
+def test_a_model_that_fits_nowhere_takes_little_memory(tmp_path: Path) -> None:
+    """Twelve blocks of width 4096 have 2.4 billion parameters, 4.8 GB."""
+    path = write(tmp_path, width=4096)
+    code = (
+        "import resource, sys; from lightning_pipeline.cli import app\n"
+        "app(['plan', *sys.argv[1:], '-s', '1f1b'], standalone_mode=False)\n"
+        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path), "12"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "2.42 billion parameters" in done.stdout
+    assert int(done.stdout.split("peak ")[-1]) < 1.5e6  # KiB
