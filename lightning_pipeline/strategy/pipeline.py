@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -16,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.constants import default_pg_timeout
@@ -31,6 +33,7 @@ from lightning_pipeline.partition.materialize import check_set, initialise, make
 from lightning_pipeline.partition.ownership import Ownership, release
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
+from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
@@ -73,10 +76,13 @@ from lightning_pipeline.strategy.metrics import share_metrics
 from lightning_pipeline.strategy.partial_loading import load_module_from_folder, read_optimizer_state
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
+from lightning_pipeline.strategy.signals import Signals
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
 from lightning_pipeline.strategy.steps import Steps
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup, place_gradients
 from lightning_pipeline.strategy.weights import Weights, load_weights
+
+log = logging.getLogger(__name__)
 
 
 class PipelineStrategy(ProcessStrategy):
@@ -192,6 +198,7 @@ class PipelineStrategy(ProcessStrategy):
         """Gets what `PipelineGradReducer.observe` does, in every step that sums gradients over replicas."""
         self._transport: Transport | None = None
         self._steps: Steps | None = None
+        self._signals = Signals()
         self._advisor: Advisor | None = None
         self._placement: Placement | None = None
         self._stage_optimizers: StageOptimizers | None = None
@@ -328,7 +335,7 @@ class PipelineStrategy(ProcessStrategy):
             keep_freed_memory()
         if self._transport is None and num_stages > 1:
             store = dist.distributed_c10d._get_default_store()
-            self._transport = Transport.shared(topology, self.root_device, self.timeout, store)
+            self._transport = Transport.shared(topology, self.root_device, self.timeout, store, self._notice)
         self._replicas = Replicas.shared(topology, self.timeout)
         self._sharded = None
         if is_fsdp and self._replicas is not None:
@@ -369,6 +376,7 @@ class PipelineStrategy(ProcessStrategy):
             output_broadcast=self.output_broadcast,
             replicas=self._replicas,
             tensor_group=self._tensor_group,
+            signals=self._signals,
             on_new=self._on_new,
         )
         self._set_up_for = (module, num_stages)
@@ -426,6 +434,8 @@ class PipelineStrategy(ProcessStrategy):
             vars(plugin)["clip_grad_by_value"] = self._stage_optimizers.clip_by_value
             self._undo.append(lambda: _forget(plugin, "clip_grad_by_norm", "clip_grad_by_value"))
             self._undo.append(call_before_update(plugin, self._stage_optimizers.before_update))
+        if self.world_size > 1:
+            self._undo.append(self._signals.install(module.trainer, has_replicas=self._replicas is not None))
         if self.world_size > 1 and self._scaler is not None:
             self._undo.append(agree_on_overflow(self._scaler, self.root_device))
         if self.world_size > 1:
@@ -520,11 +530,13 @@ class PipelineStrategy(ProcessStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self._signals.pause(True)
         self._gather_parameters()
 
     @override
     def on_validation_end(self) -> None:
         self._release_parameters()
+        self._signals.pause(False)
 
     @override
     def on_test_start(self) -> None:
@@ -767,19 +779,44 @@ class PipelineStrategy(ProcessStrategy):
         return self.topology is not None and self.topology.pipeline > 0
 
     def _check_alive(self) -> None:
+        """Before a checkpoint is gathered, which takes all stages.
+
+        Lightning calls callbacks that save on an exception before it tells the strategy of it. What ended this rank
+        has not ended the others, which would not come.
+        """
         if self._failed:
             raise RuntimeError("the run has failed, so its stages cannot be gathered into a checkpoint any more")
+        error = sys.exc_info()[1]
+        assert self.lightning_module is not None
+        if self.world_size == 1 or error is None or self._ends_all(error):
+            return
+        if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            self.on_exception(error)
+            if not isinstance(error, PeerFailedError):
+                log.warning(
+                    f"No checkpoint is saved: {type(error).__name__} ended rank {self.global_rank} alone, and the "
+                    f"other stages' weights are not at hand. Go on from the last checkpoint that training saved."
+                )
+            raise error
 
     # -- end --------------------------------------------------------------------------------------------------------
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._failed or self._ends_all(exception):
+            return
         self._failed = True
+        if self._notice is not None:
+            self._notice.publish(exception)  # before connections close and wake others up
         if self._replicas is not None:
             self._replicas.close()
-        if self._transport is not None:
-            self._transport.notice.fail(exception)
+        if self._notice is not None:
+            self._notice.fail(exception)
         super().on_exception(exception)
+
+    def _ends_all(self, exception: BaseException) -> bool:
+        """Whether all ranks end by this exception, after the same batch, so that they can still work together."""
+        return self._signals.ends_all(exception)
 
     @override
     def teardown(self) -> None:

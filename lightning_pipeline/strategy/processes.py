@@ -16,9 +16,11 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed import Store
 from typing_extensions import override
 
 from lightning_pipeline.runtime.agreement import SAME, Agreement
+from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.meeting import meet
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
@@ -58,6 +60,7 @@ class ProcessStrategy(ParallelStrategy):
         self.topology: Topology | None = None
         self._replicas: Replicas | None = None
         self._num_nodes = 1
+        self._notice: FailureNotice | None = None
         self._failed = False
         self._agreement: Agreement | None = None
         self._started: set[str] = set()
@@ -112,13 +115,20 @@ class ProcessStrategy(ParallelStrategy):
         self.set_world_ranks()
         environment = self.cluster_environment
         assert environment is not None and self.lightning_module is not None
-        self._agreement = self._meet(environment) if self.world_size > 1 else None
+        store = self._meet(environment) if self.world_size > 1 else None
+        self._agreement = None
+        if store is not None:
+            self._agreement = Agreement(store, self.global_rank, self.world_size, self.timeout)
         self._started = set()
         trainer = self.lightning_module.trainer
         self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings()})
         self.process_group_backend = connect_processes(
-            environment, self.root_device, self.process_group_backend, self.timeout
+            environment, self.root_device, self.process_group_backend, self.timeout, store
         )
+        if self.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._notice = FailureNotice.shared(store, rank=self.global_rank, world_size=self.world_size)
+            self._notice.is_strict = True
 
     # -- agreement --------------------------------------------------------------------------------------------------
 
@@ -180,14 +190,13 @@ class ProcessStrategy(ParallelStrategy):
             self._started.add(kind)
             self.agree(f"the start of {kind}", facts, way_out=way_out)
 
-    def _meet(self, environment: ClusterEnvironment) -> Agreement:
+    def _meet(self, environment: ClusterEnvironment) -> Store:
+        """The store that all processes share, once they are there."""
         if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-        else:
-            os.environ["MASTER_ADDR"] = environment.main_address
-            os.environ["MASTER_PORT"] = str(environment.main_port)
-            store = meet(self.global_rank, self.world_size, self.timeout)
-        return Agreement(store, self.global_rank, self.world_size, self.timeout)
+            return dist.distributed_c10d._get_default_store()
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        return meet(self.global_rank, self.world_size, self.timeout)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
