@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
@@ -47,8 +47,14 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor
+from lightning_pipeline.strategy.background import BackgroundSave
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
-from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
+from lightning_pipeline.strategy.checkpoint_check import (
+    check_checkpoint,
+    check_format,
+    check_optimizers,
+    with_one_outcome,
+)
 from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
 from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
 from lightning_pipeline.strategy.copies import copies_of, fill_from_owners
@@ -199,6 +205,7 @@ class PipelineStrategy(ProcessStrategy):
         self._transport: Transport | None = None
         self._steps: Steps | None = None
         self._signals = Signals()
+        self._background = BackgroundSave()
         self._advisor: Advisor | None = None
         self._placement: Placement | None = None
         self._stage_optimizers: StageOptimizers | None = None
@@ -707,15 +714,23 @@ class PipelineStrategy(ProcessStrategy):
         assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is for one plain file: leave it out")
+        self._background.wait()
+        in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer = FolderWriter(
             module=self.lightning_module,
             ownership=self.ownership,
             stage_of_module=self._placement.rank_of_module,
             parameter_names=[layout.names for layout in self._stage_optimizers or ()],
             is_writer=not self._is_replica,
-            group=host_group(dist.distributed_c10d._get_default_group(), self.timeout),
+            group=host_group(dist.distributed_c10d._get_default_group(), self.timeout, own=in_background),
+            background=self._background if in_background else None,
         )
         writer.save(checkpoint, path)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self._background.wait()  # it may be this one
+        super().remove_checkpoint(filepath)
 
     @property
     @override
@@ -729,6 +744,7 @@ class PipelineStrategy(ProcessStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._background.wait()
         self.agree("the loading of a checkpoint", {})
         if is_folder(checkpoint_path):
             return read_folder(checkpoint_path, weights_only)
@@ -746,13 +762,18 @@ class PipelineStrategy(ProcessStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
-        if is_stored(checkpoint["state_dict"]):
-            load_module_from_folder(module, checkpoint["state_dict"], strict=strict)
-            return
         # The first thing that a load changes, and the user's on_load_checkpoint has run.
         is_fit = module.trainer.state.fn == TrainerFn.FITTING and self._stage_optimizers is not None
         layouts = list(self._stage_optimizers or ()) if is_fit else None
         path = module.trainer.ckpt_path
+        if is_stored(checkpoint["state_dict"]):
+
+            def check() -> None:
+                if layouts is not None:
+                    check_optimizers(checkpoint, module, layouts, path=path)
+
+            load_module_from_folder(module, checkpoint["state_dict"], strict=strict, check=check)
+            return
         with_one_outcome(lambda: check_checkpoint(checkpoint, module, layouts, strict=strict, path=path))
         load_module_state(module, checkpoint["state_dict"], strict=strict)
 
@@ -787,8 +808,7 @@ class PipelineStrategy(ProcessStrategy):
         if self._failed:
             raise RuntimeError("the run has failed, so its stages cannot be gathered into a checkpoint any more")
         error = sys.exc_info()[1]
-        assert self.lightning_module is not None
-        if self.world_size == 1 or error is None or self._ends_all(error):
+        if self.lightning_module is None or error is None or self.world_size == 1 or self._ends_all(error):
             return
         if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
             self.on_exception(error)
@@ -821,6 +841,9 @@ class PipelineStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self._uninstall()
+        if self._failed:
+            self._background.abandon()
+        self._background.wait()
         self.agree("the end of the run", {}, is_last=True)
         if self._transport is not None and not self._failed:
             # A process may end after this, and one that ends with messages unread breaks its peers' connections.
