@@ -87,6 +87,7 @@ from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
 from lightning_pipeline.strategy.steps import Steps
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup, place_gradients
 from lightning_pipeline.strategy.weights import Weights, load_weights
+from lightning_pipeline.strategy.writers import silence_writers
 
 log = logging.getLogger(__name__)
 
@@ -457,6 +458,8 @@ class PipelineStrategy(ProcessStrategy):
             )
         if not self.topology.is_first_stage:
             self._undo.append(skip_before_transfer(module))
+        if not self.output_broadcast and self.pipeline.rank != self.pipeline.last_rank:
+            self._undo.append(silence_writers(module.trainer))
 
     @property
     def _scaler(self) -> GradScaler | None:
