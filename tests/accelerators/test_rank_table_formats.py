@@ -128,6 +128,7 @@ INSTANCES = "group_list.0.instance_list"
         ),
         (changed("version", ...), "has no version"),
         (changed("server_count", "3"), r'server_count is "3", but there are 2 servers'),
+        ({**v1_2(), "server_count": "3"}, r'server_count is "3", but there are 2 servers'),
         (changed("server_count", 2), "server_count has to be a string in quotes, got 2"),
         (changed("server_list", []), r"server_list has to be a list with something in it, got \[\]"),
         (changed("server_list.1.device", []), r"server_list\[1\]\.device has to be a list with something in it"),
