@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipeline.accelerators.rank_table_environment import warn_of_placement
 from lightning_pipeline.partition.absent_state import guard_state_dict
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
@@ -306,6 +307,8 @@ class PipelineStrategy(CheckpointingStrategy):
         schedules = self._advisor.first if self._advisor is not None else self._choice.bind(**sizes)
         placement = schedules.placement
         self.topology = topology = self._topology(num_stages, placement)
+        if self.world_size > 1:
+            warn_of_placement(num_stages)
         rank = topology.stage_rank
         if self.root_device.type == "cpu":
             keep_freed_memory()

@@ -19,6 +19,11 @@ from torch import Tensor
 from torch.distributed import Store
 from typing_extensions import override
 
+from lightning_pipeline.accelerators.rank_table_environment import (
+    RankTableEnvironment,
+    check_processes,
+    with_rank_table,
+)
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.meeting import meet
@@ -69,7 +74,20 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        environment = self.cluster_environment
+        if environment is not None and self.local_rank >= self.num_processes:
+            environment.validate_settings(self.num_processes, self.num_nodes)  # says how many there have to be
+        device = self.parallel_devices[self.local_rank]
+        return environment.device(device) if isinstance(environment, RankTableEnvironment) else device
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Who started the processes. The Trainer sets it when it has found none or one that it knows."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = with_rank_table(environment)
 
     @property
     def num_nodes(self) -> int:
@@ -115,13 +133,14 @@ class ProcessStrategy(ParallelStrategy):
         self.set_world_ranks()
         environment = self.cluster_environment
         assert environment is not None and self.lightning_module is not None
+        table = check_processes(environment, self.root_device)
         store = self._meet(environment) if self.world_size > 1 else None
         self._agreement = None
         if store is not None:
             self._agreement = Agreement(store, self.global_rank, self.world_size, self.timeout)
         self._started = set()
         trainer = self.lightning_module.trainer
-        self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings()})
+        self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings(), **table})
         self.process_group_backend = connect_processes(
             environment, self.root_device, self.process_group_backend, self.timeout, store
         )
