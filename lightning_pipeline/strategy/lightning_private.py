@@ -18,7 +18,6 @@ from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -28,6 +27,8 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+
+from lightning_pipeline.runtime.backend_rules import warm_up
 
 
 def connect_processes(
@@ -39,12 +40,8 @@ def connect_processes(
     """
     backend = backend or _get_default_process_group_backend_for_device(device)
     _init_dist_connection(environment, backend, timeout=timeout)
+    warm_up()
     return backend
-
-
-def reduce_over(group: dist.ProcessGroup, tensor: Tensor, operation: Any) -> Tensor:
-    """`tensor` reduced over a group as Lightning reduces ("mean", "sum", or torch's operations)."""
-    return _sync_ddp_if_available(tensor, group, reduce_op=operation)
 
 
 def gather_over(group: dist.ProcessGroup, tensor: Tensor, *, sync_grads: bool) -> Tensor:
