@@ -1,4 +1,4 @@
-"""Imports go downwards only: schedules, partition, runtime, strategy."""
+"""Imports go downwards only: schedules, partition, runtime, accelerators, strategy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_pipeline"
-FLOORS = ["schedules", "partition", "runtime", "strategy"]
+FLOORS = ["schedules", "partition", "runtime", "accelerators", "strategy"]
 FOREIGN = {"schedules": {"torch", "lightning", "numpy"}, "partition": {"lightning"}, "runtime": {"lightning"}}
 
 

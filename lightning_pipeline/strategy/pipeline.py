@@ -24,7 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipeline.accelerators.random_state import add_random_state, restore_random_state
 from lightning_pipeline.partition.absent_state import guard_state_dict
+from lightning_pipeline.partition.devices import free_memory
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
@@ -110,7 +112,7 @@ class PipelineStrategy(ProcessStrategy):
             stage.
         save_distributed_checkpoint: checkpoints are folders in torch.distributed.checkpoint's format, which all ranks
             write at once, each what it holds. Both kinds load whatever this is.
-        process_group_backend: default: what fits the device, such as "nccl" for cuda and "gloo" for cpu.
+        process_group_backend: default: what the device has, hccl for npu, nccl for cuda and gloo for cpu.
         timeout: the longest that a stage waits for another.
 
     Raises:
@@ -683,6 +685,7 @@ class PipelineStrategy(ProcessStrategy):
     ) -> None:
         self._check_alive()
         assert self.ownership is not None
+        add_random_state(checkpoint, self.root_device)
         if self.save_distributed_checkpoint:
             self._save_folder(checkpoint, filepath, storage_options)
             return
@@ -718,6 +721,7 @@ class PipelineStrategy(ProcessStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self.agree("the loading of a checkpoint", {})
+        free_memory(self.root_device)
         if is_folder(checkpoint_path):
             return read_folder(checkpoint_path, weights_only)
         load = super().load_checkpoint
@@ -760,6 +764,7 @@ class PipelineStrategy(ProcessStrategy):
         if is_stored(states):
             states = [read_optimizer_state(*pair) for pair in zip(self._stage_optimizers, states, strict=False)]
         self._stage_optimizers.load_state(states)
+        restore_random_state(checkpoint, self.root_device)
 
     @property
     def _is_replica(self) -> bool:

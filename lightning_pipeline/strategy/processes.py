@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipeline.accelerators.precision import fit_to_device
 from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.meeting import meet
@@ -38,7 +39,8 @@ class ProcessStrategy(ParallelStrategy):
     """Starts the processes, connects them, and speaks for all of them at once.
 
     Args:
-        process_group_backend: default: what fits the device, such as "nccl" for cuda and "gloo" for cpu.
+        process_group_backend: default: what the device has, hccl for npu, nccl for cuda and gloo for cpu (see
+            `backend_for`).
         timeout: the longest that a collective waits.
     """
 
@@ -68,6 +70,17 @@ class ProcessStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if self.accelerator is not None:
+            fit_to_device(precision_plugin, self.accelerator.name())
+        self._precision_plugin = precision_plugin
 
     @property
     def num_nodes(self) -> int:
@@ -217,7 +230,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized() and not self._failed:
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+            dist.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
