@@ -10,8 +10,8 @@
 4. *Streams are shared in the end.* Each communicator takes one of a pool of 32 streams, in turns; two that share one
    wait for one another. What works at the same time is therefore connected one after another, first of all the
    channels between neighbours.
-5. *Memory is contiguous, and not every dtype travels.* Complex numbers do not; other dtypes than the common ones
-   travel as bytes (`to_wire`).
+5. *Memory is contiguous, and not every dtype travels.* Complex numbers do not; whatever is not common to all backends
+   travels as bytes (`to_wire`).
 6. *Fewer dtypes add up than travel.* float64 does not: it is gathered and added up on each rank (`all_reduce`).
 7. *Host memory has a backend of its own.* Objects and tensors on the CPU go over Gloo, in the same default group.
 
@@ -32,9 +32,7 @@ from torch import Tensor
 NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool})
 
 # What each backend cannot add up, though it can send it; those not named here add up all that torch does.
-NOT_REDUCED = {
-    "hccl": frozenset({torch.float64, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64})
-}
+NOT_REDUCED = {"hccl": frozenset({torch.float64, torch.complex128, torch.uint16, torch.uint32, torch.uint64})}
 
 R = TypeVar("R", bound=tuple[int, int, int])
 
