@@ -25,6 +25,7 @@ def simulated_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CANN_STAND_IN", str(stand_in.build(HERE.parents[1] / "build" / "cann")))
         patch.setenv("HCCL_CONNECT_TIMEOUT", "20")  # seconds that a deadlock takes to come to light
+        patch.setenv("STREAMS_PER_DEVICE", "8")  # communicators share them early, as in long pipelines
         patch.setenv("HCCL_EXEC_TIMEOUT", "20")
         patch.setattr(launching, "PRELOADED", ["tests.npu.preloaded"])
         yield
