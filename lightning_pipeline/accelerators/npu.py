@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_pipeline.accelerators.availability import (
@@ -69,6 +70,11 @@ class NPUAccelerator(Accelerator):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        """Before training, validation, test or prediction.
+
+        Raises:
+            ValueError: the strategy is one that needs CUDA.
+        """
         # DDPStrategy makes CUDA streams. Where they are there all the same, somebody has mapped CUDA's names to NPUs.
         if isinstance(trainer.strategy, DDPStrategy) and not torch.cuda.is_available():
             raise ValueError(
@@ -128,3 +134,11 @@ class NPUAccelerator(Accelerator):
     @staticmethod
     def _free_memory() -> None:
         npu_module().empty_cache()
+
+
+def warn_of_unused_npus(device: torch.device) -> None:
+    """``accelerator="auto"`` is no choice of the user's, and does not look for NPUs. Does not import torch_npu."""
+    if device.type == "cpu" and hasattr(torch, DEVICE) and why_unavailable() is None:
+        rank_zero_warn(
+            'NPUs are available and not used: accelerator="auto" never chooses them; pass Trainer(accelerator="npu")'
+        )

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipeline.accelerators.npu import warn_of_unused_npus
 from lightning_pipeline.accelerators.precision import fit_to_device
 from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
@@ -123,6 +124,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        warn_of_unused_npus(self.root_device)
         self.set_world_ranks()
         environment = self.cluster_environment
         assert environment is not None and self.lightning_module is not None

@@ -220,10 +220,22 @@ def _convolution_backward(gradient: Tensor, value: Tensor, weight: Tensor, *args
 class SimulatedHCCL(dist.ProcessGroup):
     """Gloo, for tensors of the device."""
 
+    supports_splitting = False
+
     def __init__(self, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)
         self._gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
         self.used: list[str] = []
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device(DEVICE)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == DEVICE else self._gloo
+
+    def name(self) -> str:
+        return "hccl"
 
     def getBackendName(self) -> str:
         return "hccl"
@@ -237,6 +249,10 @@ class SimulatedHCCL(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         hosts = [self._hosts("allgather", tensors) for tensors in outputs]
         return self._gloo.allgather(hosts, self._hosts("allgather", inputs), opts or dist.AllgatherOptions())
+
+    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        hosts = self._hosts("allgather", [output, given])
+        return self._gloo._allgather_base(*hosts, opts or dist.AllgatherOptions())
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         return self._gloo.send(self._hosts("send", tensors), peer, tag)
