@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipeline._registration import register
 
 if TYPE_CHECKING:
+    from lightning_pipeline.accelerators.npu import NPUAccelerator
     from lightning_pipeline.strategy import (
         PipelineGradReducer,
         PipelineStrategy,
@@ -14,12 +15,22 @@ if TYPE_CHECKING:
         sync_pipeline_shared_parameters,
     )
 
-__all__ = ["PipelineGradReducer", "PipelineStrategy", "PipelineTimeline", "sync_pipeline_shared_parameters"]
+__all__ = [
+    "NPUAccelerator",
+    "PipelineGradReducer",
+    "PipelineStrategy",
+    "PipelineTimeline",
+    "sync_pipeline_shared_parameters",
+]
 
 register()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "NPUAccelerator":
+        from lightning_pipeline.accelerators.npu import NPUAccelerator
+
+        return NPUAccelerator
     if name in __all__:
         from lightning_pipeline import strategy
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.devices import default_generator
+
 _MASK = (1 << 64) - 1
 
 
@@ -33,12 +35,8 @@ def mix(*numbers: int) -> int:
 
 def generators(device: torch.device) -> list[torch.Generator]:
     """The default generators that a step on `device` may draw from."""
-    found = [torch.default_generator]
-    module = getattr(torch, device.type, None)
-    made = getattr(module, "default_generators", ())
-    if len(made):
-        found.append(made[device.index or 0])
-    return found
+    own = default_generator(device)
+    return [torch.default_generator] + ([own] if own is not None and device.type != "cpu" else [])
 
 
 class Streams:

@@ -1,5 +1,6 @@
 """Lightning's side: the strategy, its clipping, logged values, metrics and checkpoints."""
 
+from lightning_pipeline.accelerators.registration import register_npu
 from lightning_pipeline.runtime.reducer import PipelineGradReducer
 from lightning_pipeline.strategy.pipeline import PipelineStrategy, register_strategies
 from lightning_pipeline.strategy.sharing import sync_pipeline_shared_parameters
@@ -8,3 +9,4 @@ from lightning_pipeline.strategy.timeline import PipelineTimeline
 __all__ = ["PipelineGradReducer", "PipelineStrategy", "PipelineTimeline", "sync_pipeline_shared_parameters"]
 
 register_strategies()
+register_npu()

@@ -16,6 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipeline.accelerators.random_state import add_random_state, restore_random_state
+from lightning_pipeline.partition.devices import free_memory
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.placement import Placement
@@ -92,6 +94,7 @@ class CheckpointingStrategy(ProcessStrategy):
     ) -> None:
         self._check_alive()
         assert self.ownership is not None
+        add_random_state(checkpoint, self.root_device)
         if self.save_distributed_checkpoint:
             self._save_folder(checkpoint, filepath, storage_options)
             return
@@ -136,6 +139,7 @@ class CheckpointingStrategy(ProcessStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._background.wait()
         self.agree("the loading of a checkpoint", {})
+        free_memory(self.root_device)
         if is_folder(checkpoint_path):
             return read_folder(checkpoint_path, weights_only)
         load = super().load_checkpoint
@@ -183,6 +187,7 @@ class CheckpointingStrategy(ProcessStrategy):
         if is_stored(states):
             states = [read_optimizer_state(*pair) for pair in zip(self._stage_optimizers, states, strict=False)]
         self._stage_optimizers.load_state(states)
+        restore_random_state(checkpoint, self.root_device)
 
     @property
     def _is_replica(self) -> bool:

@@ -5,6 +5,7 @@ Read in Lightning 2.5 and 2.6; each function says why the public interface does 
 
 from __future__ import annotations
 
+import atexit
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -16,9 +17,8 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
-    _get_default_process_group_backend_for_device,
+    _destroy_dist_connection,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -29,6 +29,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_pipeline.runtime.backend_rules import warm_up
+from lightning_pipeline.runtime.backends import HOST, backend_for
+
 
 def connect_processes(
     environment: ClusterEnvironment,
@@ -37,21 +40,19 @@ def connect_processes(
     timeout: timedelta,
     store: dist.Store | None = None,
 ) -> str:
-    """Make the default process group; returns its backend. No public function does it.
+    """Make the default process group; returns its backend (see `backend_for`). No public function does it.
 
     Unlike DDP's, this leaves the random state alone: samples are shuffled as on one device.
 
     Args:
         store: where its ranks find each other; default: one of its own.
     """
-    backend = backend or _get_default_process_group_backend_for_device(device)
+    backend = backend_for(device, backend)
+    if not dist.is_initialized() and backend != HOST:
+        atexit.register(_destroy_dist_connection)  # a device's backend complains if its groups outlive the process
     _init_dist_connection(environment, backend, timeout=timeout, store=store)
+    warm_up()
     return backend
-
-
-def reduce_over(group: dist.ProcessGroup, tensor: Tensor, operation: Any) -> Tensor:
-    """`tensor` reduced over a group as Lightning reduces ("mean", "sum", or torch's operations)."""
-    return _sync_ddp_if_available(tensor, group, reduce_op=operation)
 
 
 def gather_over(group: dist.ProcessGroup, tensor: Tensor, *, sync_grads: bool) -> Tensor:

@@ -98,7 +98,7 @@ class PipelineStrategy(CheckpointingStrategy):
             stage.
         save_distributed_checkpoint: checkpoints are folders in torch.distributed.checkpoint's format, which all ranks
             write at once, each what it holds. Both kinds load whatever this is.
-        process_group_backend: default: what fits the device, such as "nccl" for cuda and "gloo" for cpu.
+        process_group_backend: default: what the device has, hccl for npu, nccl for cuda and gloo for cpu.
         timeout: the longest that a stage waits for another.
 
     Raises:

@@ -19,11 +19,14 @@ from torch import Tensor
 from torch.distributed import Store
 from typing_extensions import override
 
+from lightning_pipeline.accelerators.npu import warn_of_unused_npus
+from lightning_pipeline.accelerators.precision import fit_to_device
 from lightning_pipeline.accelerators.rank_table_environment import (
     RankTableEnvironment,
     check_processes,
     with_rank_table,
 )
+from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.meeting import meet
@@ -32,7 +35,7 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.dataloading import has_length
 from lightning_pipeline.strategy.facts import evaluation_of, settings_of, training_of, versions
 from lightning_pipeline.strategy.launcher import PipelineLauncher
-from lightning_pipeline.strategy.lightning_private import connect_processes, gather_over, reduce_over
+from lightning_pipeline.strategy.lightning_private import connect_processes, gather_over
 
 EVEN = (
     "give all ranks the same data, checkpoint and optimizers; replicas that read data of their own may need "
@@ -44,7 +47,8 @@ class ProcessStrategy(ParallelStrategy):
     """Starts the processes, connects them, and speaks for all of them at once.
 
     Args:
-        process_group_backend: default: what fits the device, such as "nccl" for cuda and "gloo" for cpu.
+        process_group_backend: default: what the device has, hccl for npu, nccl for cuda and gloo for cpu (see
+            `backend_for`).
         timeout: the longest that a collective waits.
     """
 
@@ -90,6 +94,17 @@ class ProcessStrategy(ParallelStrategy):
         self._cluster_environment = with_rank_table(environment)
 
     @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if self.accelerator is not None:
+            fit_to_device(precision_plugin, self.accelerator.name())
+        self._precision_plugin = precision_plugin
+
+    @property
     def num_nodes(self) -> int:
         """Number of machines."""
         return self._num_nodes
@@ -130,6 +145,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        warn_of_unused_npus(self.root_device)
         self.set_world_ranks()
         environment = self.cluster_environment
         assert environment is not None and self.lightning_module is not None
@@ -224,7 +240,7 @@ class ProcessStrategy(ParallelStrategy):
         """Over replicas: within a pipeline every rank has the same value."""
         if self._replicas is None or not isinstance(tensor, Tensor):
             return tensor
-        return reduce_over(self._replicas.group, tensor, reduce_op)
+        return backend_rules.reduce(tensor, reduce_op, self._replicas.group)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -244,7 +260,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized() and not self._failed:
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+            dist.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -1,0 +1,259 @@
+"""The accelerator itself: devices, availability, what a Trainer makes of one NPU, and errors that say the way out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from torch.utils.data import DataLoader
+
+from lightning_pipeline import NPUAccelerator, PipelineStrategy
+from lightning_pipeline.accelerators.availability import NPUUnavailableError
+from lightning_pipeline.accelerators.devices import parse_devices
+from lightning_pipeline.runtime.backends import backend_for
+from tests.accelerators.simulated_npu import install
+from tests.launching import launch
+from tests.training.runs import QUIET
+
+# A file that a machine with an NPU wrote: its one tensor is tagged with npu:0.
+FROM_NPU = "from_npu.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("devices", "numbers"),
+    [
+        (2, [0, 1]),
+        ("2", [0, 1]),
+        ("0,1", [0, 1]),
+        ("3,", [3]),
+        ([1, 3], [1, 3]),
+        ((0,), [0]),
+        (-1, [0, 1, 2, 3]),
+        ("-1", [0, 1, 2, 3]),
+        ("auto", [0, 1, 2, 3]),
+    ],
+)
+def test_devices(devices: Any, numbers: list[int]) -> None:
+    assert parse_devices(devices, 4) == numbers
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        (5, "needs NPU 4, and 4 are visible by ASCEND_RT_VISIBLE_DEVICES='0,1,2,3'"),
+        ([1, 1], "names a device twice"),
+        (0, "names no device"),
+        (-2, "names no device"),
+        ([0, -1], "names no device"),
+        ("", "not understood"),
+        ("npu:0", "not understood"),
+        (True, "not understood"),
+        ([0, "1"], "not understood"),
+        (1.0, "not understood"),
+    ],
+)
+def test_devices_that_are_none(devices: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
+    with pytest.raises(ValueError, match=reason) as raised:
+        parse_devices(devices, 4)
+    assert f"devices={devices!r}" in str(raised.value)
+
+
+def test_a_device_for_each_process_is_number_0_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(ValueError, match="needs NPU 7, and 1 are visible"):
+        parse_devices(8, 1)  # a machine of one NPU
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")
+    assert parse_devices(8, 1) == [0] * 8
+
+
+def test_the_device_chooses_the_backend() -> None:
+    assert backend_for(torch.device("cpu")) == "gloo"
+    assert backend_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    assert backend_for(torch.device("cuda", 0), "gloo") == "gloo"
+    assert backend_for(torch.device("cpu"), "cpu:gloo,cuda:nccl") == "cpu:gloo,cuda:nccl"
+    with pytest.raises(RuntimeError, match="torch_npu adds hccl"):
+        backend_for(torch.device("privateuseone", 0))
+
+
+# -- in processes of their own ---------------------------------------------------------------------------------------
+
+
+def fake_torch_npu(folder: Path, version: str, source: str) -> None:
+    """A torch_npu that the next import finds."""
+    for name, text in (("torch_npu/__init__.py", source), (f"torch_npu-{version}.dist-info/METADATA", "")):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text or f"Metadata-Version: 2.1\nName: torch-npu\nVersion: {version}\n")
+    sys.path.insert(0, str(folder))
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    """What a Trainer for NPUs says."""
+    try:
+        trainer = L.Trainer(**{**QUIET, "accelerator": "npu", "max_steps": 1, "default_root_dir": folder, **options})
+        trainer.fit(Tiny(), DataLoader(torch.ones(2, 1)))
+    except (NPUUnavailableError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Tiny(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def without_torch_npu(folder: Path) -> Any:
+    told = refusal(folder)
+    registered = AcceleratorRegistry["npu"]["accelerator"] is NPUAccelerator
+    return told, registered, NPUAccelerator.is_available(), NPUAccelerator.auto_device_count()
+
+
+def without_cann(folder: Path) -> Any:
+    no_cann = 'import os; os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"; raise ImportError("libhccl.so: not found")'
+    fake_torch_npu(folder, torch.__version__.partition("+")[0], no_cann)
+    records: list[logging.LogRecord] = []
+    logger = logging.getLogger("lightning_pipeline.accelerators.npu")
+    logger.addFilter(lambda record: records.append(record) is not None)
+    available = NPUAccelerator.is_available()
+    logged = [record.getMessage() for record in records if record.levelno == logging.WARNING]
+    return refusal(folder), available, logged, "TORCH_DEVICE_BACKEND_AUTOLOAD" in os.environ
+
+
+def with_another_version(folder: Path) -> Any:
+    fake_torch_npu(folder, "2.1.0.post3", "raise SystemExit('imported')")
+    return refusal(folder), "torch_npu" in sys.modules
+
+
+def with_no_device(folder: Path) -> Any:
+    install(num_devices=0)
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1,0"
+    return refusal(folder)
+
+
+def with_one_device(folder: Path) -> Any:
+    npu = install()
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {**QUIET, "accelerator": "npu", "devices": 1, "default_root_dir": folder}
+        trainers = [
+            L.Trainer(**options, precision="16-mixed"),
+            L.Trainer(**options, precision="bf16-mixed", strategy="single_npu"),
+            L.Trainer(**{**options, "accelerator": NPUAccelerator()}, precision="16-mixed"),
+            L.Trainer(**options, precision="16-mixed", strategy=PipelineStrategy(num_stages=1)),
+        ]
+    found["warned"] = [str(w.message) for w in caught if "CUDA" in str(w.message)]
+    for trainer in trainers:
+        plugin = trainer.precision_plugin
+        scaler = plugin.scaler
+        scaled = (scaler._device, scaler.is_enabled()) if scaler is not None else None
+        found.setdefault("trainers", []).append(
+            (type(trainer.strategy).__name__, str(trainer.strategy.root_device), plugin.device, scaled)
+        )
+    trainer = trainers[0]
+    trainer.fit_loop.epoch_loop.max_steps = 1
+    trainer.fit(Tiny(), DataLoader(torch.ones(2, 1)))
+    trainer.save_checkpoint(folder / "single.ckpt")
+    saved = torch.load(folder / "single.ckpt", weights_only=True)
+    found["saved"] = {tensor.device.type for tensor in saved["state_dict"].values()}
+    found["moved"] = npu.calls.count("set_device"), npu.calls.count("empty_cache")
+    torch.save({"state_dict": {"layer.weight": torch.ones(1, 1, device="npu")}}, folder / FROM_NPU)
+
+    found["on the CPU"] = refusal(folder, strategy="single_device")
+    found["ddp"] = refusal(folder, strategy="ddp")
+    found["gloo"] = refusal(folder, strategy=PipelineStrategy(num_stages=1, process_group_backend="gloo"))
+    found["auto"] = type(L.Trainer(**{**QUIET, "accelerator": "auto"}).accelerator).__name__
+    with pytest.warns(UserWarning, match="never chooses them"):
+        refusal(folder, accelerator="auto", strategy=PipelineStrategy(num_stages=1))
+    npu._is_in_bad_fork = lambda: True
+    found["forked"] = refusal(folder)
+    return found
+
+
+SCENES = [without_torch_npu, without_cann, with_another_version, with_no_device, with_one_device]
+
+
+def scene(folder: Path) -> Any:
+    """Each rank sees another machine."""
+    rank = int(os.environ["LOCAL_RANK"])
+    os.environ.update(WORLD_SIZE="1", LOCAL_RANK="0")
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + rank)
+    return SCENES[rank](folder / str(rank))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("machines")
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> dict[Any, Any]:
+    return dict(zip(SCENES, launch(scene, folder, world=len(SCENES)), strict=True))
+
+
+def test_missing_torch_npu_is_named_with_its_version(seen: dict[Any, Any]) -> None:
+    told, is_registered, is_available, count = seen[without_torch_npu]
+    release = torch.__version__.partition("+")[0]
+    assert told.startswith("NPUUnavailableError: torch_npu is not installed")
+    assert f"pip install 'torch-npu=={release}'" in told and "CANN" in told
+    assert (is_registered, is_available, count) == (True, False, 0)
+
+
+def test_a_torch_npu_without_cann_is_as_good_as_none(seen: dict[Any, Any]) -> None:
+    told, is_available, logged, has_traces = seen[without_cann]
+    assert not is_available and not has_traces
+    assert len(logged) == 1 and logged[0] in told
+    assert "libhccl.so: not found" in told and "set_env.sh" in told
+
+
+def test_a_torch_npu_for_another_torch_is_not_imported(seen: dict[Any, Any]) -> None:
+    told, was_imported = seen[with_another_version]
+    assert not was_imported
+    assert "torch_npu 2.1.0.post3 is made for torch 2.1.0" in told and "pip install" in told
+
+
+def test_no_visible_device(seen: dict[Any, Any]) -> None:
+    told = seen[with_no_device]
+    assert "npu-smi info" in told and "ASCEND_RT_VISIBLE_DEVICES='1,0'" in told and "ascending" in told
+
+
+def test_one_npu_is_never_the_cpu(seen: dict[Any, Any]) -> None:
+    found = seen[with_one_device]
+    assert found["trainers"] == [
+        ("SingleNPUStrategy", "npu:0", "npu", ("npu", True)),
+        ("SingleNPUStrategy", "npu:0", "npu", None),
+        ("SingleNPUStrategy", "npu:0", "npu", ("npu", True)),
+        ("PipelineStrategy", "npu:0", "npu", ("npu", True)),
+    ]
+    assert found["warned"] == []
+    assert found["saved"] == {"cpu"}
+    assert found["moved"][0] == 1 and found["moved"][1] >= 2
+    assert found["on the CPU"].startswith("ValueError") and 'strategy="single_npu"' in found["on the CPU"]
+    assert found["auto"] == "CPUAccelerator"
+
+
+def test_what_cannot_work_on_npus_names_what_can(seen: dict[Any, Any]) -> None:
+    found = seen[with_one_device]
+    assert "PipelineStrategy(num_stages=1)" in found["ddp"]
+    assert "process_group_backend='gloo'" in found["gloo"] and "hccl is used" in found["gloo"]
+    assert found["forked"].startswith("RuntimeError") and "spawn" in found["forked"]
+
+
+def test_a_checkpoint_of_an_npu_loads_where_there_is_none(seen: dict[Any, Any], folder: Path) -> None:
+    path = folder / str(SCENES.index(with_one_device)) / FROM_NPU
+    assert torch.load(path, weights_only=True)["state_dict"]["layer.weight"].device.type == "cpu"
