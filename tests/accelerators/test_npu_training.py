@@ -36,7 +36,9 @@ class LitMLP(L.LightningModule):
         self.drawn: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+        hidden = self.first(x)
+        assert hidden.is_npu == (self.device.type == "npu") and hidden.device.type == self.device.type
+        return self.second(hidden)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self(batch[0]), batch[1])
