@@ -19,7 +19,6 @@ from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _destroy_dist_connection,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -30,6 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_pipeline.runtime.backend_rules import warm_up
 from lightning_pipeline.runtime.backends import HOST, backend_for
 
 
@@ -51,12 +51,8 @@ def connect_processes(
     if not dist.is_initialized() and backend != HOST:
         atexit.register(_destroy_dist_connection)  # a device's backend complains if its groups outlive the process
     _init_dist_connection(environment, backend, timeout=timeout, store=store)
+    warm_up()
     return backend
-
-
-def reduce_over(group: dist.ProcessGroup, tensor: Tensor, operation: Any) -> Tensor:
-    """`tensor` reduced over a group as Lightning reduces ("mean", "sum", or torch's operations)."""
-    return _sync_ddp_if_available(tensor, group, reduce_op=operation)
 
 
 def gather_over(group: dist.ProcessGroup, tensor: Tensor, *, sync_grads: bool) -> Tensor:

@@ -26,6 +26,7 @@ from lightning_pipeline.accelerators.rank_table_environment import (
     check_processes,
     with_rank_table,
 )
+from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.meeting import meet
@@ -34,7 +35,7 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.dataloading import has_length
 from lightning_pipeline.strategy.facts import evaluation_of, settings_of, training_of, versions
 from lightning_pipeline.strategy.launcher import PipelineLauncher
-from lightning_pipeline.strategy.lightning_private import connect_processes, gather_over, reduce_over
+from lightning_pipeline.strategy.lightning_private import connect_processes, gather_over
 
 EVEN = (
     "give all ranks the same data, checkpoint and optimizers; replicas that read data of their own may need "
@@ -239,7 +240,7 @@ class ProcessStrategy(ParallelStrategy):
         """Over replicas: within a pipeline every rank has the same value."""
         if self._replicas is None or not isinstance(tensor, Tensor):
             return tensor
-        return reduce_over(self._replicas.group, tensor, reduce_op)
+        return backend_rules.reduce(tensor, reduce_op, self._replicas.group)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
