@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test test-npu lint clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-7s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
 
 train: $(VENV)/.stamp ## train the default example over two stages; pass overrides as ARGS="trainer.devices=4"
 	OMP_NUM_THREADS=1 $(BIN)/python examples/train.py $(ARGS)
@@ -17,12 +17,15 @@ train: $(VENV)/.stamp ## train the default example over two stages; pass overrid
 test: $(VENV)/.stamp ## run the tests; pass options as ARGS="-k schedules"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
+test-npu: ## run the tests over a simulated Ascend device, in an environment of their own, where g++ and torch_npu can be had
+	@PYTHON=$(PYTHON) tests/npu/run.sh $(ARGS)
+
 lint: $(VENV)/.stamp ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-npu build/cann .mypy_cache .pytest_cache .ruff_cache
 
 # torch comes first and alone: pip then takes a build that it has at hand instead of whatever the extras ask for.
 $(VENV)/.stamp: pyproject.toml constraints.txt

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipeline._registration import register
 
 if TYPE_CHECKING:
+    from lightning_pipeline.accelerators.npu import NPUAccelerator
     from lightning_pipeline.strategy import (
         PipelineGradReducer,
         PipelineRebalance,
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "NPUAccelerator",
     "PipelineGradReducer",
     "PipelineRebalance",
     "PipelineStrategy",
@@ -27,6 +29,10 @@ register()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "NPUAccelerator":
+        from lightning_pipeline.accelerators.npu import NPUAccelerator
+
+        return NPUAccelerator
     if name in __all__:
         from lightning_pipeline import strategy
 

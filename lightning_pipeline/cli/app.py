@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lightning_pipeline.cli import checkpoint, draw, plan, simulate
+from lightning_pipeline.cli import checkpoint, draw, plan, rank_table, simulate
 
 app = typer.Typer(
     name="lightning-pipeline",
@@ -18,3 +18,4 @@ app.command()(simulate.simulate)
 app.command()(draw.draw)
 app.command()(plan.plan)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(rank_table.app, name="rank-table")

@@ -7,6 +7,7 @@ nothing had been drawn. A module's numbers thus depend on no other module, hence
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import zlib
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_pipeline.partition.devices import default_generator
 
 _MASK = (1 << 64) - 1
 
@@ -33,12 +36,8 @@ def mix(*numbers: int) -> int:
 
 def generators(device: torch.device) -> list[torch.Generator]:
     """The default generators that a step on `device` may draw from."""
-    found = [torch.default_generator]
-    module = getattr(torch, device.type, None)
-    made = getattr(module, "default_generators", ())
-    if len(made):
-        found.append(made[device.index or 0])
-    return found
+    own = default_generator(device)
+    return [torch.default_generator] + ([own] if own is not None and device.type != "cpu" else [])
 
 
 class Streams:
@@ -84,7 +83,7 @@ class Streams:
 
     def end_observed(self) -> None:
         """After an observed micro-batch: whether Python's or NumPy's generator was drawn from."""
-        self._python_draws |= repr(self._python_states) != repr(_python_states())
+        self._python_draws |= pickle.dumps(self._python_states) != pickle.dumps(_python_states())
 
     def own(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward` of module `name`, on a stream of its own."""

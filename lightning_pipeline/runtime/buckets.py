@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeline.runtime.backend_rules import all_reduce
+
 
 class Bucket:
     """Tensors of one dtype and device that travel in one flat tensor, followed by a flag each: one if it is there.
@@ -76,13 +78,15 @@ class Sum:
             torch._foreach_copy_(into, there)
         if divisor != 1:
             self.values.div_(divisor)
-        self._work = dist.all_reduce(flat, group=group, async_op=True)
+        work = all_reduce(flat, group=group)
+        self._work: dist.Work | None = work
         if timed and flat.device.type == "cpu":
-            self._work.get_future().add_done_callback(self._ended)
+            work.get_future().add_done_callback(self._ended)
 
     def wait(self) -> None:
         """Until `values` are the sums; on an accelerator the current stream waits, not the host."""
         work, self._work = self._work, None
+        assert work is not None
         try:
             work.wait()
         finally:

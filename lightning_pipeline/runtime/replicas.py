@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeline.runtime.backend_rules import broadcast, warm_up
 from lightning_pipeline.runtime.topology import Topology
 
 
@@ -35,6 +36,7 @@ class Replicas:
         self.topology = topology
         self.timeout = timeout
         self.group = self._new_group(timeout, None)
+        warm_up(self.group)
         self.control_group: dist.ProcessGroup | None = self._new_group(timeout, dist.Backend.GLOO)
 
     @classmethod
@@ -87,11 +89,8 @@ class Replicas:
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Give all replicas the first one's values."""
         source = self.topology.data_ranks[0]
-        with torch.no_grad():
-            for tensor in tensors:
-                value = tensor.detach().contiguous()
-                dist.broadcast(value, source, group=self.group)
-                tensor.copy_(value)
+        for tensor in tensors:
+            broadcast(tensor, source, self.group)
 
     def close(self) -> None:
         """Drop the groups, which wakes up ranks that wait in them. Never raises."""

@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeline.runtime.backend_rules import backend_of, first_uses, flat, is_dense, to_wire
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.topology import Topology
-
-# What every backend sends as it is. Other dtypes travel as their bytes.
-NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool})
 
 FRAME = 1024
 """Bytes of an object's first message, its length included: most need no second one."""
@@ -78,7 +76,7 @@ class TensorMeta:
 def wire_layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides with which `tensor` arrives: its own if its memory is dense, else contiguous ones."""
     shape = tuple(tensor.shape)
-    if tensor.is_contiguous() or _is_dense(tensor):
+    if tensor.is_contiguous() or is_dense(tensor):
         return shape, tensor.stride()
     return shape, torch.empty(shape, device="meta").stride()
 
@@ -135,8 +133,7 @@ class Transport:
     """Asynchronous sends and receives between the stages of this rank's pipeline, each wait bounded by a timeout.
 
     Peers are stages, 0 .. num_stages - 1. Messages on one route arrive in the order they were sent. Each channel has
-    one process group for each direction: a backend that runs the operations of a pair of ranks in order (NCCL, HCCL)
-    then never has a receive wait in front of the send that its peer needs. Gloo has no such order and needs fewer.
+    one process group for each direction (`backend_rules` says why); Gloo needs fewer.
 
     Every rank of the world makes its transports in the same order, after ``init_process_group``.
 
@@ -145,6 +142,7 @@ class Transport:
         device: where received tensors go.
         timeout: the longest any wait may take.
         store: carries failure notices; the default group's store or a PrefixStore around it.
+        notice: tells of failures; default: one of its own over `store`.
         routes: what will be used; default: those along the topology's placement. Backends that connect on first use
             connect here, as first uses in different orders would deadlock.
         send_window: forward or backward sends to one peer that may be underway before the oldest is waited for, on
@@ -158,6 +156,7 @@ class Transport:
         timeout: timedelta,
         store: dist.Store | None,
         *,
+        notice: FailureNotice | None = None,
         routes: Iterable[Route] | None = None,
         send_window: int = 4,
     ) -> None:
@@ -176,9 +175,7 @@ class Transport:
         self._groups: list[dist.ProcessGroup] = []
         self._wire_device = torch.device("cpu")
         self._pending: type[PendingReceive] = PendingReceive
-        self.notice = FailureNotice(store, topology)
-        self.notice.tear_down = self._disconnect
-        self.notice.interrupt = self._abort
+        self._use(notice or FailureNotice(store, rank=topology.rank, world_size=topology.world_size))
         if topology.num_stages > 1:
             along = routes_along(topology.placement or range(topology.num_stages))
             self._connect(sorted(along if routes is None else routes), send_window)
@@ -187,15 +184,23 @@ class Transport:
     _shared: ClassVar[list[Transport]] = []
 
     @classmethod
-    def shared(cls, topology: Topology, device: torch.device, timeout: timedelta, store: dist.Store) -> Transport:
+    def shared(
+        cls,
+        topology: Topology,
+        device: torch.device,
+        timeout: timedelta,
+        store: dist.Store,
+        notice: FailureNotice | None = None,
+    ) -> Transport:
         """The open transport of this process with these arguments, or a new one. Threads and sockets stay bounded
         however many runs a script makes."""
         cls._shared = [transport for transport in cls._shared if transport._control]
         for transport in cls._shared:
             same = (transport.topology, transport.requested_device, transport.timeout) == (topology, device, timeout)
             if same and transport.store is store:
+                transport._use(notice or transport.notice)
                 return transport
-        cls._shared.append(cls(topology, device, timeout, store))
+        cls._shared.append(cls(topology, device, timeout, store, notice=notice))
         return cls._shared[-1]
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> None:
@@ -205,7 +210,7 @@ class Transport:
         """
         link = self._outgoing.get((channel, peer)) or self._no_route(channel, self.stage, peer)
         if tensor.numel():
-            self._post(link, _to_wire(tensor.detach(), self._wire_device), channel.name)
+            self._post(link, to_wire(tensor.detach(), self._wire_device), channel.name)
 
     def recv(self, meta: TensorMeta, peer: int, channel: Channel) -> PendingReceive:
         """Post the receive of the next tensor from `peer`, which has to look like `meta`."""
@@ -273,8 +278,14 @@ class Transport:
         self.notice.close()
         self._disconnect()
 
+    def _use(self, notice: FailureNotice) -> None:
+        self.notice = notice
+        notice.describe = self.topology.describe
+        notice.tear_down = self._disconnect
+        notice.interrupt = self._abort
+
     def _connect(self, routes: list[Route], send_window: int) -> None:
-        backend = _backend_of(self.device.type)
+        backend = backend_of(self.device.type)
         is_gloo = backend == dist.Backend.GLOO
         if not is_gloo:
             self._wire_device = self.device
@@ -285,7 +296,8 @@ class Transport:
         self._control = {peer: _Link(control, peer, is_gloo=True, window=CONTROL_WINDOW) for peer in others}
         groups: dict[tuple[Channel, bool], dist.ProcessGroup] = {}
         for channel, source, destination in routes:
-            direction = (channel, destination > source)
+            # What is shared goes both ways in one order on both sides, and there are many pairs that may share.
+            direction = (channel, channel is Channel.SHARED or destination > source)
             if is_gloo and channel is Channel.BACKWARD:
                 # The two ways between a pair do not wait for one another, and one thread for both wakes up less.
                 direction = (Channel.FORWARD, source > destination)
@@ -312,9 +324,8 @@ class Transport:
         return own
 
     def _warm_up(self, routes: list[Route]) -> None:
-        """Use every route once. All ranks follow one order, so the first uses cannot wait in a ring; even sources
-        come first, so that neighbouring pairs connect side by side."""
-        for channel, source, destination in sorted(routes, key=lambda r: (r.channel, r.source % 2, r)):
+        """Use every route once, so that it is connected."""
+        for channel, source, destination in first_uses(routes):
             if self.stage == source:
                 self.send(torch.zeros(1, device=self.device), destination, channel)
                 self.flush()
@@ -351,7 +362,7 @@ class Transport:
         self, link: _Link, buffer: Tensor, what: str, pending: type[PendingReceive] = PendingReceive
     ) -> PendingReceive:
         try:
-            work = link.group.recv([_flat(buffer)], link.peer, 0)  # type: ignore[union-attr]
+            work = link.group.recv([flat(buffer)], link.peer, 0)  # type: ignore[union-attr]
         except RuntimeError as error:
             self._broken(error, link, what, "from", None)
         receive = pending(self, link, work, buffer)
@@ -380,7 +391,7 @@ class Transport:
             waiting_for=f"{what} {preposition} {self.topology.describe(rank)}",
             peer=rank,
             timed_out_after=limit if timed_out else None,
-        ) from error
+        ) from None  # which quotes what is of use in it
 
     def _no_route(self, channel: Channel, source: int, destination: int) -> NoReturn:
         raise ValueError(
@@ -406,39 +417,3 @@ class Transport:
         groups, self._groups, self.control_group = self._groups, [], None
         while groups and dist.is_initialized():
             dist.destroy_process_group(groups.pop())
-
-
-def _backend_of(device_type: str) -> str:
-    """The default group's backend for a device type, from its ``"cpu:gloo,cuda:nccl"``."""
-    by_device = dict(item.split(":", 1) for item in dist.get_backend_config().split(",") if ":" in item)
-    return by_device.get(device_type) or dist.get_default_backend_for_device(device_type)
-
-
-def _to_wire(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` (without graph) as the contiguous tensor that is sent: its memory, in the order of its storage."""
-    if not tensor.is_contiguous() and not _is_dense(tensor):
-        tensor = tensor.contiguous()
-    if tensor.is_neg() or tensor.is_conj():
-        tensor = tensor.resolve_neg().resolve_conj()
-    if tensor.device != device:
-        tensor = tensor.to(device)  # a copy to the host waits for the device
-    return _flat(tensor)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The dense memory of `tensor` as a contiguous tensor that a backend takes."""
-    if not tensor.is_contiguous():
-        tensor = tensor.as_strided((tensor.numel(),), (1,))
-    if tensor.dtype not in NATIVE_DTYPES:
-        tensor = tensor.reshape(-1).view(torch.uint8)
-    return tensor
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlaps, in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -1,5 +1,6 @@
 """Lightning's side: the strategy, its clipping, logged values, metrics and checkpoints."""
 
+from lightning_pipeline.accelerators.registration import register_npu
 from lightning_pipeline.runtime.reducer import PipelineGradReducer
 from lightning_pipeline.strategy.pipeline import PipelineStrategy, register_strategies
 from lightning_pipeline.strategy.rebalance import PipelineRebalance
@@ -15,3 +16,4 @@ __all__ = [
 ]
 
 register_strategies()
+register_npu()

@@ -168,8 +168,8 @@ class AutomaticCut:
                 for count in counts
             ]
         plan = min(found, key=lambda plan: plan.step_seconds)
-        rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
         if has_backward or self._module.trainer.state.fn != TrainerFn.FITTING:
+            rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
             print_plan(plan)
         return plan
 

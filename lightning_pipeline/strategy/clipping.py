@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.backend_rules import all_reduce
 from lightning_pipeline.runtime.fully_sharded import local_part, plain
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 
@@ -135,10 +136,10 @@ def _is_replicated(tensor: DTensor) -> bool:
 def _over_slices(norms: torch.Tensor, norm_type: float, mesh: DeviceMesh) -> torch.Tensor:
     """The norms of whole gradients from those of this rank's slices, by one message."""
     if norm_type == float("inf"):
-        dist.all_reduce(norms, dist.ReduceOp.MAX, mesh.get_group())
+        all_reduce(norms, dist.ReduceOp.MAX, group=mesh.get_group()).wait()
         return norms
     powers = norms.pow(norm_type) if norm_type else norms  # of order 0 it is a count
-    dist.all_reduce(powers, group=mesh.get_group())
+    all_reduce(powers, group=mesh.get_group()).wait()
     return powers.pow(1 / norm_type) if norm_type else powers
 
 

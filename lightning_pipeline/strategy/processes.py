@@ -16,16 +16,26 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed import Store
 from typing_extensions import override
 
+from lightning_pipeline.accelerators.npu import warn_of_unused_npus
+from lightning_pipeline.accelerators.precision import fit_to_device
+from lightning_pipeline.accelerators.rank_table_environment import (
+    RankTableEnvironment,
+    check_processes,
+    with_rank_table,
+)
+from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
+from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.meeting import meet
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.dataloading import has_length
 from lightning_pipeline.strategy.facts import evaluation_of, settings_of, training_of, versions
 from lightning_pipeline.strategy.launcher import PipelineLauncher
-from lightning_pipeline.strategy.lightning_private import connect_processes, gather_over, reduce_over
+from lightning_pipeline.strategy.lightning_private import connect_processes, gather_over
 
 EVEN = (
     "give all ranks the same data, checkpoint and optimizers; replicas that read data of their own may need "
@@ -37,7 +47,8 @@ class ProcessStrategy(ParallelStrategy):
     """Starts the processes, connects them, and speaks for all of them at once.
 
     Args:
-        process_group_backend: default: what fits the device, such as "nccl" for cuda and "gloo" for cpu.
+        process_group_backend: default: what the device has, hccl for npu, nccl for cuda and gloo for cpu (see
+            `backend_for`).
         timeout: the longest that a collective waits.
     """
 
@@ -58,6 +69,7 @@ class ProcessStrategy(ParallelStrategy):
         self.topology: Topology | None = None
         self._replicas: Replicas | None = None
         self._num_nodes = 1
+        self._notice: FailureNotice | None = None
         self._failed = False
         self._agreement: Agreement | None = None
         self._started: set[str] = set()
@@ -66,7 +78,31 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        environment = self.cluster_environment
+        if environment is not None and self.local_rank >= self.num_processes:
+            environment.validate_settings(self.num_processes, self.num_nodes)  # says how many there have to be
+        device = self.parallel_devices[self.local_rank]
+        return environment.device(device) if isinstance(environment, RankTableEnvironment) else device
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Who started the processes. The Trainer sets it when it has found none or one that it knows."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = with_rank_table(environment)
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if self.accelerator is not None:
+            fit_to_device(precision_plugin, self.accelerator.name())
+        self._precision_plugin = precision_plugin
 
     @property
     def num_nodes(self) -> int:
@@ -109,16 +145,25 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        warn_of_unused_npus(self.root_device)
         self.set_world_ranks()
         environment = self.cluster_environment
         assert environment is not None and self.lightning_module is not None
-        self._agreement = self._meet(environment) if self.world_size > 1 else None
+        table = check_processes(environment, self.root_device)
+        store = self._meet(environment) if self.world_size > 1 else None
+        self._agreement = None
+        if store is not None:
+            self._agreement = Agreement(store, self.global_rank, self.world_size, self.timeout)
         self._started = set()
         trainer = self.lightning_module.trainer
-        self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings()})
+        self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings(), **table})
         self.process_group_backend = connect_processes(
-            environment, self.root_device, self.process_group_backend, self.timeout
+            environment, self.root_device, self.process_group_backend, self.timeout, store
         )
+        if self.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._notice = FailureNotice.shared(store, rank=self.global_rank, world_size=self.world_size)
+            self._notice.is_strict = True
 
     # -- agreement --------------------------------------------------------------------------------------------------
 
@@ -180,14 +225,13 @@ class ProcessStrategy(ParallelStrategy):
             self._started.add(kind)
             self.agree(f"the start of {kind}", facts, way_out=way_out)
 
-    def _meet(self, environment: ClusterEnvironment) -> Agreement:
+    def _meet(self, environment: ClusterEnvironment) -> Store:
+        """The store that all processes share, once they are there."""
         if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-        else:
-            os.environ["MASTER_ADDR"] = environment.main_address
-            os.environ["MASTER_PORT"] = str(environment.main_port)
-            store = meet(self.global_rank, self.world_size, self.timeout)
-        return Agreement(store, self.global_rank, self.world_size, self.timeout)
+            return dist.distributed_c10d._get_default_store()
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        return meet(self.global_rank, self.world_size, self.timeout)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
@@ -196,7 +240,7 @@ class ProcessStrategy(ParallelStrategy):
         """Over replicas: within a pipeline every rank has the same value."""
         if self._replicas is None or not isinstance(tensor, Tensor):
             return tensor
-        return reduce_over(self._replicas.group, tensor, reduce_op)
+        return backend_rules.reduce(tensor, reduce_op, self._replicas.group)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -216,7 +260,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized() and not self._failed:
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+            dist.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline.runtime.backend_rules import broadcast, warm_up
+
 
 class TensorGroup:
     """The ranks among which one replica of a stage is split. They see the same data and make the same draws.
@@ -20,6 +22,7 @@ class TensorGroup:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        warm_up(group)
         self._source = dist.get_global_rank(group, 0)
 
     def same(self, value: Any) -> Any:
@@ -28,14 +31,11 @@ class TensorGroup:
         dist.broadcast_object_list(values, self._source, group=self.group)
         return values[0]
 
-    @torch.no_grad()
     def spread(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give all ranks the first one's values of tensors that are not split."""
         for tensor in tensors:
             if not isinstance(tensor, DTensor):
-                value = tensor.detach().contiguous()
-                dist.broadcast(value, self._source, group=self.group)
-                tensor.copy_(value)
+                broadcast(tensor, self._source, self.group)
 
 
 def place_gradients(parameters: Iterable[nn.Parameter]) -> None:

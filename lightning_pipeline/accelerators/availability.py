@@ -1,0 +1,109 @@
+"""Whether an Ascend NPU can be used here, and what is missing where it cannot."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+from types import ModuleType
+
+import torch
+
+DEVICE = "npu"
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_CANN = (
+    "install the CANN toolkit and kernels that fit it, and let each shell run their set_env.sh "
+    "(source /usr/local/Ascend/ascend-toolkit/set_env.sh)"
+)
+
+
+class NPUUnavailableError(RuntimeError):
+    """No NPU can be used; the message says what to install or set."""
+
+
+def npu_module() -> ModuleType:
+    """`torch.npu`, with torch_npu imported if it was not.
+
+    Raises:
+        NPUUnavailableError: no NPU can be used.
+    """
+    reason = why_unavailable()
+    if reason is not None:
+        raise NPUUnavailableError(reason)
+    return torch.get_device_module(DEVICE)
+
+
+def is_installed() -> bool:
+    """Whether torch_npu is there, usable or not."""
+    return hasattr(torch, DEVICE) or importlib.util.find_spec("torch_npu") is not None
+
+
+def why_unavailable() -> str | None:
+    """What is missing and how to get it; None where an NPU can be used. Imports torch_npu where it is installed."""
+    reason = _why_not_loaded()
+    if reason is not None:
+        return reason
+    module = torch.get_device_module(DEVICE)
+    try:
+        if module.is_available() and module.device_count() > 0:
+            return None
+        found = "sees no NPU"
+    except Exception as error:  # a driver's complaint, whatever its type
+        found = f"cannot ask the driver for NPUs ({_first_line(error)})"
+    visible = os.environ.get(VISIBLE)
+    masked = f"; {VISIBLE}={visible!r} has to name devices of this machine, in ascending order" if visible else ""
+    if visible == "":
+        masked = f"; {VISIBLE} is empty, which hides all of them: unset it"
+    return f"torch_npu {found}: check that `npu-smi info` lists some and that this user may open /dev/davinci*{masked}"
+
+
+@functools.cache
+def _why_not_loaded() -> str | None:
+    """Why torch_npu is not imported, after trying once: a failed import leaves traces that a second would trip over."""
+    if not is_installed():
+        wanted = _release(torch.__version__)
+        return f"torch_npu is not installed: pip install 'torch-npu=={wanted}', the version for torch {wanted}; {_CANN}"
+    version = _version()
+    if version is not None and _release(version) != _release(torch.__version__):
+        return (
+            f"torch_npu {version} is made for torch {_release(version)}, and this is torch {torch.__version__}: "
+            f"pip install 'torch-npu=={_release(torch.__version__)}', or the torch that it is made for"
+        )
+    if hasattr(torch, DEVICE):
+        return None
+    autoload = os.environ.get(_AUTOLOAD)
+    try:
+        import torch_npu  # noqa: F401
+    except Exception as error:
+        if autoload is None:
+            os.environ.pop(_AUTOLOAD, None)  # which torch_npu sets first, and processes started from here inherit
+        else:
+            os.environ[_AUTOLOAD] = autoload
+        return f"torch_npu {version} is installed and cannot be loaded ({_first_line(error)}): {_way_out(error)}"
+    return None
+
+
+def _way_out(error: Exception) -> str:
+    if "accelerator" in str(error):  # torch_npu refuses a torch that is built for another one
+        return "install torch's build for the CPU (https://download.pytorch.org/whl/cpu)"
+    return f"{_CANN}; until then {_AUTOLOAD}=0 lets torch be imported without it"
+
+
+def _version() -> str | None:
+    try:
+        return importlib.metadata.version("torch_npu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> str:
+    """``2.13.0`` of ``2.13.0+cpu`` or ``2.13.0.post1``, by which torch and torch_npu go together."""
+    found = re.match(r"\d+\.\d+(\.\d+)?", version)
+    return found.group() if found else version
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,109 @@
+"""Strategy "single_npu": one NPU, without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_pipeline.accelerators.availability import DEVICE
+from lightning_pipeline.accelerators.precision import fit_to_device
+from lightning_pipeline.accelerators.random_state import add_random_state, restore_random_state
+from lightning_pipeline.partition.devices import free_memory
+
+
+class SingleNPUStrategy(SingleDeviceStrategy):
+    """Everything on one NPU; the default of ``Trainer(accelerator="npu", devices=1)``.
+
+    Checkpoints hold tensors of the CPU, so they load where there is no NPU.
+
+    Args:
+        device: ``"npu:1"``, or a number; default: the first one that the Trainer was given.
+    """
+
+    strategy_name = "single_npu"
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
+        self._given = device
+        self._before_check: dict[str, Any] = {}
+        self.parallel_devices: list[torch.device] | None = None
+        """The Trainer's, which it sets on strategies that have this attribute."""
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self._given is not None:  # made when it is used: torch does not know the name before torch_npu is there
+            return torch.device(DEVICE, self._given) if isinstance(self._given, int) else torch.device(self._given)
+        return self.parallel_devices[0] if self.parallel_devices else torch.device(DEVICE, 0)
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        fit_to_device(precision_plugin, DEVICE)
+        self._precision_plugin = precision_plugin
+
+    @override
+    def setup_environment(self) -> None:
+        if self.parallel_devices and len(self.parallel_devices) > 1:
+            raise ValueError(
+                f'strategy="single_npu" was given {len(self.parallel_devices)} devices: use devices=1, or '
+                f'strategy="pipeline" for several'
+            )
+        super().setup_environment()
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        add_random_state(checkpoint, self.root_device)
+        on_host = apply_to_collection(checkpoint, Tensor, lambda tensor: tensor.cpu())
+        super().save_checkpoint(on_host, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        free_memory(self.root_device)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        restore_random_state(checkpoint, self.root_device)
+
+    # Lightning lets the validation before training draw random numbers without a trace, on the CPU and CUDA only.
+
+    @override
+    def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        self._before_check = {}
+        if self.lightning_module.trainer.sanity_checking:
+            add_random_state(self._before_check, self.root_device)
+
+    @override
+    def on_validation_end(self) -> None:
+        restore_random_state(self._before_check, self.root_device)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description="One Ascend NPU")
