@@ -24,7 +24,7 @@ def estimate_step(root: nn.Module, step: Step, batch: Any, speed: DeviceSpeed) -
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _fake(root):
-        fake = tree.replace(batch, lambda tensor: torch.empty_like(tensor, device="cpu"))
+        fake = tree.replace(batch, _like)
         try:
             trace = trace_step(root, step, fake, speed)
         except RuntimeError as error:
@@ -47,7 +47,7 @@ def _fake(root: nn.Module) -> Iterator[None]:
             swapped += [(slots, key, tensor) for key, tensor in slots.items() if tensor is not None]
     for slots, key, tensor in swapped:
         if id(tensor) not in made:
-            fake = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            fake = _like(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
         slots[key] = made[id(tensor)]
@@ -56,3 +56,8 @@ def _fake(root: nn.Module) -> Iterator[None]:
     finally:
         for slots, key, tensor in swapped:
             slots[key] = tensor
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Under the mode: a fake tensor on the CPU. The mode does not see `tensor`, as it would keep weak references."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")

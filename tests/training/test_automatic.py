@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipeline import PipelineStrategy
+from lightning_pipeline import PipelineRebalance, PipelineStrategy
 from tests.launching import launch
 from tests.training.models import LitGPT, token_loader, tokens
 from tests.training.runs import Losses, differing, pipeline_trainer, weights
@@ -139,6 +139,39 @@ def saved_and_read(world: int, folder: str) -> dict[str, Any]:
     }
 
 
+def on_meta(world: int) -> dict[str, Any]:
+    """What is not to be whole anywhere is cut before it is made."""
+    if world == 1:
+        return {}
+    L.seed_everything(1, verbose=False)
+    with torch.device("meta"):
+        module = LitGPT()
+    trainer = pipeline_trainer("auto", world=world, max_steps=2)  # type: ignore[arg-type]
+    made: list[int] = []
+
+    class Notes(L.Callback):
+        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            blocks = [block for block in pl_module.net.blocks if not next(block.parameters()).is_meta]
+            made.append(len(blocks))
+
+    trainer.callbacks.append(Notes())
+    trainer.fit(module, token_loader(32, 8))
+    return {"blocks": made, "plan": trainer.strategy.plan.as_dict()}
+
+
+def badly_cut(world: int) -> dict[str, Any]:
+    """A run with an uneven cut is told of a better one, and goes on with its own."""
+    if world == 1:
+        return {}
+    L.seed_everything(1, verbose=False)
+    advisor = PipelineRebalance(first_step=2, num_steps=3)
+    trainer = pipeline_trainer({"net.blocks.1": 1}, world=world, callbacks=[advisor], max_epochs=1)
+    trainer.fit(LitGPT(), token_loader(8 * 8, 8))
+    found = advisor.rebalance
+    assert found is not None
+    return {"now": found.now.stage_config, "better": found.better.stage_config, "text": str(found), "gain": found.gain}
+
+
 def run_all(world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, strategy in RUNS.items() if world > 1 else [("1f1b", {"schedule": "1f1b"})]:
@@ -151,6 +184,8 @@ def run_all(world: int, folder: str) -> dict[str, Any]:
         "predictions": only_predicting(world),
         "stream": a_stream(world),
         "saved": saved_and_read(world, folder),
+        "meta": on_meta(world),
+        "badly cut": badly_cut(world),
     }
 
 
@@ -222,6 +257,21 @@ def test_a_plan_is_stored_saved_and_read(ranks: Any) -> None:
     assert found["stored"] == found["plan"]
     assert found["pinned"]
     assert found["keys"] == found["plan"]["stage_config"]
+
+
+def test_a_module_on_the_meta_device_is_cut_before_it_is_made(ranks: Any) -> None:
+    plans = [rank["meta"]["plan"] for rank in ranks]
+    assert plans[0] == plans[1]
+    assert not plans[0]["is_measured"]
+    assert [rank["meta"]["blocks"] for rank in ranks] == [[2], [2]]
+
+
+def test_a_run_says_which_modules_to_move(ranks: Any) -> None:
+    first, second = (rank["badly cut"] for rank in ranks)
+    assert first == second
+    assert first["now"] == {"net.blocks.1": 1}
+    assert first["better"] != first["now"] and first["gain"] > 0.01
+    assert "from stage 1 to stage 0" in first["text"]
 
 
 def test_a_file_without_a_cut_is_refused(tmp_path: Path) -> None:
