@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +14,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_pipeline.partition.costs import between
+from lightning_pipeline.partition.costs import StepCosts, between
 from lightning_pipeline.partition.microbatch import batch_size, split_batch
 from lightning_pipeline.partition.plan import EFFORT, StagePlan, plan_stages
 from lightning_pipeline.partition.plan_table import print_plan
+from lightning_pipeline.partition.trace import Step
+from lightning_pipeline.runtime.link import measure_link
+from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.dataloading import sample_batch
@@ -85,6 +89,7 @@ class AutomaticCut:
         optimizers: Sequence[Optimizer],
         broadcast: Callable[[Any], Any],
         *,
+        transport: Transport | None,
         is_first: bool,
     ) -> StagePlan:
         """The plan for a step, the same on all ranks, which must all call it. Rank 0 makes it.
@@ -93,6 +98,9 @@ class AutomaticCut:
             ValueError: the step cannot be cut into as many stages, or no cut fits the memory.
         """
         function = getattr(self._module, name)
+        link = measure_link(transport, self._device)
+        if link is not None:
+            self._machine = replace(self._machine, **asdict(link))
         plan = with_everybody(
             lambda: self._plan(function, arguments, context, optimizers, has_backward=name == "training_step"),
             broadcast,
@@ -152,9 +160,7 @@ class AutomaticCut:
         step = loss_step(function, tuple(others), context, has_backward=has_backward)
         began = time.perf_counter()
         with unnoticed(self._module, self._device):
-            measured = {
-                count: measure_step(self._module, step, micro, self._device) for count, micro in microbatches.items()
-            }
+            measured = {count: self._costs(step, micro, has_backward) for count, micro in microbatches.items()}
             state_bytes = bytes_with_state(self._module, optimizers)
             found = [
                 plan_stages(
@@ -172,6 +178,15 @@ class AutomaticCut:
             rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
             print_plan(plan)
         return plan
+
+    def _costs(self, step: Step, microbatch: Any, has_backward: bool) -> StepCosts:
+        try:
+            return measure_step(self._module, step, microbatch, self._device)
+        except torch.OutOfMemoryError:
+            # All of the model at once does not fit, with what it keeps for backward, and a stage may well.
+            if not has_backward:
+                raise
+            return estimate_training_step(self._module, microbatch, self._device)
 
     def _counts(self, batch: Any) -> list[int]:
         """Numbers of micro-batches to choose from, ascending."""

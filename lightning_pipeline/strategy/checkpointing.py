@@ -98,13 +98,13 @@ class CheckpointingStrategy(ProcessStrategy):
         self._check_alive()
         assert self.ownership is not None
         add_random_state(checkpoint, self.root_device)
+        if self.plan is not None:  # for information: nothing reads it
+            checkpoint["pipeline_plan"] = self.plan.as_dict()
         if self.save_distributed_checkpoint:
             self._save_folder(checkpoint, filepath, storage_options)
             return
         if self._is_replica:
             return
-        if self.plan is not None:  # for information: nothing reads it
-            checkpoint["pipeline_plan"] = self.plan.as_dict()
         fill_from_owners(checkpoint["state_dict"], self.ownership, self._transport)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -408,7 +408,13 @@ class PipelineStrategy(CheckpointingStrategy):
             return
         assert module is not None and self.pipeline is not None and self.topology is not None
         self.plan = automatic.decide(
-            name, arguments, context, self.optimizers, self.broadcast, is_first=self.global_rank == 0
+            name,
+            arguments,
+            context,
+            self.optimizers,
+            self.broadcast,
+            transport=self._transport,
+            is_first=self.global_rank == 0,
         )
         is_final = is_training or module.trainer.state.fn != TrainerFn.FITTING
         observe = self.pipeline.observe

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
+from lightning_pipeline.strategy import automatic
 from tests.launching import launch
 from tests.training.models import LitGPT, token_loader, tokens
 from tests.training.runs import Losses, differing, pipeline_trainer, weights
@@ -159,6 +160,22 @@ def on_meta(world: int) -> dict[str, Any]:
     return {"blocks": made, "plan": trainer.strategy.plan.as_dict()}
 
 
+def out_of_memory(world: int) -> dict[str, Any]:
+    """Where a measurement of the whole model does not fit, it is estimated."""
+    if world == 1:
+        return {}
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    before, automatic.measure_step = automatic.measure_step, fails
+    try:
+        L.seed_everything(1, verbose=False)
+        return fit(LitGPT(), world, {}, max_steps=1)
+    finally:
+        automatic.measure_step = before
+
+
 def badly_cut(world: int) -> dict[str, Any]:
     """A run with an uneven cut is told of a better one, and goes on with its own."""
     if world == 1:
@@ -185,6 +202,7 @@ def run_all(world: int, folder: str) -> dict[str, Any]:
         "stream": a_stream(world),
         "saved": saved_and_read(world, folder),
         "meta": on_meta(world),
+        "out of memory": out_of_memory(world),
         "badly cut": badly_cut(world),
     }
 
@@ -264,6 +282,10 @@ def test_a_module_on_the_meta_device_is_cut_before_it_is_made(ranks: Any) -> Non
     assert plans[0] == plans[1]
     assert not plans[0]["is_measured"]
     assert [rank["meta"]["blocks"] for rank in ranks] == [[2], [2]]
+
+
+def test_what_does_not_fit_to_be_measured_is_estimated(ranks: Any) -> None:
+    assert [rank["out of memory"]["plan"]["is_measured"] for rank in ranks] == [False, False]
 
 
 def test_a_run_says_which_modules_to_move(ranks: Any) -> None:

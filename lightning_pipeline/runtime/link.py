@@ -1,0 +1,63 @@
+"""How fast values travel from one stage to the next."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
+
+_SIZES = (16, 1 << 20)
+"""Numbers of four bytes: one message says the latency, the other what a byte adds."""
+_TIMES = 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two ranks.
+
+    Attributes:
+        latency: seconds of any transfer.
+        bytes_per_second: of what is sent.
+    """
+
+    latency: float
+    bytes_per_second: float
+
+
+def measure_link(transport: Transport | None, device: torch.device) -> Link | None:
+    """Send values to and fro between the first two stages. All ranks of the pipeline must call it.
+
+    Returns:
+        The link on the first stage, None elsewhere and with one stage.
+    """
+    if transport is None or transport.stage > 1:
+        return None
+    seconds = []
+    for size in _SIZES:
+        value = torch.zeros(size, device=device)
+        times = []
+        for _ in range(_TIMES):
+            began = time.perf_counter()
+            if transport.stage == 0:
+                transport.send(value, 1, Channel.FORWARD)
+                _receive(transport, value, 1, Channel.BACKWARD)
+            else:
+                transport.send(_receive(transport, value, 0, Channel.FORWARD), 0, Channel.BACKWARD)
+            times.append((time.perf_counter() - began) / 2)
+        seconds.append(min(times[1:]))  # the first one connects
+    transport.flush()
+    if transport.stage:
+        return None
+    small, large = seconds
+    num_bytes = 4 * (_SIZES[1] - _SIZES[0])
+    return Link(small, num_bytes / max(large - small, 1e-9))
+
+
+def _receive(transport: Transport, like: torch.Tensor, peer: int, channel: Channel) -> torch.Tensor:
+    value = transport.recv(TensorMeta.of(like), peer, channel).wait("a measurement of the link")
+    if value.device.type != "cpu":
+        torch.get_device_module(value.device).synchronize()
+    return value
