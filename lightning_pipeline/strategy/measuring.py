@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
@@ -46,12 +48,15 @@ def loss_step(
 ) -> Step:
     """One of the user's steps as a function from a micro-batch to the loss that backward starts from.
 
+    It draws the same random numbers each time, so that layers that are left out at random are the same ones.
+
     Args:
         others: its arguments after the batch.
         context: the precision's context around a step.
     """
 
     def step(microbatch: Any) -> Tensor | None:
+        _plant_seeds()
         with context():
             result = function(microbatch, *others)
         loss = result if isinstance(result, Tensor) or result is None else result["loss"]
@@ -78,3 +83,10 @@ def estimate_training_step(module: LightningModule, microbatch: Any, device: tor
 def dtype_of(module: torch.nn.Module) -> torch.dtype:
     """What the module computes in, as far as its parameters tell."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _plant_seeds() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
