@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,18 +87,26 @@ class _OnRanksOfTheirOwn(Interception):
         return names
 
     def run(self, replay: Replay, step: Callable[..., Any], *args: Any) -> Outcome:
-        held = self.held[replay.stage]
-        swapped = []
-        for prefix, module in self.root.named_modules(remove_duplicate=False):
-            for slots in (module._parameters, module._buffers):
-                for key, tensor in slots.items():
-                    name = f"{prefix}.{key}" if prefix else key
-                    if tensor is not None and name in held and not held.is_local(name):
-                        swapped.append((slots, key, tensor, self._meta_of(tensor)))
+        def with_its_tensors(*inner: Any) -> Any:  # within what keeps the stages' attributes apart
+            with self._only(self.held[replay.stage]):
+                return step(*inner)
+
+        return super().run(replay, with_its_tensors, *args)
+
+    @contextmanager
+    def _only(self, held: Ownership) -> Iterator[None]:
+        with torch._C.DisableTorchFunction():  # or the replay would take this for the step's
+            swapped = [
+                (slots, key, tensor, self._meta_of(tensor))
+                for prefix, module in self.root.named_modules(remove_duplicate=False)
+                for slots in (module._parameters, module._buffers)
+                for key, tensor in slots.items()
+                if tensor is not None and _is_elsewhere(held, f"{prefix}.{key}" if prefix else key)
+            ]
         for slots, key, _, meta in swapped:
             slots[key] = meta
         try:
-            return super().run(replay, step, *args)
+            yield
         finally:
             for slots, key, tensor, meta in swapped:
                 if slots.get(key) is meta:
@@ -110,3 +119,7 @@ class _OnRanksOfTheirOwn(Interception):
             is_parameter = isinstance(tensor, nn.Parameter)
             self._meta[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
         return self._meta[id(tensor)]
+
+
+def _is_elsewhere(held: Ownership, name: str) -> bool:
+    return name in held and not held.is_local(name)
