@@ -63,9 +63,7 @@ def warm_up(group: dist.ProcessGroup | None = None) -> None:
             dist.all_reduce(torch.zeros(1, device=device.type), group=group)
 
 
-def all_reduce(
-    tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None
-) -> dist.Work:
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None) -> dist.Work:
     """As ``dist.all_reduce`` with ``async_op=True``, of any dtype that travels."""
     group = _or_world(group)
     if tensor.dtype in NOT_REDUCED.get(group._get_backend(tensor.device).name(), ()):

@@ -143,8 +143,6 @@ def a_batch_that_others_miss() -> None:
         (a_batch_that_others_miss, 3, "to make a communicator of 3 with it"),
     ],
 )
-def test_deadlocks_come_to_light(body: Callable[[], None], world: int, told: str, capfd: pytest.CaptureFixture) -> None:
+def test_deadlocks_come_to_light(body: Callable[[], None], world: int, told: str) -> None:
     ended = run_ranks(body, world=world, timeout=60)
-    print(*(end.error for end in ended))
-    print(capfd.readouterr().err)
     assert all("deadlock" in end.error and told in end.error for end in ended[:2])
