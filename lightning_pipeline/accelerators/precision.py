@@ -21,5 +21,13 @@ def _scaler(device_type: str) -> torch.amp.GradScaler:
     reads their overflow flag instead.
     """
     own: Any = getattr(torch.get_device_module(device_type), "amp", None)
-    make = getattr(own, "GradScaler", None)
-    return make() if make is not None else torch.amp.GradScaler(device_type)
+    if not hasattr(own, "GradScaler"):
+        return torch.amp.GradScaler(device_type)
+    scaler = own.GradScaler()
+    load = scaler.load_state_dict
+
+    def load_of_any_device(state: dict[str, Any]) -> None:
+        load({"dynamic": True, **state} if state else state)  # a key that only torch_npu's scaler has, and needs
+
+    vars(scaler)["load_state_dict"] = load_of_any_device
+    return scaler

@@ -41,6 +41,7 @@ class SingleNPUStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         self._given = device
+        self._before_check: dict[str, Any] = {}
         self.parallel_devices: list[torch.device] | None = None
         """The Trainer's, which it sets on strategies that have this attribute."""
 
@@ -87,6 +88,19 @@ class SingleNPUStrategy(SingleDeviceStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         restore_random_state(checkpoint, self.root_device)
+
+    # Lightning lets the validation before training draw random numbers without a trace, on the CPU and CUDA only.
+
+    @override
+    def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        self._before_check = {}
+        if self.lightning_module.trainer.sanity_checking:
+            add_random_state(self._before_check, self.root_device)
+
+    @override
+    def on_validation_end(self) -> None:
+        restore_random_state(self._before_check, self.root_device)
 
     @classmethod
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lightning_pipeline.cli import checkpoint, draw, simulate
+from lightning_pipeline.cli import checkpoint, draw, rank_table, simulate
 
 app = typer.Typer(
     name="lightning-pipeline",
@@ -17,3 +17,4 @@ app = typer.Typer(
 app.command()(simulate.simulate)
 app.command()(draw.draw)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(rank_table.app, name="rank-table")

@@ -5,6 +5,7 @@ Outside of a step the user's modules are as they always were: nothing of this pa
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,12 @@ from lightning_pipeline.partition.stage_config import StageMap
 _Forward = Callable[..., Any]
 
 
+class _Running(threading.local):
+    """What other threads call meanwhile, such as one that saves a checkpoint, is no part of the step."""
+
+    replay: Replay | None = None
+
+
 class Interception:
     """Routes calls of leaf modules, and of modules that draw random numbers, through the replay that is running.
 
@@ -39,7 +46,7 @@ class Interception:
         self.stages = stages
         self.streams = streams
         self.leaves: list[Leaf] = find_leaves(root, stages)
-        self.current: Replay | None = None
+        self._running = _Running()
         self.called: defaultdict[int, set[str]] = defaultdict(set)
         """Names of the leaves that ran here, by stage."""
         self.modules = dict(root.named_modules())
@@ -49,6 +56,11 @@ class Interception:
         self._around = [module for module in self.modules.values() if id(module) not in inside]
         self._split = [leaf.module for leaf in self.leaves if is_split(leaf.module)]
         self._attributes: StageAttributes | None = None
+
+    @property
+    def current(self) -> Replay | None:
+        """The replay that is running in this thread."""
+        return self._running.replay
 
     def keep_stages_apart(self) -> None:
         """Several virtual stages run here: each is to see its own of what the step keeps in attributes."""
@@ -93,14 +105,14 @@ class Interception:
 
     def run(self, replay: Replay, step: Callable[..., Any], *args: Any) -> Outcome:
         """Run `step` with its calls going to `replay`."""
-        self.current = replay
+        self._running.replay = replay
         try:
             if self._attributes is None:
                 return replay.run(step, *args)
             with self._attributes.of(replay.stage):
                 return replay.run(step, *args)
         finally:
-            self.current = None
+            self._running.replay = None
             for module, attribute, before in replay.replaced:
                 if self._runs_elsewhere(module, replay.stage):
                     setattr(self.modules[module], attribute, before)

@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, Store
 
 from lightning_pipeline.runtime.agreement import ranks
 from lightning_pipeline.runtime.failure import LINGER_S, PipelineTimeoutError
+from lightning_pipeline.runtime.rendezvous import fresh_store
 
 # How often this process came to each place. A process that starts others again, as in a sweep, has been to more places
 # than they have.
@@ -31,8 +32,11 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
     """
     # With a world size of 1 the store is there at once: the waiting is done below.
     store = next(dist.rendezvous("env://", rank, 1, timeout=timeout))[0]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = fresh_store(store, rank=rank, world_size=world_size, timeout=timeout)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    _join(PrefixStore(f"meeting/{_meetings[where]}", store), rank, world_size, timeout)
+    store = PrefixStore(f"meeting/{_meetings[where]}", store)
+    _join(store, rank, world_size, timeout)
     _meetings[where] += 1
     return store
 

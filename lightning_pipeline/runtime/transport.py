@@ -142,6 +142,7 @@ class Transport:
         device: where received tensors go.
         timeout: the longest any wait may take.
         store: carries failure notices; the default group's store or a PrefixStore around it.
+        notice: tells of failures; default: one of its own over `store`.
         routes: what will be used; default: those along the topology's placement. Backends that connect on first use
             connect here, as first uses in different orders would deadlock.
         send_window: forward or backward sends to one peer that may be underway before the oldest is waited for, on
@@ -155,6 +156,7 @@ class Transport:
         timeout: timedelta,
         store: dist.Store | None,
         *,
+        notice: FailureNotice | None = None,
         routes: Iterable[Route] | None = None,
         send_window: int = 4,
     ) -> None:
@@ -173,9 +175,7 @@ class Transport:
         self._groups: list[dist.ProcessGroup] = []
         self._wire_device = torch.device("cpu")
         self._pending: type[PendingReceive] = PendingReceive
-        self.notice = FailureNotice(store, topology)
-        self.notice.tear_down = self._disconnect
-        self.notice.interrupt = self._abort
+        self._use(notice or FailureNotice(store, rank=topology.rank, world_size=topology.world_size))
         if topology.num_stages > 1:
             along = routes_along(topology.placement or range(topology.num_stages))
             self._connect(sorted(along if routes is None else routes), send_window)
@@ -184,15 +184,23 @@ class Transport:
     _shared: ClassVar[list[Transport]] = []
 
     @classmethod
-    def shared(cls, topology: Topology, device: torch.device, timeout: timedelta, store: dist.Store) -> Transport:
+    def shared(
+        cls,
+        topology: Topology,
+        device: torch.device,
+        timeout: timedelta,
+        store: dist.Store,
+        notice: FailureNotice | None = None,
+    ) -> Transport:
         """The open transport of this process with these arguments, or a new one. Threads and sockets stay bounded
         however many runs a script makes."""
         cls._shared = [transport for transport in cls._shared if transport._control]
         for transport in cls._shared:
             same = (transport.topology, transport.requested_device, transport.timeout) == (topology, device, timeout)
             if same and transport.store is store:
+                transport._use(notice or transport.notice)
                 return transport
-        cls._shared.append(cls(topology, device, timeout, store))
+        cls._shared.append(cls(topology, device, timeout, store, notice=notice))
         return cls._shared[-1]
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> None:
@@ -269,6 +277,12 @@ class Transport:
             self.flush()
         self.notice.close()
         self._disconnect()
+
+    def _use(self, notice: FailureNotice) -> None:
+        self.notice = notice
+        notice.describe = self.topology.describe
+        notice.tear_down = self._disconnect
+        notice.interrupt = self._abort
 
     def _connect(self, routes: list[Route], send_window: int) -> None:
         backend = backend_of(self.device.type)
@@ -377,7 +391,7 @@ class Transport:
             waiting_for=f"{what} {preposition} {self.topology.describe(rank)}",
             peer=rank,
             timed_out_after=limit if timed_out else None,
-        ) from error
+        ) from None  # which quotes what is of use in it
 
     def _no_route(self, channel: Channel, source: int, destination: int) -> NoReturn:
         raise ValueError(

@@ -19,6 +19,7 @@ from lightning_pipeline.partition.absent_state import absent_state_expected
 from lightning_pipeline.strategy.checkpoint import load_module_state
 from lightning_pipeline.strategy.checkpoint_io import CheckpointError, few
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
+from lightning_pipeline.strategy.stored_tensors import StoredTensor
 
 T = TypeVar("T")
 OTHER_SHAPES = "of other shapes"
@@ -86,10 +87,9 @@ def check_checkpoint(
     Raises:
         CheckpointError: names some of the entries that do not fit, with both values, and the way out.
     """
-    name = "the checkpoint" if path is None else str(path)
-    _check_weights(checkpoint, module, strict, name)
+    _check_weights(checkpoint, module, strict, "the checkpoint" if path is None else str(path))
     if layouts is not None:
-        _check_optimizers(checkpoint, module, layouts, name)
+        check_optimizers(checkpoint, module, layouts, path=path)
 
 
 def _check_weights(checkpoint: Mapping[str, Any], module: LightningModule, strict: bool, name: str) -> None:
@@ -155,9 +155,15 @@ def _differing_arguments(checkpoint: Mapping[str, Any], module: LightningModule)
     )
 
 
-def _check_optimizers(
-    checkpoint: Mapping[str, Any], module: LightningModule, layouts: Sequence[OptimizerLayout], name: str
+def check_optimizers(
+    checkpoint: Mapping[str, Any],
+    module: LightningModule,
+    layouts: Sequence[OptimizerLayout],
+    *,
+    path: str | Path | None,
 ) -> None:
+    """The part of `check_checkpoint` about optimizers."""
+    name = "the checkpoint" if path is None else str(path)
     if not {"optimizer_states", "lr_schedulers"} <= checkpoint.keys():
         raise CheckpointError(
             f"{name} holds weights only (save_weights_only=True), so that fit cannot go on from it: start a new run "
@@ -185,6 +191,13 @@ def _problem_of_state(layout: OptimizerLayout, state: Mapping[str, Any], shapes:
             f"has {len(saved_sizes)} groups with {saved_sizes} parameters, and {optimizer.__name__} has {len(sizes)} "
             f"with {sizes}"
         )
+    strangers = [
+        f"that of {stranger} where {name} is"
+        for name, number in zip(layout.names, chain.from_iterable(saved), strict=True)
+        if (stranger := _name_in_folder(state["state"].get(number, {}))) != name and stranger in layout.names
+    ]
+    if strangers:
+        return f"is in another order ({few(strangers)})"
     if not optimizer.__module__.startswith("torch.optim") or optimizer is torch.optim.Adafactor:
         return ""  # may keep what has other shapes than its parameters
     others = [
@@ -194,3 +207,14 @@ def _problem_of_state(layout: OptimizerLayout, state: Mapping[str, Any], shapes:
         if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != shapes[name]
     ]
     return f"has other shapes ({few(others)})" if others else ""
+
+
+def _name_in_folder(state: Mapping[str, Any]) -> str:
+    """The parameter whose state this is, as far as a folder tells; "" if it does not.
+
+    Positions alone would give parameters each other's state without a word.
+    """
+    for key, value in state.items():
+        if isinstance(value, StoredTensor):
+            return value.name_in_files.partition(".state.")[2].removesuffix(f".{key}")
+    return ""

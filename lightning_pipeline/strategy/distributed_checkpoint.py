@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_pipeline.partition.absent_state import absent_state_expected
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.fully_sharded import whole
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu
+from lightning_pipeline.strategy.background import BackgroundSave
 from lightning_pipeline.strategy.checkpoint_folder import (
     like_meta,
     read_folder,
@@ -83,6 +84,8 @@ class FolderWriter:
         parameter_names: of each optimizer, by positional id.
         is_writer: this rank's pipeline is the first.
         group: all ranks, over a backend for host memory.
+        background: where to write the shards while the caller goes on, with a group that nobody else uses; None to
+            return when all is written.
     """
 
     module: nn.Module
@@ -91,6 +94,7 @@ class FolderWriter:
     parameter_names: Sequence[Sequence[str]]
     is_writer: bool
     group: dist.ProcessGroup
+    background: BackgroundSave | None = None
 
     def save(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write `checkpoint`, which has this rank's parts of its state dicts and optimizer states. All ranks call it.
@@ -111,8 +115,17 @@ class FolderWriter:
         tensors, values = self._given(checkpoint, sections)
         states = [_descriptions(optimizer["state"]) for optimizer in checkpoint.get("optimizer_states", [])]
         parts = self._on_rank_0_of_all((values, states))
+        begin = partial(self._begin, path, checkpoint, sections, parts)
+        if self.background is None:
+            self._write(path, begin, tensors)
+            return
+        self._do_on_rank_0(path, begin)  # what is not in shards may change too
+        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self.background.start(partial(self._write, path, lambda: None, tensors))
+
+    def _write(self, path: Path, begin: Callable[[], None], tensors: dict[str, Tensor]) -> None:
         try:
-            self._do_on_rank_0(path, lambda: self._begin(path, checkpoint, sections, parts))
+            self._do_on_rank_0(path, begin)
             self._write_shards(path, tensors)
             self._do_on_rank_0(path, lambda: _finish(path))
         except BaseException:
@@ -223,10 +236,16 @@ def _finish(path: Path) -> None:
     publish(path)
 
 
-@lru_cache(maxsize=1)
-def host_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """All ranks of `world`, the default group, over a backend for host memory. All ranks must call it."""
-    return world if dist.get_backend(world) == "gloo" else dist.new_group(timeout=timeout, backend="gloo")
+@lru_cache(maxsize=2)
+def host_group(world: dist.ProcessGroup, timeout: timedelta, *, own: bool = False) -> dist.ProcessGroup:
+    """All ranks of `world`, the default group, over a backend for host memory. All ranks must call it.
+
+    Args:
+        own: a group that is used for nothing else.
+    """
+    if not own and dist.get_backend(world) == "gloo":
+        return world
+    return dist.new_group(timeout=timeout, backend="gloo")
 
 
 def _sections(checkpoint: Mapping[str, Any]) -> list[str]:

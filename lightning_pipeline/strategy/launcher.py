@@ -3,17 +3,22 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.utils import get_original_cwd, to_absolute_path
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from omegaconf import OmegaConf
 from typing_extensions import override
+
+from lightning_pipeline.strategy.children import Children
 
 # What a launch leaves in this process's environment. The next job of a sweep must not find it: with LOCAL_RANK set,
 # Lightning takes the processes as started by somebody else.
@@ -48,9 +53,24 @@ class PipelineLauncher(_SubprocessScriptLauncher):
 
     def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
+        self._children: Children | None = None
         launched = PipelineLauncher._launched
         if launched is not None and launched.job != _hydra_job():
             _forget(launched)
+
+    @override
+    def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            self._children = Children(self.procs)
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            if self._children is not None:
+                self._children.failed = True
+            raise
 
     @override
     def _call_children_scripts(self) -> None:

@@ -34,16 +34,23 @@ from lightning_pipeline.runtime.backends import HOST, backend_for
 
 
 def connect_processes(
-    environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta
+    environment: ClusterEnvironment,
+    device: torch.device,
+    backend: str | None,
+    timeout: timedelta,
+    store: dist.Store | None = None,
 ) -> str:
     """Make the default process group; returns its backend (see `backend_for`). No public function does it.
 
     Unlike DDP's, this leaves the random state alone: samples are shuffled as on one device.
+
+    Args:
+        store: where its ranks find each other; default: one of its own.
     """
     backend = backend_for(device, backend)
     if not dist.is_initialized() and backend != HOST:
         atexit.register(_destroy_dist_connection)  # a device's backend complains if its groups outlive the process
-    _init_dist_connection(environment, backend, timeout=timeout)
+    _init_dist_connection(environment, backend, timeout=timeout, store=store)
     warm_up()
     return backend
 
@@ -162,3 +169,53 @@ def uses_dataloader_iter(module: LightningModule, step: str) -> bool:
 
     function: Any = getattr(module, step, None)
     return function is not None and is_param_in_hook_signature(function, "dataloader_iter", explicit=True)
+
+
+def replace_signal_handlers(
+    trainer: Trainer, *, terminate: Callable[[int, Any], None], requeue: Callable[[int, Any], None]
+) -> Callable[[], None]:
+    """Let Lightning register other functions for SIGTERM and SLURM's requeue signal. Returns a function that undoes it.
+
+    To be called before Lightning registers them, which no hook follows.
+    """
+    connector = trainer._signal_connector
+    vars(connector).update(_sigterm_notifier_fn=terminate, _slurm_sigusr_handler_fn=requeue)
+
+    def undo() -> None:
+        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+            vars(connector).pop(name, None)
+
+    return undo
+
+
+def requeue_slurm_job(trainer: Trainer, signum: int) -> None:
+    """What Lightning does on SLURM's requeue signal: save, and `scontrol requeue`. All ranks must call it."""
+    connector = trainer._signal_connector
+    type(connector)._slurm_sigusr_handler_fn(connector, signum, None)  # type: ignore[arg-type]
+
+
+def set_received_sigterm(trainer: Trainer, received: bool) -> None:
+    """Set what `trainer.received_sigterm` tells, on which the loops raise."""
+    trainer._signal_connector.received_sigterm = received
+
+
+def call_before_each_batch(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
+    """Call `function` before each training batch is fetched, where no hook is. Returns a function that undoes it.
+
+    There Lightning broadcasts whether the first rank is to stop, and takes a failed broadcast for a no; it no longer
+    does.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    advance = loop.advance
+
+    def advance_after(data_fetcher: Any) -> None:
+        function()
+        advance(data_fetcher)
+
+    vars(loop).update(advance=advance_after, _broadcast_sigterm_tensor=lambda: None)
+
+    def undo() -> None:
+        for name in ("advance", "_broadcast_sigterm_tensor"):
+            vars(loop).pop(name, None)
+
+    return undo

@@ -31,6 +31,8 @@ def agree_on_overflow(scaler: GradScaler, device: torch.device) -> Callable[[], 
         for value in found.values():
             worst = torch.maximum(worst, value.to(device))
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if hasattr(scaler, "_has_overflow"):  # where torch_npu's scaler notes it once more, to change the scale by
+            scaler._has_overflow |= bool(worst)
         return {device: worst}
 
     vars(scaler)["_unscale_grads_"] = all_gradients

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +15,15 @@ from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.stored_tensors import StoredTensor, only_checked
 
 
-def load_module_from_folder(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+def load_module_from_folder(
+    module: nn.Module, state: Mapping[str, Any], *, strict: bool = True, check: Callable[[], None] = lambda: None
+) -> Any:
     """Read this rank's part of a state dict straight into the module.
 
     Keys and shapes are compared first, those of other stages' tensors too.
+
+    Args:
+        check: of what else is to be loaded; called before anything is changed.
 
     Returns:
         What ``module.load_state_dict`` returns: missing and unexpected keys.
@@ -33,6 +38,7 @@ def load_module_from_folder(module: nn.Module, state: Mapping[str, Any], *, stri
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
         with only_checked():
             module.load_state_dict(state, strict=strict)
+        check()
         return module.load_state_dict(state, strict=strict)
 
 
@@ -45,21 +51,15 @@ def _sliced(parameter: nn.Parameter | None, value: Any) -> Any:
 
 
 def read_optimizer_state(layout: OptimizerLayout, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A full state dict in which the states of this rank's parameters are read, for ``layout.load_state``.
-
-    Raises:
-        ValueError: the state was written for the same parameters in another order.
-    """
+    """A full state dict in which the states of this rank's parameters are read, for ``layout.load_state``."""
     held = dict(layout.local_parameters())
     names = layout.names
     state: dict[Any, Any] = {}
     for position, saved in state_dict["state"].items():
         if not isinstance(position, int):
             state[position] = map_tensors(saved, StoredTensor.read, kind=StoredTensor)
-        elif position < len(names):  # the layout tells what is wrong with others
-            _check_name(layout, position, saved)
-            if (parameter := held.get(names[position])) is not None:
-                state[position] = {key: _read(value, parameter, layout) for key, value in saved.items()}
+        elif (parameter := held.get(names[position])) is not None:
+            state[position] = {key: _read(value, parameter, layout) for key, value in saved.items()}
     return {**state_dict, "state": state}
 
 
@@ -68,16 +68,3 @@ def _read(value: Any, parameter: nn.Parameter, layout: OptimizerLayout) -> Any:
     if is_sliced and isinstance(value, StoredTensor) and value.shape == parameter.shape:
         return value.read_like(parameter)
     return map_tensors(value, StoredTensor.read, kind=StoredTensor)
-
-
-def _check_name(layout: OptimizerLayout, position: int, saved: Mapping[str, Any]) -> None:
-    """Positions alone would give parameters each other's state without a word."""
-    for key, value in saved.items():
-        if isinstance(value, StoredTensor):
-            name = value.name_in_files.partition(".state.")[2].removesuffix(f".{key}")
-            if name != layout.names[position] and name in layout.names:
-                raise ValueError(
-                    f"parameter {position} of {type(layout.optimizer).__name__} is {layout.names[position]}, and the "
-                    f"checkpoint has the state of {name} there: give configure_optimizers the order of the run that "
-                    f"wrote it, or load the weights only"
-                )

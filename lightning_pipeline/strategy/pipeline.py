@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline.accelerators.random_state import add_random_state, restore_random_state
+from lightning_pipeline.accelerators.rank_table_environment import warn_of_placement
 from lightning_pipeline.partition.absent_state import guard_state_dict
-from lightning_pipeline.partition.devices import free_memory
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
-from lightning_pipeline.partition.ownership import Ownership, release
+from lightning_pipeline.partition.ownership import release
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
 from lightning_pipeline.runtime.fully_sharded import FullySharded
@@ -46,23 +44,12 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor
-from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
-from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
-from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
-from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_pipeline.strategy.copies import copies_of, fill_from_owners
+from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
+from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.dataloading import share_loader
-from lightning_pipeline.strategy.distributed_checkpoint import (
-    FolderWriter,
-    host_group,
-    module_state_in_parts,
-    optimizer_state_in_parts,
-)
-from lightning_pipeline.strategy.export import gather_module
 from lightning_pipeline.strategy.facts import parts_of
 from lightning_pipeline.strategy.lightning_private import (
     call_before_update,
-    checkpoint_io_or,
     compare_parameters_by_identity,
     note_device,
     note_mesh,
@@ -72,16 +59,15 @@ from lightning_pipeline.strategy.lightning_private import (
 )
 from lightning_pipeline.strategy.loss_scaling import agree_on_overflow
 from lightning_pipeline.strategy.metrics import share_metrics
-from lightning_pipeline.strategy.partial_loading import load_module_from_folder, read_optimizer_state
-from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
 from lightning_pipeline.strategy.steps import Steps
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup, place_gradients
 from lightning_pipeline.strategy.weights import Weights, load_weights
+from lightning_pipeline.strategy.writers import silence_writers
 
 
-class PipelineStrategy(ProcessStrategy):
+class PipelineStrategy(CheckpointingStrategy):
     """Trains a LightningModule over several devices, each holding one stage of it.
 
     Args:
@@ -154,6 +140,7 @@ class PipelineStrategy(ProcessStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
         if data_parallel not in ("replicate", "fsdp"):
@@ -186,17 +173,12 @@ class PipelineStrategy(ProcessStrategy):
         self.weights = weights
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
-        self.save_distributed_checkpoint = save_distributed_checkpoint
         self.pipeline: Pipeline | None = None
-        self.ownership: Ownership | None = None
         self.advice: Advice | None = None
         self.observe_buckets: Callable[[int, float, float], None] | None = None
         """Gets what `PipelineGradReducer.observe` does, in every step that sums gradients over replicas."""
-        self._transport: Transport | None = None
         self._steps: Steps | None = None
         self._advisor: Advisor | None = None
-        self._placement: Placement | None = None
-        self._stage_optimizers: StageOptimizers | None = None
         self._gradients: Gradients | None = None
         self._sharded: FullySharded | None = None
         self._tensor_group: TensorGroup | None = None
@@ -325,12 +307,14 @@ class PipelineStrategy(ProcessStrategy):
         schedules = self._advisor.first if self._advisor is not None else self._choice.bind(**sizes)
         placement = schedules.placement
         self.topology = topology = self._topology(num_stages, placement)
+        if self.world_size > 1:
+            warn_of_placement(num_stages)
         rank = topology.stage_rank
         if self.root_device.type == "cpu":
             keep_freed_memory()
         if self._transport is None and num_stages > 1:
             store = dist.distributed_c10d._get_default_store()
-            self._transport = Transport.shared(topology, self.root_device, self.timeout, store)
+            self._transport = Transport.shared(topology, self.root_device, self.timeout, store, self._notice)
         self._replicas = Replicas.shared(topology, self.timeout)
         self._sharded = None
         if is_fsdp and self._replicas is not None:
@@ -371,6 +355,7 @@ class PipelineStrategy(ProcessStrategy):
             output_broadcast=self.output_broadcast,
             replicas=self._replicas,
             tensor_group=self._tensor_group,
+            signals=self._signals,
             on_new=self._on_new,
         )
         self._set_up_for = (module, num_stages)
@@ -428,6 +413,8 @@ class PipelineStrategy(ProcessStrategy):
             vars(plugin)["clip_grad_by_value"] = self._stage_optimizers.clip_by_value
             self._undo.append(lambda: _forget(plugin, "clip_grad_by_norm", "clip_grad_by_value"))
             self._undo.append(call_before_update(plugin, self._stage_optimizers.before_update))
+        if self.world_size > 1:
+            self._undo.append(self._signals.install(module.trainer, has_replicas=self._replicas is not None))
         if self.world_size > 1 and self._scaler is not None:
             self._undo.append(agree_on_overflow(self._scaler, self.root_device))
         if self.world_size > 1:
@@ -442,6 +429,8 @@ class PipelineStrategy(ProcessStrategy):
             )
         if not self.topology.is_first_stage:
             self._undo.append(skip_before_transfer(module))
+        if not self.output_broadcast and self.pipeline.rank != self.pipeline.last_rank:
+            self._undo.append(silence_writers(module.trainer))
 
     @property
     def _scaler(self) -> GradScaler | None:
@@ -522,11 +511,13 @@ class PipelineStrategy(ProcessStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self._signals.pause(True)
         self._gather_parameters()
 
     @override
     def on_validation_end(self) -> None:
         self._release_parameters()
+        self._signals.pause(False)
 
     @override
     def on_test_start(self) -> None:
@@ -651,144 +642,27 @@ class PipelineStrategy(ProcessStrategy):
         assert self._stage_optimizers is not None
         return self._stage_optimizers.grad_norm(norm_type)
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._check_alive()
-        assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
-        if self.save_distributed_checkpoint:
-            return module_state_in_parts(self.lightning_module)
-        if self._is_replica:
-            help_to_gather(self.lightning_module)
-            return {}
-        return gather_module_state(
-            self.lightning_module,
-            self.ownership,
-            self._transport,
-            stage_of_module=self._placement.rank_of_module,
-        )
-
-    def gather_module(self) -> LightningModule | None:
-        """On rank 0 a copy of the module with all weights, on the CPU, to save or export; None elsewhere.
-
-        All ranks must call it, in a hook or after fit, validate, test or predict.
-        """
-        self._check_alive()
-        if self.lightning_module is None or self.ownership is None:
-            raise RuntimeError("there is no module to gather yet: call gather_module in a hook, or after trainer.fit")
-        return gather_module(self.lightning_module, self.ownership, self._transport, is_writer=not self._is_replica)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        self._check_alive()
-        assert self.ownership is not None
-        add_random_state(checkpoint, self.root_device)
-        if self.save_distributed_checkpoint:
-            self._save_folder(checkpoint, filepath, storage_options)
-            return
-        if self._is_replica:
-            return
-        fill_from_owners(checkpoint["state_dict"], self.ownership, self._transport)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _save_folder(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
-        assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
-        if storage_options is not None:
-            raise TypeError(f"storage_options={storage_options!r} is for one plain file: leave it out")
-        writer = FolderWriter(
-            module=self.lightning_module,
-            ownership=self.ownership,
-            stage_of_module=self._placement.rank_of_module,
-            parameter_names=[layout.names for layout in self._stage_optimizers or ()],
-            is_writer=not self._is_replica,
-            group=host_group(dist.distributed_c10d._get_default_group(), self.timeout),
-        )
-        writer.save(checkpoint, path)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = checkpoint_io_or(self._checkpoint_io, AtomicCheckpointIO)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self.agree("the loading of a checkpoint", {})
-        free_memory(self.root_device)
-        if is_folder(checkpoint_path):
-            return read_folder(checkpoint_path, weights_only)
-        load = super().load_checkpoint
-        options = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
-
-        def read() -> dict[str, Any]:
-            checkpoint = load(checkpoint_path, **options)
-            check_format(checkpoint, checkpoint_path)
-            return checkpoint
-
-        return with_one_outcome(read)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if is_stored(checkpoint["state_dict"]):
-            load_module_from_folder(module, checkpoint["state_dict"], strict=strict)
-            return
-        # The first thing that a load changes, and the user's on_load_checkpoint has run.
-        is_fit = module.trainer.state.fn == TrainerFn.FITTING and self._stage_optimizers is not None
-        layouts = list(self._stage_optimizers or ()) if is_fit else None
-        path = module.trainer.ckpt_path
-        with_one_outcome(lambda: check_checkpoint(checkpoint, module, layouts, strict=strict, path=path))
-        load_module_state(module, checkpoint["state_dict"], strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._check_alive()
-        assert self._stage_optimizers is not None
-        if self.save_distributed_checkpoint:
-            layout = self._stage_optimizers.layout_of(optimizer)
-            return optimizer_state_in_parts(layout, self._stage_optimizers.ownership)
-        return self._stage_optimizers.gather_state(optimizer, is_writer=not self._is_replica)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._stage_optimizers is not None
-        states = checkpoint["optimizer_states"]
-        if is_stored(states):
-            states = [read_optimizer_state(*pair) for pair in zip(self._stage_optimizers, states, strict=False)]
-        self._stage_optimizers.load_state(states)
-        restore_random_state(checkpoint, self.root_device)
-
-    @property
-    def _is_replica(self) -> bool:
-        """Whether another pipeline writes checkpoints, which are the same on all."""
-        return self.topology is not None and self.topology.pipeline > 0
-
-    def _check_alive(self) -> None:
-        if self._failed:
-            raise RuntimeError("the run has failed, so its stages cannot be gathered into a checkpoint any more")
-
     # -- end --------------------------------------------------------------------------------------------------------
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._failed or self._ends_all(exception):
+            return
         self._failed = True
+        if self._notice is not None:
+            self._notice.publish(exception)  # before connections close and wake others up
         if self._replicas is not None:
             self._replicas.close()
-        if self._transport is not None:
-            self._transport.notice.fail(exception)
+        if self._notice is not None:
+            self._notice.fail(exception)
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
         self._uninstall()
+        if self._failed:
+            self._background.abandon()
+        self._background.wait()
         self.agree("the end of the run", {}, is_last=True)
         if self._transport is not None and not self._failed:
             # A process may end after this, and one that ends with messages unread breaks its peers' connections.

@@ -16,12 +16,19 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed import Store
 from typing_extensions import override
 
 from lightning_pipeline.accelerators.npu import warn_of_unused_npus
 from lightning_pipeline.accelerators.precision import fit_to_device
+from lightning_pipeline.accelerators.rank_table_environment import (
+    RankTableEnvironment,
+    check_processes,
+    with_rank_table,
+)
 from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
+from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.meeting import meet
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
@@ -62,6 +69,7 @@ class ProcessStrategy(ParallelStrategy):
         self.topology: Topology | None = None
         self._replicas: Replicas | None = None
         self._num_nodes = 1
+        self._notice: FailureNotice | None = None
         self._failed = False
         self._agreement: Agreement | None = None
         self._started: set[str] = set()
@@ -70,7 +78,20 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        environment = self.cluster_environment
+        if environment is not None and self.local_rank >= self.num_processes:
+            environment.validate_settings(self.num_processes, self.num_nodes)  # says how many there have to be
+        device = self.parallel_devices[self.local_rank]
+        return environment.device(device) if isinstance(environment, RankTableEnvironment) else device
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Who started the processes. The Trainer sets it when it has found none or one that it knows."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = with_rank_table(environment)
 
     @property
     @override
@@ -128,13 +149,21 @@ class ProcessStrategy(ParallelStrategy):
         self.set_world_ranks()
         environment = self.cluster_environment
         assert environment is not None and self.lightning_module is not None
-        self._agreement = self._meet(environment) if self.world_size > 1 else None
+        table = check_processes(environment, self.root_device)
+        store = self._meet(environment) if self.world_size > 1 else None
+        self._agreement = None
+        if store is not None:
+            self._agreement = Agreement(store, self.global_rank, self.world_size, self.timeout)
         self._started = set()
         trainer = self.lightning_module.trainer
-        self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings()})
+        self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings(), **table})
         self.process_group_backend = connect_processes(
-            environment, self.root_device, self.process_group_backend, self.timeout
+            environment, self.root_device, self.process_group_backend, self.timeout, store
         )
+        if self.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._notice = FailureNotice.shared(store, rank=self.global_rank, world_size=self.world_size)
+            self._notice.is_strict = True
 
     # -- agreement --------------------------------------------------------------------------------------------------
 
@@ -196,14 +225,13 @@ class ProcessStrategy(ParallelStrategy):
             self._started.add(kind)
             self.agree(f"the start of {kind}", facts, way_out=way_out)
 
-    def _meet(self, environment: ClusterEnvironment) -> Agreement:
+    def _meet(self, environment: ClusterEnvironment) -> Store:
+        """The store that all processes share, once they are there."""
         if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-        else:
-            os.environ["MASTER_ADDR"] = environment.main_address
-            os.environ["MASTER_PORT"] = str(environment.main_port)
-            store = meet(self.global_rank, self.world_size, self.timeout)
-        return Agreement(store, self.global_rank, self.world_size, self.timeout)
+            return dist.distributed_c10d._get_default_store()
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        return meet(self.global_rank, self.world_size, self.timeout)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 

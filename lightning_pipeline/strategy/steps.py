@@ -24,10 +24,11 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
 from lightning_pipeline.strategy.logged_values import LoggedValues
 from lightning_pipeline.strategy.outputs import combine, mean_loss, sendable
+from lightning_pipeline.strategy.signals import Signals, merge
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
-_NEW, _LOSS, _OUTPUTS = range(3)
+_NEW, _LOSS, _OUTPUTS, _SIGNALS = range(4)
 
 
 class Steps:
@@ -40,6 +41,7 @@ class Steps:
         output_broadcast: outputs of evaluation steps reach every stage; else they stay on the last.
         replicas: the ranks that run these stages on other samples; None if there are none.
         tensor_group: the ranks among which tensors are split; they see the first one's batches.
+        signals: what has arrived here; all ranks come to know it after each step.
         on_new: called on all stages after a step that showed something new, with all reports of each structure.
     """
 
@@ -54,6 +56,7 @@ class Steps:
         output_broadcast: bool,
         replicas: Replicas | None = None,
         tensor_group: TensorGroup | None = None,
+        signals: Signals,
         on_new: Callable[[Hashable, list[list[Report]]], None],
     ) -> None:
         self.peak_live = 0
@@ -65,6 +68,7 @@ class Steps:
         self._tensor_group = tensor_group
         self._mean = mean
         self._output_broadcast = output_broadcast
+        self._signals = signals
         self._on_new = on_new
         self._logged = LoggedValues(module)
         self._last = pipeline.last_rank
@@ -194,19 +198,23 @@ class Steps:
         with torch._C.DisableTorchFunction():
             self._logged.capture(name, value, bound, num_samples)
 
-    def _finish(
-        self, kind: Hashable, report: StepReport, *, loss: Tensor, has_outputs: bool
-    ) -> list[list[float]]:
+    def _finish(self, kind: Hashable, report: StepReport, *, loss: Tensor, has_outputs: bool) -> list[list[float]]:
         """Exchange what every stage has to know, settle what was new, log."""
         new = self._pipeline.is_new(report)
-        extra = [float(new), float(loss), float(has_outputs)]
+        extra = [float(new), float(loss), float(has_outputs), self._signals.noted]
         items, extras = self._logged.exchange(self._transport, extra=extra, device=self._module.device)
         is_new = any(stage_extra[_NEW] for stage_extra in extras)
+        signals = merge(stage_extra[_SIGNALS] for stage_extra in extras)
+        all_ranks = self._replicas is None
         if self._replicas is not None and report.training:  # in evaluation replicas may have unequally many batches
-            is_new = any(flag for (flag,) in self._replicas.gather_numbers(float(is_new)))
+            gathered = self._replicas.gather_numbers(float(is_new), signals)
+            is_new = any(new for new, _ in gathered)
+            signals = merge(noted for _, noted in gathered)
+            all_ranks = True
         if is_new:
             self._settle(kind, report)
         self._logged.replay(self._module.log, items)
+        self._signals.heed(signals, by_all=all_ranks)
         return extras
 
     def _settle(self, kind: Hashable, report: StepReport) -> None:
@@ -278,4 +286,3 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return tree.replace(value, function)
-

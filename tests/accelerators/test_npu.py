@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pipeline import NPUAccelerator, PipelineStrategy
 from lightning_pipeline.accelerators.availability import NPUUnavailableError
 from lightning_pipeline.accelerators.devices import parse_devices
+from lightning_pipeline.partition.random import generators
 from lightning_pipeline.runtime.backends import backend_for
 from tests.accelerators.simulated_npu import install
 from tests.launching import launch
@@ -105,6 +107,15 @@ def refusal(folder: Path, **options: Any) -> str:
     return "nothing"
 
 
+def drawn_in_training(folder: Path, **options: Any) -> list[float]:
+    """What a training step draws on the device, after a validation that draws as well."""
+    torch.npu.manual_seed_all(1)
+    module, data = Drawing(), DataLoader(torch.ones(2, 1))
+    trainer = L.Trainer(**{**QUIET, "accelerator": "npu", "max_steps": 2, "default_root_dir": folder, **options})
+    trainer.fit(module, data, data)
+    return module.drawn
+
+
 class Tiny(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +126,19 @@ class Tiny(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Drawing(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.drawn.append(float(torch.rand((), device=self.device)))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.rand((), device=self.device)
 
 
 def without_torch_npu(folder: Path) -> Any:
@@ -145,9 +169,45 @@ def with_no_device(folder: Path) -> Any:
     return refusal(folder)
 
 
+def with_eight_devices(folder: Path) -> Any:
+    install(num_devices=8)
+    os.environ["LOCAL_RANK"] = "3"
+    options = {**QUIET, "accelerator": "npu", "strategy": "pipeline"}
+    strategy = L.Trainer(**options, devices=8).strategy
+    found = [str(device) for device in strategy.parallel_devices], str(strategy.root_device)
+    chosen = [
+        len(L.Trainer(**options, devices=devices).strategy.parallel_devices) for devices in ("auto", -1, "2,3,5,7")
+    ]
+    own = generators(torch.device("npu", 3))[1] is torch.npu.default_generators[3]
+    os.environ["LOCAL_RANK"] = "0"
+    told = refusal(folder, devices=2, strategy="single_npu")
+    return found, chosen, own, told
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """In what matters here, torch_npu's."""
+
+    def __init__(self) -> None:
+        super().__init__("npu")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.dynamic = state["dynamic"]
+
+
+def with_a_scaler_of_its_own(folder: Path) -> Any:
+    install().amp = SimpleNamespace(GradScaler=OwnScaler)
+    plugin = L.Trainer(**{**QUIET, "accelerator": "npu"}, precision="16-mixed").precision_plugin
+    of_cuda = torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
+    plugin.load_state_dict(of_cuda)
+    return type(plugin.scaler).__name__, plugin.scaler.get_scale(), plugin.scaler.dynamic
+
+
 def with_one_device(folder: Path) -> Any:
     npu = install()
     found: dict[str, Any] = {}
+    found["drawn"] = [drawn_in_training(folder, num_sanity_val_steps=steps) for steps in (0, 2)]
+    npu.calls.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = {**QUIET, "accelerator": "npu", "devices": 1, "default_root_dir": folder}
@@ -186,6 +246,7 @@ def with_one_device(folder: Path) -> Any:
 
 
 SCENES = [without_torch_npu, without_cann, with_another_version, with_no_device, with_one_device]
+SCENES += [with_eight_devices, with_a_scaler_of_its_own]
 
 
 def scene(folder: Path) -> Any:
@@ -245,6 +306,22 @@ def test_one_npu_is_never_the_cpu(seen: dict[Any, Any]) -> None:
     assert found["moved"][0] == 1 and found["moved"][1] >= 2
     assert found["on the CPU"].startswith("ValueError") and 'strategy="single_npu"' in found["on the CPU"]
     assert found["auto"] == "CPUAccelerator"
+
+
+def test_a_validation_before_training_changes_no_random_numbers(seen: dict[Any, Any]) -> None:
+    without, with_check = seen[with_one_device]["drawn"]
+    assert without == with_check and len(set(without)) == 2
+
+
+def test_eight_npus(seen: dict[Any, Any]) -> None:
+    found, chosen, has_own_generator, told = seen[with_eight_devices]
+    assert found == ([f"npu:{index}" for index in range(8)], "npu:3")
+    assert chosen == [8, 8, 4] and has_own_generator
+    assert "single_npu" in told and "2 devices" in told
+
+
+def test_the_device_s_own_scaler_loads_the_state_of_any(seen: dict[Any, Any]) -> None:
+    assert seen[with_a_scaler_of_its_own] == ("OwnScaler", 8.0, True)
 
 
 def test_what_cannot_work_on_npus_names_what_can(seen: dict[Any, Any]) -> None:

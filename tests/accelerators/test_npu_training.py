@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.strategy.loss_scaling import agree_on_overflow
 from tests.accelerators.simulated_npu import SimulatedHCCL, install
 from tests.launching import launch
 from tests.training.runs import QUIET, Losses, differing, weights
@@ -35,7 +36,9 @@ class LitMLP(L.LightningModule):
         self.drawn: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+        hidden = self.first(x)
+        assert hidden.is_npu == (self.device.type == "npu") and hidden.device.type == self.device.type
+        return self.second(hidden)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self(batch[0]), batch[1])
@@ -93,6 +96,19 @@ class Devices(Callback):
         self.types = held | {state["exp_avg"].device.type for state in states} | {trainer.strategy.root_device.type}
 
 
+def overflow_of_one_rank(rank: int) -> bool:
+    """What a scaler like torch_npu's, which notes overflows, has noted; the second rank's gradient is infinite."""
+    scaler: Any = torch.amp.GradScaler("npu")
+    scaler._has_overflow = False
+    undo = agree_on_overflow(scaler, torch.device("npu", 0))
+    weight = nn.Parameter(torch.ones(2, device="npu"))
+    weight.grad = torch.full((2,), float("inf") if rank else 1.0, device="npu")
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler._unscale_grads_(optimizer, torch.ones((), device="npu"), torch.zeros((), device="npu"), False)
+    undo()
+    return scaler._has_overflow
+
+
 def two_stages(folder: Path) -> dict[str, Any]:
     """A rank's run on two NPUs, and what it saw."""
     rank = int(os.environ["LOCAL_RANK"])
@@ -123,6 +139,7 @@ def two_stages(folder: Path) -> dict[str, Any]:
         "val_loss": float(trainer.callback_metrics["val_loss"]),
         "predictions": torch.cat(trainer.predict(module, loader())).cpu(),
     }
+    found["overflow"] = overflow_of_one_rank(rank)
     resumed, _, rest = fit("npu", folder, **pipeline, ckpt_path=str(folder / "after0.ckpt"))
     return {**found, "resumed": rest, "drawn": (module.drawn, resumed.drawn)}
 
@@ -186,6 +203,10 @@ def test_checkpoints_load_where_there_is_no_npu(ranks: list[dict[str, Any]], fol
     assert {tensor.device.type for tensor in checkpoint["state_dict"].values()} == {"cpu"}
     module = LitMLP.load_from_checkpoint(folder / "after1.ckpt")
     assert differing(dict(module.state_dict()), ranks[0]["weights"]) == {}
+
+
+def test_an_overflow_of_one_rank_is_noted_on_all(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["overflow"] for rank in ranks] == [True, True]
 
 
 def test_device_stats_are_logged(ranks: list[dict[str, Any]], folder: Path) -> None:

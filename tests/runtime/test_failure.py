@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipeline.runtime.failure import FailureNotice, PeerFailedError, PipelineTimeoutError
+from lightning_pipeline.runtime.failure import Failure, FailureNotice, PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
 
@@ -31,6 +32,7 @@ class Ended(NamedTuple):
 
     kind: str
     message: str
+    cause: str
     seconds: float
     exit_code: int | None
 
@@ -63,12 +65,12 @@ def run(body: Callable[[Transport], None], *, stages: int, timeout: float = 30.0
     for rank, process in enumerate(processes):
         reader = pipes[rank][0]
         try:
-            kind, message = reader.recv() if reader.poll() else ("", "")
+            told = reader.recv() if reader.poll() else ("", "", "")
         except EOFError:
-            kind, message = "", ""
+            told = ("", "", "")
         exit_code = process.exitcode
         process.kill()
-        results.append(Ended(kind, message, ends.get(rank, float("inf")) - fault.value, exit_code))
+        results.append(Ended(*told, ends.get(rank, float("inf")) - fault.value, exit_code))
     return results
 
 
@@ -89,7 +91,8 @@ def _process(
         body(transport)
     except BaseException as error:
         transport.notice.fail(error)
-        pipe.send((type(error).__name__, str(error)))
+        failure = getattr(error, "failure", None)
+        pipe.send((type(error).__name__, str(error), failure.traceback if failure is not None else ""))
         raise
 
 
@@ -174,7 +177,8 @@ def test_exception_on_one_stage(body: Callable[[Transport], None], culprit: int,
     for end in ended:
         assert end.kind == "PeerFailedError"
         assert f"stage {rank} (rank {rank}) failed: ValueError: the loss is not finite" in end.message
-        assert 'raise ValueError("the loss is not finite")' in end.message  # the original traceback
+        assert 'raise ValueError("the loss is not finite")' in end.cause  # the original traceback
+        assert "Traceback" not in end.message
     assert all(end.exit_code == 1 and end.seconds < 8 for end in [failed, *ended])
 
 
@@ -217,12 +221,15 @@ def test_failure_during_exchange_and_during_sends() -> None:
 
 
 def notices(store: dist.Store, *, world: int) -> list[FailureNotice]:
-    grid = (Topology(num_ranks_per_pipeline=world, world_size=world, rank=rank) for rank in range(world))
-    return [FailureNotice(store, topology) for topology in grid]
+    return [FailureNotice(store, rank=rank, world_size=world) for rank in range(world)]
 
 
-def test_first_failure_counts() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+@pytest.fixture(scope="module")
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+def test_first_failure_counts(store: dist.Store) -> None:
     first, second, third = notices(store, world=3)
     second.publish(ValueError("the cause"))
     assert first._arrived.wait(5)
@@ -241,3 +248,24 @@ def test_first_failure_counts() -> None:
     for notice in again:
         notice.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "pipeline-failure-notice"]
+
+
+def test_consequences_are_shown_as_one_line(store: dist.Store, capfd: pytest.CaptureFixture[str]) -> None:
+    hook = sys.excepthook
+    try:
+        for error, shown in {
+            ValueError("of rank 1"): "ValueError: of rank 1",
+            RuntimeError("[pair.cc:553] Connection closed by peer [::1]:5"): "; then rank 1 lost its connections",
+            RuntimeError("of its own. And more."): "; then rank 1 met RuntimeError: of its own",
+            PeerFailedError("rank 0 failed: x\nrank 1 was waiting", Failure(0, "x")): "; rank 1 was waiting",
+        }.items():
+            first, second = notices(store, world=2)
+            first.publish(ValueError("the cause"))
+            second.fail(error)
+            sys.excepthook(type(error), error, None)
+            (told,) = capfd.readouterr().err.splitlines()
+            assert told.endswith(shown)
+            assert told == shown or told.startswith("[rank1]: rank 0 failed: ")
+            first.close()
+    finally:
+        sys.excepthook = hook

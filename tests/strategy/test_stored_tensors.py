@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeline.strategy.checkpoint_check import check_optimizers
 from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
 from lightning_pipeline.strategy.checkpoint_folder import read_folder
+from lightning_pipeline.strategy.checkpoint_io import CheckpointError
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.partial_loading import load_module_from_folder, read_optimizer_state
 from lightning_pipeline.strategy.published import publish, unfinished
@@ -66,8 +68,9 @@ def test_state_of_parameters_in_another_order_is_refused(saved: nn.Sequential, f
     for values in state["state"].values():
         for key, stored in values.items():
             stored.name_in_files = f"optimizer_0.state.1.bias.{key}"
-    with pytest.raises(ValueError, match=r"is 0\.weight, and the checkpoint has the state of 1\.bias"):
-        read_optimizer_state(layout, state)
+    checkpoint["lr_schedulers"] = []
+    with pytest.raises(CheckpointError, match=r"is in another order \(that of 1\.bias where 0\.weight is"):
+        check_optimizers(checkpoint, saved, [layout], path=None)
 
 
 @pytest.mark.parametrize("has_swap", [True, False])

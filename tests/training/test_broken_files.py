@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
@@ -15,12 +16,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline.strategy.atomic_file import SUFFIX
+from lightning_pipeline.strategy.checkpoint_folder import read_folder
 from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO, CheckpointError
 from tests.launching import launch, run_ranks
-from tests.training.runs import Losses, differing, pipeline_trainer, weights
+from tests.training.runs import Losses, differing, pipeline_trainer
 
 pytestmark = pytest.mark.multiprocess
 
@@ -100,15 +103,35 @@ def killed(folder: Path) -> None:
     trainer_of(folder, plugins=[KilledInTheWrite()]).fit(Lit(), loader())
 
 
-def resumed(folder: Path) -> dict[str, Any]:
+def killed_in_its_shard(folder: Path) -> None:
+    """Rank 1 dies with its part of the KILLED_AT'th folder ``last.ckpt`` half written."""
+    saves = itertools.count(1)
+    write = dcp.FileSystemWriter.write_data
+
+    def write_or_die(self: Any, plan: Any, planner: Any) -> Any:
+        if os.environ["LOCAL_RANK"] == "1" and next(saves) == 2 * KILLED_AT:
+            (Path(self.path) / "__1_0.distcp").write_bytes(b"half a file")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(self, plan, planner)
+
+    dcp.FileSystemWriter.write_data = write_or_die  # type: ignore[method-assign]
+    trainer_of(folder, strategy={"save_distributed_checkpoint": True}).fit(Lit(), loader())
+
+
+def resumed(folder: Path, **strategy: Any) -> dict[str, Any]:
     """What is left of the killed run, and an uninterrupted one."""
     runs: dict[str, Any] = {}
     for name, where in (("resumed", folder), ("uninterrupted", None)):
         losses = Losses()
-        trainer = trainer_of(where, callbacks=[losses, NoFileIsMapped()])
+        trainer = trainer_of(where, callbacks=[losses, NoFileIsMapped()], strategy=strategy)
         trainer.fit(Lit(), loader(), ckpt_path="last" if where else None)
-        runs[name] = {"losses": losses.values, "weights": weights(trainer), "step": trainer.global_step}
+        module = trainer.strategy.gather_module()
+        runs[name] = {"losses": losses.values, "step": trainer.global_step, "weights": module and module.state_dict()}
     return runs
+
+
+def resumed_from_folders(folder: Path) -> dict[str, Any]:
+    return resumed(folder, save_distributed_checkpoint=True)
 
 
 class NoFileIsMapped(Callback):
@@ -127,13 +150,29 @@ def test_a_run_that_is_killed_in_a_write_goes_on_from_the_file_before(tmp_path: 
     assert len(leftovers) == 1 and (tmp_path / leftovers[0]).stat().st_size > 0
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == KILLED_AT - 1
 
-    for rank, runs in enumerate(launch(resumed, tmp_path, world=2)):
+    check_resumed(launch(resumed, tmp_path, world=2))
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == STEPS
+    assert not [path.name for path in tmp_path.iterdir() if path.name.endswith(SUFFIX)]
+
+
+def test_a_run_that_is_killed_in_its_shard_goes_on_from_the_folder_before(tmp_path: Path) -> None:
+    ends = run_ranks(killed_in_its_shard, tmp_path)
+    assert ends[1].exit_code == -signal.SIGKILL
+    assert ends[0].exit_code not in (0, None)
+    assert "last.ckpt" in {path.name for path in tmp_path.iterdir()}
+    assert read_folder(tmp_path / "last.ckpt")["global_step"] == KILLED_AT - 1
+
+    check_resumed(launch(resumed_from_folders, tmp_path, world=2))
+    assert read_folder(tmp_path / "last.ckpt")["global_step"] == STEPS
+    assert {path.suffix for path in tmp_path.iterdir()} == {".ckpt"}
+
+
+def check_resumed(ranks: list[dict[str, Any]]) -> None:
+    for rank, runs in enumerate(ranks):
         assert runs["resumed"]["step"] == runs["uninterrupted"]["step"] == STEPS
         assert runs["resumed"]["losses"] == runs["uninterrupted"]["losses"][KILLED_AT - 1 :]
         if rank == 0:
             assert not differing(runs["resumed"]["weights"], runs["uninterrupted"]["weights"])
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == STEPS
-    assert not [path.name for path in tmp_path.iterdir() if path.name.endswith(SUFFIX)]
 
 
 # -- files that do not fit ------------------------------------------------------------------------------------------

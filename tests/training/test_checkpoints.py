@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
 
 from tests.launching import launch
 from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.resumable import ResumableLoader
 from tests.training.runs import NUM_MICROBATCHES, Losses, differing, pipeline_trainer, plain_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -31,29 +29,6 @@ def trainer_of(num_stages: int, **options: Any) -> L.Trainer:
     if num_stages == PLAIN:
         return plain_trainer(accumulate_grad_batches=NUM_MICROBATCHES, **options)
     return pipeline_trainer(gpt_stages(num_stages), world=num_stages, **options)
-
-
-class ResumableLoader:
-    """A loader with a state, from which Lightning goes on in the middle of an epoch."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
-        self.start = self.num_given = 0
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.num_given, self.start = self.start, 0
-        for batch in islice(self.loader, self.num_given, None):
-            self.num_given += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_given": self.num_given}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.start = state_dict["num_given"] % len(self.loader)
 
 
 def data(num_stages: int) -> tuple[Any, Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, DistributedSampler
 from typer.testing import CliRunner
@@ -59,6 +63,13 @@ class LitTied(LitGPT):
         matrices = [parameter for parameter in self.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in self.parameters() if parameter.ndim <= 1]
         return torch.optim.AdamW([{"params": matrices}, {"params": others}], lr=1e-3, eps=1e-4)
+
+
+class LitOneGroup(LitTied):
+    """The same model with another optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
 
 
 class LitOther(LitTied):
@@ -112,14 +123,36 @@ def write(world: int, folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_by_callback(world: int, folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
-    """A run whose callback keeps its best and its last folder, which are then loaded."""
+    """A run whose callback keeps its best and its last folder, written in the background, which are then loaded."""
     best = ModelCheckpoint(folder, "best-{epoch}", monitor="train_loss_epoch", save_last=True)
-    trainer = trainer_of(world, layout, callbacks=[best], enable_checkpointing=True)
+    options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [AsyncCheckpointIO()]}
+    trainer = trainer_of(world, layout, callbacks=[best], **options)
     fit(trainer, layout)
-    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    with slow_writes():
+        trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+        in_background = not (folder / "weights.ckpt").exists()
+        for parameter in trainer.lightning_module.parameters():  # training goes on
+            parameter.data.add_(1)
+        trainer.strategy.remove_checkpoint(folder / "absent.ckpt")  # waits for the folder
+    assert (folder / "weights.ckpt").exists()
+    for parameter in trainer.lightning_module.parameters():
+        parameter.data.sub_(1)
     [metrics] = trainer.validate(ckpt_path="best", dataloaders=loader(trainer, layout), verbose=False)
     last = trainer_of(world, layout, callbacks=[ModelCheckpoint(folder, save_last=True)], enable_checkpointing=True)
-    return {"val_loss": metrics["val_loss"], "last": fit(last, layout, "last")["step"]}
+    return {"val_loss": metrics["val_loss"], "last": fit(last, layout, "last")["step"], "in background": in_background}
+
+
+@contextmanager
+def slow_writes() -> Generator[None, None, None]:
+    write = dcp.FileSystemWriter.write_data
+
+    def write_later(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return write(*arguments)
+
+    dcp.FileSystemWriter.write_data = write_later  # type: ignore[method-assign]
+    yield
+    dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
 
 
 def fail_to_write(world: int, folder: Path, layout: dict[str, Any]) -> list[str]:
@@ -160,14 +193,21 @@ def alone(world: int, folder: Path) -> dict[str, Any]:
         found[name] = fit(trainer_of(world, layout), layout, folder / name / "epoch=0.ckpt")
     found["back"] = fit(trainer_of(world, layout, max_epochs=EPOCHS + 1), layout, folder / "back.ckpt")
     found["file"] = fit(trainer_of(world, layout, max_epochs=EPOCHS + 1), layout, folder / "from.ckpt")
-    other = LitOther()
-    before = {key: copy.deepcopy(value) for key, value in other.double().state_dict().items()}
-    for case, path in (("other", "end.ckpt"), ("short", "short.ckpt"), ("foreign", "")):
+    other, one_group = LitOther(), LitOneGroup()
+    modules = (other.double(), one_group.double())
+    before = copy.deepcopy([module.state_dict() for module in modules])
+    source = folder / "2 x 2, fsdp"
+    for case, module, path in (
+        ("other", other, source / "end.ckpt"),
+        ("groups", one_group, source / "end.ckpt"),
+        ("short", other, source / "short.ckpt"),
+        ("foreign", other, source),
+    ):
         try:
-            trainer_of(world, layout).fit(other, DataLoader(tokens(8)), ckpt_path=folder / "2 x 2, fsdp" / path)
+            trainer_of(world, layout).fit(module, DataLoader(tokens(8)), ckpt_path=path)
         except Exception as error:
             found[case] = f"{type(error).__name__}: {error}"
-    found["unchanged"] = equal(dict(other.double().state_dict()), before)
+    found["unchanged"] = equal([module.double().state_dict() for module in modules], before)
     return found
 
 
@@ -243,6 +283,7 @@ def test_a_callback_keeps_and_removes_folders(folder: Path, ranks: Any) -> None:
     found = {path.name for path in (folder / "callback").iterdir()}
     assert found == {"best-epoch=1.ckpt", "last.ckpt", "weights.ckpt"}
     for rank in ranks:
+        assert rank["callback"]["in background"]
         assert rank["callback"]["last"] == EPOCHS * SAMPLES // BATCH_SIZE
 
 
@@ -269,6 +310,7 @@ def test_mismatches_are_named_before_anything_is_changed(one: Any) -> None:
     missing, unexpected, shape = "net.more.weight", "net.blocks.3.mlp.2.bias", "net.blocks.0.mlp_norm.weight"
     for part in (f'Missing key(s) in state_dict: "{missing}"', f'"{unexpected}"', f"size mismatch for {shape}"):
         assert part in one["other"]
+    assert "has 2 groups with " in one["groups"] and "AdamW has 1 with " in one["groups"]
     assert one["unchanged"]
     assert one["short"].startswith("ValueError: the checkpoint ") and ".distcp has " in one["short"]
     assert "is no checkpoint that save_distributed_checkpoint=True has written" in one["foreign"]

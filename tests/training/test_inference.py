@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
+from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.schedules import Kind, forward_only, simulate
@@ -198,6 +199,7 @@ def written(make: MakeTrainer) -> Result:
     """What prediction writers get, where nothing is returned."""
     writer = Writer()
     returned = make(callbacks=[writer]).predict(seeded(), loaders(), return_predictions=False)
+    assert writer.write_on_batch_end.__func__ is Writer.write_on_batch_end  # whatever happened to it in the run
     return {"returned": returned, "batches": writer.batches, "epochs": writer.epochs}
 
 
@@ -354,11 +356,14 @@ def test_writers_get_every_sample_with_its_number(one: Any, two: Any) -> None:
     assert [number for _, ids, numbers in expected["batches"] for number in numbers] == list(range(NUM_SAMPLES)) * 4
     for found in (two[0]["written"], two[1]["written"], two[1]["kept written"]):
         assert found == expected and found["returned"] is None
+    nothing = {"returned": None, "batches": [], "epochs": []}
+    assert two[0]["kept written"] == nothing  # the predictions are on the other rank
 
 
 def test_writers_of_replicas_get_what_the_sampler_gave_them(four: Any) -> None:
     # Ranks 0 and 1 are the first stage's replicas, 2 and 3 the last one's.
     for replica in (0, 1):
+        assert not four[replica]["written"]["batches"]
         found = four[2 + replica]["written"]
         for loader, size in enumerate(BATCH_SIZES):
             batches = [(ids, numbers) for place, ids, numbers in found["batches"] if place[1] == loader]
@@ -409,6 +414,13 @@ def test_numbers_of_each_sample_join_and_fractions_are_averaged() -> None:
     assert combine([1.0, 4.0], [2, 1]) == 2.0
     assert combine([0.1, 0.1, 0.1], [2, 2, 1]) == 0.1
     assert combine([None, {"a": torch.ones(1)}], [1, 1]) == {"a": torch.ones(1)}
+
+
+def test_outputs_of_hugging_face_models_join() -> None:
+    parts = [CausalLMOutput(logits=torch.ones(n, 3), hidden_states=(torch.ones(n, 1),) * 2) for n in (2, 1)]
+    whole = pickle.loads(pickle.dumps(sendable(combine(parts, [2, 1]))))
+    assert type(whole) is CausalLMOutput and whole.keys() == parts[0].keys()
+    assert whole.logits.shape == (3, 3) and whole.hidden_states[1].shape == (3, 1)
 
 
 def test_views_are_sent_without_what_they_are_views_of() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.strategy.checkpoint_folder import read_folder, replace_stored
 from tests.launching import launch
 from tests.training.models import LENGTH, NUM_BLOCKS, VOCABULARY, WIDTH, LitGPT, tokens
 from tests.training.runs import QUIET, Losses
@@ -110,6 +111,8 @@ def train(world: int, optimizer: str, schedule: str, folder: Path, resume: bool 
     held = sum(p.to_local().numel() for p in blocks if isinstance(p, DTensor) and not p.is_meta)
     if not resume:
         trainer.save_checkpoint(path)
+        trainer.strategy.save_distributed_checkpoint = True
+        trainer.save_checkpoint(path.with_suffix(".folder"))
     val_loss = float(trainer.callback_metrics["val_loss"])
     return {"losses": losses.values, "val_loss": val_loss, "held": held}
 
@@ -148,15 +151,15 @@ def train_all(world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    found: dict[int, Any] = {}
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
     for world in (1, 4):
         folder = tmp_path_factory.mktemp(f"world{world}")
         found[world] = launch(train_all, world, folder, world=world)
         for optimizer, _ in CASES:
             path = folder / f"{optimizer}.ckpt"
             found[world, optimizer] = torch.load(path, weights_only=True)
-    return found
+    return {**found, "folder": folder}
 
 
 @pytest.mark.parametrize("run", ["adamw", "adafactor", "resumed"])
@@ -179,6 +182,17 @@ def test_checkpoints_are_those_of_one_process(optimizer: str, results: Any) -> N
     for index, values in state["state"].items():
         for key, value in values.items():
             torch.testing.assert_close(found_state["state"][index][key], value, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_folder_holds_what_the_file_does(optimizer: str, results: Any) -> None:
+    found = read_folder(results["folder"] / f"{optimizer}.folder")
+    replace_stored(found)
+    expected = results[4, optimizer]
+    torch.testing.assert_close(dict(found["state_dict"]), dict(expected["state_dict"]), rtol=0, atol=0)
+    assert found["optimizer_states"][0]["state"].keys() == expected["optimizer_states"][0]["state"].keys()
+    for index, values in expected["optimizer_states"][0]["state"].items():
+        torch.testing.assert_close(found["optimizer_states"][0]["state"][index], values, rtol=0, atol=0)
 
 
 def test_each_rank_holds_half_of_the_split_parameters(results: Any) -> None:

@@ -1,0 +1,219 @@
+"""Checkpoints of a module in stages, as Lightning asks a strategy for them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeline.accelerators.random_state import add_random_state, restore_random_state
+from lightning_pipeline.partition.devices import free_memory
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.failure import PeerFailedError
+from lightning_pipeline.runtime.placement import Placement
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.strategy.background import BackgroundSave
+from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
+from lightning_pipeline.strategy.checkpoint_check import (
+    check_checkpoint,
+    check_format,
+    check_optimizers,
+    with_one_outcome,
+)
+from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
+from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
+from lightning_pipeline.strategy.copies import fill_from_owners
+from lightning_pipeline.strategy.distributed_checkpoint import (
+    FolderWriter,
+    host_group,
+    module_state_in_parts,
+    optimizer_state_in_parts,
+)
+from lightning_pipeline.strategy.export import gather_module
+from lightning_pipeline.strategy.lightning_private import checkpoint_io_or
+from lightning_pipeline.strategy.partial_loading import load_module_from_folder, read_optimizer_state
+from lightning_pipeline.strategy.processes import ProcessStrategy
+from lightning_pipeline.strategy.signals import Signals
+from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointingStrategy(ProcessStrategy):
+    """Saves and loads what the stages hold together: plain files through rank 0, or folders that all write."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.save_distributed_checkpoint = False
+        self.ownership: Ownership | None = None
+        self._transport: Transport | None = None
+        self._placement: Placement | None = None
+        self._stage_optimizers: StageOptimizers | None = None
+        self._signals = Signals()
+        self._background = BackgroundSave()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._check_alive()
+        assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
+        if self.save_distributed_checkpoint:
+            return module_state_in_parts(self.lightning_module)
+        if self._is_replica:
+            help_to_gather(self.lightning_module)
+            return {}
+        return gather_module_state(
+            self.lightning_module,
+            self.ownership,
+            self._transport,
+            stage_of_module=self._placement.rank_of_module,
+        )
+
+    def gather_module(self) -> LightningModule | None:
+        """On rank 0 a copy of the module with all weights, on the CPU, to save or export; None elsewhere.
+
+        All ranks must call it, in a hook or after fit, validate, test or predict.
+        """
+        self._check_alive()
+        if self.lightning_module is None or self.ownership is None:
+            raise RuntimeError("there is no module to gather yet: call gather_module in a hook, or after trainer.fit")
+        return gather_module(self.lightning_module, self.ownership, self._transport, is_writer=not self._is_replica)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        self._check_alive()
+        assert self.ownership is not None
+        add_random_state(checkpoint, self.root_device)
+        if self.save_distributed_checkpoint:
+            self._save_folder(checkpoint, filepath, storage_options)
+            return
+        if self._is_replica:
+            return
+        fill_from_owners(checkpoint["state_dict"], self.ownership, self._transport)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
+        assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
+        if storage_options is not None:
+            raise TypeError(f"storage_options={storage_options!r} is for one plain file: leave it out")
+        self._background.wait()
+        in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
+        writer = FolderWriter(
+            module=self.lightning_module,
+            ownership=self.ownership,
+            stage_of_module=self._placement.rank_of_module,
+            parameter_names=[layout.names for layout in self._stage_optimizers or ()],
+            is_writer=not self._is_replica,
+            group=host_group(dist.distributed_c10d._get_default_group(), self.timeout, own=in_background),
+            background=self._background if in_background else None,
+        )
+        writer.save(checkpoint, path)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self._background.wait()  # it may be this one
+        super().remove_checkpoint(filepath)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = checkpoint_io_or(self._checkpoint_io, AtomicCheckpointIO)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._background.wait()
+        self.agree("the loading of a checkpoint", {})
+        free_memory(self.root_device)
+        if is_folder(checkpoint_path):
+            return read_folder(checkpoint_path, weights_only)
+        load = super().load_checkpoint
+        options = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
+
+        def read() -> dict[str, Any]:
+            checkpoint = load(checkpoint_path, **options)
+            check_format(checkpoint, checkpoint_path)
+            return checkpoint
+
+        return with_one_outcome(read)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        # The first thing that a load changes, and the user's on_load_checkpoint has run.
+        is_fit = module.trainer.state.fn == TrainerFn.FITTING and self._stage_optimizers is not None
+        layouts = list(self._stage_optimizers or ()) if is_fit else None
+        path = module.trainer.ckpt_path
+        if is_stored(checkpoint["state_dict"]):
+
+            def check() -> None:
+                if layouts is not None:
+                    check_optimizers(checkpoint, module, layouts, path=path)
+
+            load_module_from_folder(module, checkpoint["state_dict"], strict=strict, check=check)
+            return
+        with_one_outcome(lambda: check_checkpoint(checkpoint, module, layouts, strict=strict, path=path))
+        load_module_state(module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._check_alive()
+        assert self._stage_optimizers is not None
+        if self.save_distributed_checkpoint:
+            layout = self._stage_optimizers.layout_of(optimizer)
+            return optimizer_state_in_parts(layout, self._stage_optimizers.ownership)
+        return self._stage_optimizers.gather_state(optimizer, is_writer=not self._is_replica)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._stage_optimizers is not None
+        states = checkpoint["optimizer_states"]
+        if is_stored(states):
+            states = [read_optimizer_state(*pair) for pair in zip(self._stage_optimizers, states, strict=False)]
+        self._stage_optimizers.load_state(states)
+        restore_random_state(checkpoint, self.root_device)
+
+    @property
+    def _is_replica(self) -> bool:
+        """Whether another pipeline writes checkpoints, which are the same on all."""
+        return self.topology is not None and self.topology.pipeline > 0
+
+    def _check_alive(self) -> None:
+        """Before a checkpoint is gathered, which takes all stages.
+
+        Lightning calls callbacks that save on an exception before it tells the strategy of it. What ended this rank
+        has not ended the others, which would not come.
+        """
+        if self._failed:
+            raise RuntimeError("the run has failed, so its stages cannot be gathered into a checkpoint any more")
+        error = sys.exc_info()[1]
+        if self.lightning_module is None or error is None or self.world_size == 1 or self._ends_all(error):
+            return
+        if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            self.on_exception(error)
+            if not isinstance(error, PeerFailedError):
+                log.warning(
+                    f"No checkpoint is saved: {type(error).__name__} ended rank {self.global_rank} alone, and the "
+                    f"other stages' weights are not at hand. Go on from the last checkpoint that training saved."
+                )
+            raise error
+
+    def _ends_all(self, exception: BaseException) -> bool:
+        """Whether all ranks end by this exception, after the same batch, so that they can still work together."""
+        return self._signals.ends_all(exception)

@@ -1,0 +1,127 @@
+"""`run_pipeline.sh` trains ResNet-50 as two stages, by torchrun and from a rank table, with a log for each rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT
+from .test_cifar10 import write_archive
+
+SCRIPT = ROOT / "examples/run_pipeline.sh"
+TABLE = ROOT / "examples/rank_tables/2_devices.json"
+# Two images to a micro-batch, and nothing written but the values of one step.
+SHORT = [
+    "data.image_size=32",
+    "data.batch_size=8",
+    "trainer.max_epochs=1",
+    "trainer.log_every_n_steps=1",
+    "+trainer.limit_train_batches=1",
+    "+trainer.limit_val_batches=0",
+    "+trainer.enable_checkpointing=false",
+    "+trainer.enable_model_summary=false",
+    "+trainer.enable_progress_bar=false",
+    "callbacks.checkpoint=null",
+    "callbacks.progress=null",
+    "callbacks.timeline=null",
+]
+
+
+def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "DEVICE", "LOCAL_RANK"))}
+    environment = {**kept, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.Popen(
+        ["bash", str(SCRIPT), *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    try:
+        return process.communicate(timeout=100)[0]
+    finally:
+        process.terminate()  # ends what it has started, too
+
+
+@pytest.mark.multiprocess
+def test_torchrun_and_a_rank_table_train_alike(tmp_path: Path) -> None:
+    # A space in the path, as users have.
+    data = tmp_path / "my data"
+    data.mkdir()
+    md5 = write_archive(data / "cifar-10-binary.tar.gz")
+    ways = {"torchrun": {}, "table": {"RANK_TABLE_FILE": os.path.relpath(TABLE, tmp_path)}}
+    processes = {
+        name: start(tmp_path, "my data", "CPU", *SHORT, f"+data.md5={md5}", LOG_DIR=f"logs/{name}", **variables)
+        for name, variables in ways.items()
+    }
+    outputs = {name: ended(process) for name, process in processes.items()}
+    values = {}
+    for name, process in processes.items():
+        folder = tmp_path / "logs" / name
+        logs = {rank: (folder / f"rank_{rank}.log").read_text() for rank in (0, 1)}
+        assert process.returncode == 0, outputs[name] + logs[0] + logs[1]
+        assert "GLOBAL_RANK: 1, MEMBER: 2/2" in logs[1]
+        assert "train/loss" in logs[0] and "train/loss" not in logs[1]
+        assert (folder / "train_rank1.log").exists()
+        values[name] = (folder / "csv/metrics.csv").read_text()
+    assert "2 processes by torchrun" in outputs["torchrun"]
+    assert f"2 of 2 processes from {TABLE}" in outputs["table"]
+    assert values["torchrun"] == values["table"] != ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        (["."], {}, "Usage: bash"),
+        ([".", "TPU"], {}, "the device is Ascend, GPU or CPU, got 'TPU'"),
+        (["none", "CPU"], {}, "there is no cifar-10-binary.tar.gz in 'none': DATA_PATH is its folder"),
+        ([".", "CPU"], {"RANK_TABLE_FILE": "none.json"}, "cannot read the rank table"),
+        (
+            [".", "CPU"],
+            {"RANK_TABLE_FILE": str(TABLE), "SERVER_ID": "b"},
+            "the rank table has no server 'b', it has 10.0.0.1",
+        ),
+    ],
+)
+def test_what_cannot_run_is_told_before_it_starts(
+    arguments: list[str], variables: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    if arguments[0] == ".":
+        (tmp_path / "cifar-10-binary.tar.gz").touch()
+    process = start(tmp_path, *arguments, **variables)
+    assert words in ended(process)
+    assert process.returncode == 2
+    assert not list(tmp_path.glob("logs/**/rank_*.log"))
+
+
+PROGRAM = """
+#!/usr/bin/env bash
+# Stands in for the interpreter: rank 1 fails, the others wait.
+if [ "$2" = lightning_pipeline ]; then exec "$REAL" "$@"; fi
+[ "$RANK_ID" = 1 ] && { until [ -s waiting.pid ]; do sleep 0.02; done; echo "rank 1 is lost"; exit 7; }
+echo $$ > waiting.pid
+exec sleep 60
+"""
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path: Path) -> None:
+    (tmp_path / "cifar-10-binary.tar.gz").touch()
+    program = tmp_path / "python"
+    program.write_text(PROGRAM.lstrip())
+    program.chmod(0o755)
+    variables = {"PYTHON": str(program), "REAL": sys.executable, "RANK_TABLE_FILE": str(TABLE), "LOG_DIR": "out"}
+    process = start(tmp_path, ".", "CPU", **variables)
+    output = ended(process)
+    assert process.returncode == 7
+    assert "a process failed with exit code 7" in output
+    assert "rank 1 is lost" in output
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "waiting.pid").read_text()), 0)

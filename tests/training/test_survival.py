@@ -1,0 +1,281 @@
+"""Whatever happens to one rank: all end in time and say why, or go on, or save and stop."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import psutil
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_pipeline import PipelineStrategy
+from tests.launching import launch, run_ranks
+from tests.training.faulty_script import fit as fit_faulty
+from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.runs import QUIET, Losses, differing, pipeline_trainer, plain_trainer
+
+pytestmark = pytest.mark.multiprocess
+
+SCRIPT = Path(__file__).with_name("faulty_script.py")
+ROOT = SCRIPT.parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1")
+WITHIN_S = 10.0
+
+
+# -- scripts, as a user starts them -----------------------------------------------------------------------------------
+
+
+class ScriptEnded(NamedTuple):
+    """A script's output and exit code, seconds from the fault to its end, and which of its processes were left."""
+
+    output: str
+    exit_code: int
+    seconds: float
+    left: list[int]
+
+
+def run_script(fault: str, folder: Path, *launcher: str) -> ScriptEnded:
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), str(folder), fault],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+    )
+    seconds = time.time() - float((folder / "fault").read_text())
+    pids = [int(file.read_text()) for file in folder.glob("*.pid")]
+    return ScriptEnded(done.stdout, done.returncode, seconds, [pid for pid in pids if psutil.pid_exists(pid)])
+
+
+# -- ranks, as a cluster's launcher starts them -----------------------------------------------------------------------
+
+
+class Met(Callback):
+    """`act` on one rank, when the training batch with this number begins or has ended."""
+
+    def __init__(self, act: Callable[[Any], None], *, rank: int, batch: int = 2, at_end: bool = False) -> None:
+        self.act, self.rank, self.batch, self.at_end = act, rank, batch, at_end
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.maybe(trainer, at_end=False)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.maybe(trainer, at_end=True)
+
+    def maybe(self, trainer: Any, *, at_end: bool) -> None:
+        if at_end == self.at_end and trainer.global_rank == self.rank and trainer.fit_loop.batch_idx == self.batch:
+            self.act(trainer)
+
+
+def fit(*callbacks: Callback, world: int = 2, **options: Any) -> None:
+    strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, num_microbatches=4, timeout=60)
+    options = {**QUIET, "enable_checkpointing": True, "max_epochs": 1, **options}
+    L.Trainer(strategy=strategy, devices=world, callbacks=list(callbacks), **options).fit(
+        LitMeasured(), point_loader(64), point_loader(8)
+    )
+
+
+def raise_error(trainer: Any) -> None:
+    raise ValueError("the user's own error")
+
+
+def stop_for_a_while(trainer: Any) -> None:
+    """SIGSTOP, until the others have told of it."""
+    subprocess.Popen(["sh", "-c", f"sleep 6; kill -KILL {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fails_while_saving_on_exceptions(folder: Path) -> None:
+    by_error = ModelCheckpoint(folder, "error", save_on_exception=True, every_n_train_steps=10**6)
+    fit(Met(raise_error, rank=1), by_error, OnExceptionCheckpoint(folder))
+
+
+def fails_while_another_sleeps() -> None:
+    fit(Met(raise_error, rank=1, at_end=True), Met(lambda _: time.sleep(60), rank=0, at_end=True))
+
+
+def fails_in_a_replica() -> None:
+    fit(Met(raise_error, rank=3), world=4)
+
+
+def fails_at_setup() -> None:
+    class Unprepared(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            if trainer.global_rank == 1:
+                raise ValueError("the user's own error")
+
+    fit(Unprepared())
+
+
+class ShortOfPatience(Callback):
+    """The stages wait for each other for 2 s only, once they have started."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.transport.timeout = timedelta(seconds=2)
+
+
+def hangs() -> None:
+    fit(ShortOfPatience(), Met(stop_for_a_while, rank=1))
+
+
+SCENARIOS = {
+    "saving": (fails_while_saving_on_exceptions, 2),
+    "sleeping": (fails_while_another_sleeps, 2),
+    "replicas": (fails_in_a_replica, 4),
+    "setup": (fails_at_setup, 2),
+    "hung": (hangs, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Everything at once: starting a script takes longest."""
+    folder = tmp_path_factory.mktemp("survival")
+
+    def scenario(name: str) -> Any:
+        body, world = SCENARIOS[name]
+        return run_ranks(body, *([folder / "saving"] if name == "saving" else []), world=world)
+
+    with ThreadPoolExecutor(len(SCENARIOS) + 2) as threads:
+        futures = {name: threads.submit(scenario, name) for name in SCENARIOS}
+        futures["script"] = threads.submit(run_script, "raise", folder / "raise")
+        futures["torchrun"] = threads.submit(run_script, "kill", folder / "kill", *TORCHRUN)
+        return {"folder": folder, **{name: future.result() for name, future in futures.items()}}
+
+
+def test_a_scripts_error_is_told_once_and_ends_it(ended: Any) -> None:
+    output, exit_code, seconds, left = ended["script"]
+    assert exit_code == 1
+    assert seconds < WITHIN_S
+    assert not left
+    assert output.count("Traceback (most recent call last)") == 1
+    assert "[rank1]: ValueError: the user's own error" in output
+    told = [line for line in output.splitlines() if line.startswith("[rank0]")]
+    assert len(told) == 1, told
+    assert told[0].startswith("[rank0]: stage 1 (rank 1) failed: ValueError: the user's own error; stage 0 (rank 0)")
+
+
+def test_torchrun_goes_on_from_the_last_checkpoint_after_a_killed_rank(ended: Any, tmp_path: Path) -> None:
+    output, exit_code, _, left = ended["torchrun"]
+    assert exit_code == 0, output
+    assert not left
+    assert "Restoring states from the checkpoint" in output
+    assert "stage 1 (rank 1) failed: its process ended or lost its connections" in output
+    assert "Traceback" not in output
+    uninterrupted = launch(fit_faulty, "none", tmp_path, world=2)[0]
+    assert not differing(torch.load(ended["folder"] / "kill" / "weights.pt"), dict(uninterrupted))
+
+
+def test_an_error_is_told_though_callbacks_want_to_save(ended: Any) -> None:
+    first, second = ended["saving"]
+    assert second.error == "ValueError: the user's own error"
+    assert first.error.startswith("PeerFailedError: stage 1 (rank 1) failed: ValueError")
+    assert not list((ended["folder"] / "saving").glob("*.ckpt"))
+
+
+def test_a_rank_that_does_not_notice_ends_too(ended: Any) -> None:
+    sleeping, failed = ended["sleeping"]
+    assert failed.error == "ValueError: the user's own error"
+    assert sleeping.exit_code == 1
+    assert sleeping.error == "ended without an answer"
+    assert sleeping.seconds - failed.seconds < WITHIN_S
+
+
+@pytest.mark.parametrize("name", ["replicas", "setup"])
+def test_an_error_ends_all_ranks(ended: Any, name: str) -> None:
+    failed = ended[name][-1 if name == "replicas" else 1]
+    assert failed.error == "ValueError: the user's own error"
+    for end in ended[name]:
+        assert end.exit_code == 1
+        assert end.seconds - failed.seconds < WITHIN_S
+
+
+def test_a_hung_rank_is_reported(ended: Any) -> None:
+    told = ended["hung"][0]
+    assert told.exit_code == 1
+    assert "stage 0 (rank 0) waited 2 s for the list of gradients of micro-batch 0 (0B0) from stage 1 (rank 1)" in (
+        told.error
+    )
+
+
+# -- SLURM ------------------------------------------------------------------------------------------------------------
+
+
+def preempted(folder: Path) -> dict[str, Any]:
+    """A job that SLURM asks to requeue itself, and ends; then the requeued one."""
+    rank = os.environ["LOCAL_RANK"]
+    names = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "PROCID": rank, "LOCALID": rank, "NODEID": "0", "JOB_ID": "42"}
+    os.environ.update({f"SLURM_{name}": value for name, value in names.items()}, SLURM_JOB_NAME="train")
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    first, second = Losses(), Losses()
+    asked = Met(lambda _: os.kill(os.getpid(), signal.SIGUSR1), rank=1, batch=2)
+    ends = [Met(lambda _: os.kill(os.getpid(), signal.SIGTERM), rank=rank, batch=4) for rank in (0, 1)]
+    L.seed_everything(1, verbose=False)
+    with pytest.raises(SIGTERMException):
+        fit(first, asked, *ends, default_root_dir=folder)
+    fit(second, default_root_dir=folder)
+    return {"first": first.values, "second": second.values}
+
+
+def test_a_preempted_job_is_saved_requeued_and_resumed(tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+    scontrol.chmod(0o755)
+    for rank in launch(preempted, tmp_path, world=2):
+        assert len(rank["first"]) == 5  # the batch in which the signal came was the last
+        assert len(rank["second"]) == 5  # after the three that the requeued job had saved
+    assert (tmp_path / "called").read_text() == "requeue 42\n"
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)["global_step"] == 3
+
+
+# -- losses that are not finite ---------------------------------------------------------------------------------------
+
+
+class Diverges(LitMeasured):
+    """The third batch's loss is NaN, and so are its gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            result["loss"] = result["loss"] * math.nan
+        return result
+
+
+def diverge(world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for anomalies in (False, True):
+        losses = Losses()
+        finite = EarlyStopping("train_loss_step", check_finite=True, check_on_train_epoch_end=True)
+        options = {"callbacks": [losses, finite], "max_epochs": 3, "detect_anomaly": anomalies}
+        trainer = pipeline_trainer(measured_stages(2), world=2, **options) if world > 1 else plain_trainer(**options)
+        try:
+            trainer.fit(Diverges(), point_loader(32), point_loader(8))
+        except RuntimeError as error:
+            found["anomaly"] = str(error)
+        else:
+            found["losses"], found["stopped"] = losses.values, finite.stopping_reason_message
+    return found
+
+
+def test_nan_losses_surface_as_in_plain_lightning() -> None:
+    (plain,) = launch(diverge, 1, world=1)
+    assert [math.isnan(loss) for loss in plain["losses"]] == [False, False, True, True]
+    for rank in launch(diverge, 2, world=2):
+        assert [math.isnan(loss) for loss in rank["losses"]] == [False, False, True, True]
+        assert rank["stopped"] == plain["stopped"]
+        assert plain["anomaly"] in rank["anomaly"]
