@@ -79,10 +79,14 @@ def one_group_for_all() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transport, "_new_group", first_group)
-        try:
-            exchange(transport())
-        except RuntimeError as error:
-            raise RuntimeError(stand_in.last_errors()) from error
+        exchange(transport())
+
+
+def complaint_of(body: Callable[[], None]) -> str:
+    """What the stand-in says of a body that fails; those that fail for others' sake hear nothing."""
+    with pytest.raises(RuntimeError):
+        body()
+    return stand_in.last_errors()
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,5 @@ def one_group_for_all() -> None:
     ],
 )
 def test_wrong_orders_are_caught(body: Callable[[], None], told: str) -> None:
-    ended = run_ranks(body, world=3, timeout=60)
-    assert all(end.error for end in ended)
-    assert any("deadlock" in end.traceback and told in end.traceback for end in ended)
+    ended = run_ranks(complaint_of, body, world=3, timeout=60)
+    assert any("deadlock" in str(end.value) and told in str(end.value) for end in ended), ended
