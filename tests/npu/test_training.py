@@ -92,7 +92,8 @@ def fit(
         **(strategy or {}),
     )
     callbacks = [losses, *options.pop("callbacks", [])]
-    settings = {**QUIET, "max_epochs": 1, "accelerator": accelerator, "callbacks": callbacks, **options}
+    settings = {**QUIET, "max_epochs": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0, **options}
+    settings.update(accelerator=accelerator, callbacks=callbacks)
     trainer = L.Trainer(devices=world, strategy=pipeline, **settings)
     trainer.fit(LitBlocks(dropout), loader(), loader(), ckpt_path=ckpt_path)
     if accelerator == "npu":
