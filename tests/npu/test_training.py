@@ -154,21 +154,31 @@ def test_replicas() -> None:
     launch(replicas_on, 4, world=4)
 
 
-def resumed(folder: Path) -> None:
-    """A run that goes on from a checkpoint ends as one that was not interrupted; files and folders alike."""
-    whole = fit("npu", 2, max_epochs=2)
-    for is_folder in (False, True):
-        here = folder / str(is_folder)
-        options: Any = {"strategy": {"save_distributed_checkpoint": is_folder}}
-        keep = ModelCheckpoint(here, filename="first", save_top_k=-1)
-        fit("npu", 2, callbacks=[keep], enable_checkpointing=True, **options)
-        rest = fit("npu", 2, schedule="gpipe", max_epochs=2, ckpt_path=str(here / "first.ckpt"), **options)
-        assert (rest.losses, rest.val_loss) == (whole.losses[3:], whole.val_loss)
-        assert is_folder or not differing(rest.weights, whole.weights)  # with folders, no rank gathers them
+FILE, FOLDER = {"save_distributed_checkpoint": False}, {"save_distributed_checkpoint": True}
+
+
+def interrupted(folder: Path) -> Outcome:
+    """Two epochs at once; then one, saved to a file and to a folder."""
+    for name, strategy in {"file": FILE, "folder": FOLDER}.items():
+        keep = ModelCheckpoint(folder, filename=name, save_top_k=-1)
+        fit("npu", 2, callbacks=[keep], enable_checkpointing=True, strategy=strategy)
+    return fit("npu", 2, max_epochs=2)
+
+
+def resumed(folder: Path, world: int) -> dict[str, Outcome]:
+    """The second epoch, from either."""
+    options: Any = {"schedule": "gpipe", "max_epochs": 2}
+    return {
+        name: fit("npu", world, ckpt_path=str(folder / f"{name}.ckpt"), **options) for name in ("file", "folder")
+    }
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    launch(resumed, tmp_path, world=2)
-    saved = torch.load(tmp_path / "False" / "first.ckpt", weights_only=True)
+    """A run that goes on from a checkpoint, on as many stages or more, ends as one that was not interrupted."""
+    whole = launch(interrupted, tmp_path, world=2)[0]
+    for world in (2, 4):
+        for name, rest in launch(resumed, tmp_path, world, world=world)[0].items():
+            check_equal(rest, whole._replace(losses=whole.losses[3:]), (name, world))
+    saved = torch.load(tmp_path / "file.ckpt", weights_only=True)
     assert {tensor.device.type for tensor in saved["state_dict"].values()} == {"cpu"}
     LitBlocks(0.2).load_state_dict(saved["state_dict"])  # without this package, torch_npu or a device
