@@ -168,9 +168,7 @@ def interrupted(folder: Path) -> Outcome:
 def resumed(folder: Path, world: int) -> dict[str, Outcome]:
     """The second epoch, from either."""
     options: Any = {"schedule": "gpipe", "max_epochs": 2}
-    return {
-        name: fit("npu", world, ckpt_path=str(folder / f"{name}.ckpt"), **options) for name in ("file", "folder")
-    }
+    return {name: fit("npu", world, ckpt_path=str(folder / f"{name}.ckpt"), **options) for name in ("file", "folder")}
 
 
 def test_checkpoints(tmp_path: Path) -> None:
