@@ -35,6 +35,17 @@ def test_first_uses_do_not_wait_in_a_ring(num_ranks: int) -> None:
     assert not connects(routes, lambda rank: sorted(routes, key=lambda route: route.source != rank))
 
 
+def test_pairs_need_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend_rules.check_environment("hccl")
+    monkeypatch.setenv("P2P_HCCL_BUFFSIZE", "20")
+    backend_rules.check_environment("hccl")
+    for value in ("0", "", "none"):
+        monkeypatch.setenv("P2P_HCCL_BUFFSIZE", value)
+        backend_rules.check_environment("gloo")
+        with pytest.raises(ValueError, match=rf"P2P_HCCL_BUFFSIZE={value} gives all .* unset it"):
+            backend_rules.check_environment("hccl")
+
+
 def sums() -> None:
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=20))
