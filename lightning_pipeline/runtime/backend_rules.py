@@ -49,8 +49,8 @@ def check_environment(backend: str) -> None:
     megabytes = re.match(r"\s*\+?(\d*)", given or "")  # as torch_npu reads it: what is no number is 0
     if backend == "hccl" and given is not None and megabytes is not None and not int(megabytes[1] or 0):
         raise ValueError(
-            f"P2P_HCCL_BUFFSIZE={given} gives all pairs of ranks in a group one stream, on which stages would wait for one "
-            "another for ever: unset it, or give each pair some megabytes (torch_npu's default is 20)"
+            f"P2P_HCCL_BUFFSIZE={given} gives all pairs of ranks in a group one stream, on which stages would wait for "
+            "one another for ever: unset it, or give each pair some megabytes (torch_npu's default is 20)"
         )
 
 
