@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_pipeline.accelerators.npu import NPUAccelerator
     from lightning_pipeline.strategy import (
         PipelineGradReducer,
+        PipelineRebalance,
         PipelineStrategy,
         PipelineTimeline,
         sync_pipeline_shared_parameters,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NPUAccelerator",
     "PipelineGradReducer",
+    "PipelineRebalance",
     "PipelineStrategy",
     "PipelineTimeline",
     "sync_pipeline_shared_parameters",

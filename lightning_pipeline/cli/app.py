@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lightning_pipeline.cli import checkpoint, draw, rank_table, simulate
+from lightning_pipeline.cli import checkpoint, draw, plan, rank_table, simulate
 
 app = typer.Typer(
     name="lightning-pipeline",
@@ -16,5 +16,6 @@ app = typer.Typer(
 )
 app.command()(simulate.simulate)
 app.command()(draw.draw)
+app.command()(plan.plan)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(rank_table.app, name="rank-table")

@@ -7,6 +7,7 @@ nothing had been drawn. A module's numbers thus depend on no other module, hence
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import zlib
@@ -82,7 +83,7 @@ class Streams:
 
     def end_observed(self) -> None:
         """After an observed micro-batch: whether Python's or NumPy's generator was drawn from."""
-        self._python_draws |= repr(self._python_states) != repr(_python_states())
+        self._python_draws |= pickle.dumps(self._python_states) != pickle.dumps(_python_states())
 
     def own(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward` of module `name`, on a stream of its own."""

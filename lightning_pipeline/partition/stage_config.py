@@ -6,7 +6,10 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
 
+import yaml
 from torch import nn
 
 _SLICE = re.compile(r"^(?P<container>.*?)\.?(?P<start>\d*):(?P<stop>\d*)$")
@@ -49,10 +52,23 @@ class StageMap:
             )
 
 
-def read_stage_config(module: nn.Module, config: Mapping[str, int] | None = None) -> dict[str, int]:
-    """The keys in force: `config`, else `module.stage_config`, else the `pipeline_stage` attributes of its modules."""
+AUTO = "auto"
+
+
+StageConfig = Mapping[str, int] | str | PathLike[str]
+
+
+def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> dict[str, int]:
+    """The keys in force: `config`, else `module.stage_config`, else the `pipeline_stage` attributes of its modules.
+
+    Empty where the cut is to be found automatically: "auto", or nothing says anything. A path is that of a saved plan.
+    """
     if config is None:
         config = getattr(module, "stage_config", None)
+    if isinstance(config, (str, PathLike)):
+        if config == AUTO:
+            return {}
+        config = _read_file(Path(config))
     if config is None:
         config = {
             name: sub.pipeline_stage
@@ -64,6 +80,19 @@ def read_stage_config(module: nn.Module, config: Mapping[str, int] | None = None
             f"stage_config is a mapping from module names to stages, such as {{'layers.4': 1}}; got {config!r}"
         )
     return {str(key): value for key, value in config.items()}
+
+
+def _read_file(path: Path) -> Mapping[str, int]:
+    """The stage_config in a YAML file, by itself or under that key, as `StagePlan.save` writes it."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f'stage_config={str(path)!r} is no file: give "auto", a mapping, or the path of a plan that was saved'
+        )
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = content.get("stage_config") if isinstance(content, Mapping) and "stage_config" in content else content
+    if not isinstance(config, Mapping) or not config:
+        raise ValueError(f"{path} has no stage_config: it needs a mapping of modules to stages, such as 'layers.4: 1'")
+    return config
 
 
 def resolve(

@@ -7,9 +7,30 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
+from lightning_pipeline.schedules.action import Action
+from lightning_pipeline.schedules.errors import ScheduleError
 from lightning_pipeline.schedules.timeline import Reductions, Timeline, extent
 
 Event = dict[str, object]
+
+
+def load_chrome_trace(path: str | PathLike[str]) -> list[list[tuple[Action, float, float]]]:
+    """The timeline that :func:`save_chrome_trace` has written, in seconds; all-reduces are left out.
+
+    Raises:
+        ScheduleError: the file is no such trace.
+        OSError: if it cannot be read.
+    """
+    try:
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(1 + max(span["tid"] for span in spans))]
+        for span in spans:
+            start = span["ts"] / 1e6
+            rows[span["tid"]].append((Action.parse(span["name"]), start, start + span["dur"] / 1e6))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ScheduleError(f"{path} is no trace of a pipeline ({type(error).__name__}: {error})") from None
+    return rows
 
 
 def save_chrome_trace(

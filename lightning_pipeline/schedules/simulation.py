@@ -44,7 +44,7 @@ def simulate(
     forward: Cost = 1.0,
     input_grad: Cost = 1.0,
     weight_grad: Cost = 1.0,
-    transfer: float = 0.0,
+    transfer: Cost = 0.0,
 ) -> Simulation:
     """Run the schedule on paper: each rank starts its next action as soon as it is free and the inputs are there.
 
@@ -53,7 +53,8 @@ def simulate(
         forward: time of F, one number or one for each virtual stage.
         input_grad: time of I, likewise. B takes ``input_grad + weight_grad``.
         weight_grad: time of W, likewise.
-        transfer: time until a value arrives on another rank.
+        transfer: time until a value arrives on another rank, one number or one for each virtual stage but the last, for
+            the boundary after it.
 
     Raises:
         ScheduleError: if the schedule deadlocks, or a list of costs has not one number for each virtual stage.
@@ -64,7 +65,8 @@ def simulate(
         for name, cost in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
     )
     costs = {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: [a + b for a, b in zip(i, w, strict=True)]}
-    spans = _spans(schedule, costs, transfer)
+    between = transfer if isinstance(transfer, Sequence) else [transfer] * (schedule.num_stages - 1)
+    spans = _spans(schedule, costs, _per_stage("transfer", [*between, 0.0], schedule.num_stages))
     makespan = max((order[-1].end for order in spans if order), default=0.0)
     busy = sum(span.end - span.start for order in spans for span in order)
     bubble = 1 - busy / (makespan * schedule.num_ranks) if makespan else 0.0
@@ -72,7 +74,7 @@ def simulate(
     return Simulation(makespan, bubble, peaks, spans)
 
 
-def _spans(schedule: Schedule, costs: dict[Kind, list[float]], transfer: float) -> list[list[Span]]:
+def _spans(schedule: Schedule, costs: dict[Kind, list[float]], transfer: list[float]) -> list[list[Span]]:
     spans: list[list[Span]] = [[] for _ in schedule.orders]
     ready: dict[Action, float] = {}
     progress = True
@@ -88,7 +90,9 @@ def _spans(schedule: Schedule, costs: dict[Kind, list[float]], transfer: float) 
                 start = done[-1].end if done else 0.0
                 for value in inputs:
                     elsewhere = schedule.placement[value.stage] != rank
-                    start = max(start, ready[value] + transfer * elsewhere)
+                    # A forward's value crosses the boundary after its stage, a gradient the one before it.
+                    boundary = value.stage if value.kind is Kind.F else value.stage - 1
+                    start = max(start, ready[value] + transfer[boundary] * elsewhere)
                 end = start + costs[action.kind][action.stage]
                 done.append(Span(action, start, end))
                 ready.update(dict.fromkeys(yields(action), end))

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_pipeline.accelerators.random_state import add_random_state, restore_random_state
 from lightning_pipeline.partition.devices import free_memory
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.transport import Transport
@@ -56,6 +57,8 @@ class CheckpointingStrategy(ProcessStrategy):
         super().__init__(*args, **kwargs)
         self.save_distributed_checkpoint = False
         self.ownership: Ownership | None = None
+        self.plan: StagePlan | None = None
+        """Where the module was cut automatically, and what is expected of it."""
         self._transport: Transport | None = None
         self._placement: Placement | None = None
         self._stage_optimizers: StageOptimizers | None = None
@@ -100,6 +103,8 @@ class CheckpointingStrategy(ProcessStrategy):
             return
         if self._is_replica:
             return
+        if self.plan is not None:  # for information: nothing reads it
+            checkpoint["pipeline_plan"] = self.plan.as_dict()
         fill_from_owners(checkpoint["state_dict"], self.ownership, self._transport)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

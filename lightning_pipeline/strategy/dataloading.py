@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.tree import Layout
@@ -117,6 +118,25 @@ def share_loader(
         return (SizedAnnouncedLoader if has_length(loader) else AnnouncedLoader)(loader, transport, replicas)
     assert transport is not None
     return (SizedFollowingLoader if has_length(loader) else FollowingLoader)(loader, transport)
+
+
+def sample_batch(loader: Any) -> Any:
+    """A batch of a loader's first samples, of which its iteration and its sampler know nothing.
+
+    Raises:
+        ValueError: the loader is no DataLoader over samples that can be read by number.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"the module is cut before its first batch comes, as it is not to be whole on a rank, and a sample of its "
+            f"data cannot be read from {type(loader).__name__}: name the first module of each later stage in "
+            f"stage_config (lightning-pipeline plan finds it), or train from a DataLoader with a map-style dataset"
+        )
+    if loader.batch_sampler is None:
+        return loader.collate_fn(dataset[0])
+    size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
+    return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
 
 
 def has_length(loader: Any) -> bool:

@@ -219,3 +219,16 @@ def call_before_each_batch(trainer: Trainer, function: Callable[[], None]) -> Ca
             vars(loop).pop(name, None)
 
     return undo
+
+
+def training_loader(trainer: Trainer) -> Any:
+    """The loader of training batches, before the loop asks for it; `trainer.train_dataloader` has it only then."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
+def configured_optimizers(module: LightningModule) -> list[Optimizer]:
+    """What `configure_optimizers` makes, in whatever form it returns it; the public way needs a strategy."""
+    from lightning.pytorch.core.optimizer import _configure_optimizers
+
+    returned: Any = module.configure_optimizers()
+    return _configure_optimizers(returned)[0] if returned is not None else []

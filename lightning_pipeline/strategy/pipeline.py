@@ -29,8 +29,16 @@ from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.ownership import release
+from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.partition.random import Streams
-from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
+from lightning_pipeline.partition.stage_config import (
+    AUTO,
+    StageConfig,
+    StageMap,
+    count_stages,
+    read_stage_config,
+    resolve,
+)
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
@@ -44,6 +52,7 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor
+from lightning_pipeline.strategy.automatic import AutomaticCut, cut_before, note_cut
 from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
 from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.dataloading import share_loader
@@ -73,12 +82,14 @@ class PipelineStrategy(CheckpointingStrategy):
     Args:
         stage_config: names of modules and their stages; a module without a key takes the stage where the data is when
             it is called, so the first module of each later stage is enough: ``{"layer3": 1}``. None takes the
-            module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules. For a schedule of
-            virtual stages it numbers these along the data, or names the device that holds them (``resolve``).
+            module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules, else "auto". For a
+            schedule of virtual stages it numbers these along the data, or names the device that holds them
+            (``resolve``). "auto" measures the first step and cuts where a step is expected to be fastest (see
+            ``AutomaticCut`` and `plan`). A path is that of a plan that `StagePlan.save` has written.
         num_stages: number of stages, each on a device of its own; default: as many as the stage_config uses, with
             virtual stages as many as there are devices. 1 runs the same path on one device.
         num_microbatches: micro-batches a step, at least ``num_stages``; default ``4 * num_stages``, or what a schedule
-            from a file is made for.
+            from a file is made for. "auto" chooses where the cut is found automatically, and is the default elsewhere.
         schedule: "1f1b", "gpipe", "zero_bubble"; with several virtual stages on a device "interleaved_1f1b",
             "interleaved_1f1b_low_memory", "looped_bfs", "interleaved_zero_bubble", "zbv"; the path of a ``.csv`` file
             in torch.distributed.pipelining's compute-only format; a ``Schedule``; or a function
@@ -110,9 +121,9 @@ class PipelineStrategy(CheckpointingStrategy):
     def __init__(
         self,
         *,
-        stage_config: Mapping[str, int] | None = None,
+        stage_config: StageConfig | None = None,
         num_stages: int | None = None,
-        num_microbatches: int | None = None,
+        num_microbatches: int | str | None = None,
         schedule: ScheduleArgument = "1f1b",
         max_live_microbatches: float | None = None,
         gradients_mean: bool = True,
@@ -154,7 +165,8 @@ class PipelineStrategy(CheckpointingStrategy):
                 f"device mesh before the stages are counted"
             )
         _check_count("num_stages", num_stages)
-        _check_count("num_microbatches", num_microbatches)
+        if num_microbatches != AUTO:
+            _check_count("num_microbatches", num_microbatches)
         self._choice = ScheduleChoice(schedule)
         if max_live_microbatches is not None and not self._choice.is_auto:
             raise ValueError(
@@ -185,6 +197,8 @@ class PipelineStrategy(CheckpointingStrategy):
         self._accumulating = False
         self._in_step = False
         self._undo: list[Callable[[], None]] = []
+        self._automatic: AutomaticCut | None = None
+        self._seed = 0
         self._set_up_for: tuple[LightningModule, int] | None = None
 
     @property
@@ -287,7 +301,8 @@ class PipelineStrategy(CheckpointingStrategy):
             return
         is_fsdp = self.data_parallel == "fsdp"
         refusals.check_slices(module, module.trainer, fsdp=is_fsdp, tensor_parallel=self.tensor_parallel_size > 1)
-        num_microbatches = self.num_microbatches or self._choice.num_microbatches or 4 * num_stages
+        given = self.num_microbatches if isinstance(self.num_microbatches, int) else None
+        num_microbatches = given or self._choice.num_microbatches or 4 * num_stages
         if num_microbatches < num_stages:
             raise ValueError(
                 f"num_microbatches={num_microbatches} is less than num_stages={num_stages}, so some stage would "
@@ -295,7 +310,35 @@ class PipelineStrategy(CheckpointingStrategy):
             )
         # Told before anything about stages: devices that do not fit.
         self._topology(num_stages)
-        stages = resolve(module, config, num_stages, has_virtual_stages=self._choice.has_virtual_stages)
+        # Whatever cannot be cut yet stays whole everywhere until the first step.
+        self._automatic = None
+        if not config and num_stages > 1:
+            config = cut_before(module, num_stages)
+        if config or num_stages == 1:
+            stages = resolve(module, config, num_stages, has_virtual_stages=self._choice.has_virtual_stages)
+        else:
+            self._automatic = AutomaticCut(
+                module,
+                self._choice,
+                num_stages=num_stages,
+                num_microbatches=AUTO if self.num_microbatches == AUTO else num_microbatches,
+                replicas=self._topology(num_stages).data_parallel_size,
+                device=self.root_device,
+            )
+            stages = StageMap(num_stages * self._automatic.num_virtual_stages)
+            self.plan = self._automatic.decide_at_start(self.broadcast, is_first=self.global_rank == 0)
+            if self.plan is not None:
+                self._automatic = None
+                note_cut(module, self.plan)
+                stages, num_microbatches = self._planned_stages(module, self.plan), self.plan.num_microbatches
+        self._seed = self.broadcast(torch.initial_seed())
+        self._cut(module, stages, num_stages, num_microbatches)
+        self._make_local(module, self._seed)
+        self._set_up_for = (module, num_stages)
+
+    def _cut(self, module: LightningModule, stages: StageMap, num_stages: int, num_microbatches: int) -> None:
+        """Topology, transport and partition for these stages."""
+        is_fsdp = self.data_parallel == "fsdp"
         sizes = {
             "num_stages": num_stages,
             "num_virtual_stages": stages.num_stages // num_stages,
@@ -312,7 +355,7 @@ class PipelineStrategy(CheckpointingStrategy):
         rank = topology.stage_rank
         if self.root_device.type == "cpu":
             keep_freed_memory()
-        if self._transport is None and num_stages > 1:
+        if num_stages > 1 and (self._transport is None or self._transport.topology != topology):
             store = dist.distributed_c10d._get_default_store()
             self._transport = Transport.shared(topology, self.root_device, self.timeout, store, self._notice)
         self._replicas = Replicas.shared(topology, self.timeout)
@@ -322,7 +365,7 @@ class PipelineStrategy(CheckpointingStrategy):
             self._sharded.adopt(module)
         streams = Streams(self.root_device)
         interception = Interception(module, stages, streams)
-        certain = certain_stages(interception.leaves, stages.num_stages)
+        certain = certain_stages(interception.leaves, stages.num_stages) if self._automatic is None else {}
         self._placement = Placement(module, placement, rank, certain)
         self._placement.find_present(module, self._transport)
         self.pipeline = Pipeline(
@@ -344,13 +387,11 @@ class PipelineStrategy(CheckpointingStrategy):
             sharded=self._sharded,
         )
         self._release_remote(module)
-        seed = self.broadcast(torch.initial_seed())
-        self._make_local(module, seed)
         self._steps = Steps(
             module,
             self.pipeline,
             self._transport,
-            seed=seed,
+            seed=self._seed,
             mean=self.loss_reduction == "mean",
             output_broadcast=self.output_broadcast,
             replicas=self._replicas,
@@ -358,7 +399,32 @@ class PipelineStrategy(CheckpointingStrategy):
             signals=self._signals,
             on_new=self._on_new,
         )
-        self._set_up_for = (module, num_stages)
+
+    def _cut_automatically(self, name: str, arguments: tuple[Any, ...], context: Callable[[], Any]) -> None:
+        """Before the first step of a module that nobody said where to cut. All ranks must call it."""
+        automatic, module = self._automatic, self.lightning_module
+        is_training = name == "training_step"
+        if automatic is None or (automatic.is_cut and not is_training):
+            return
+        assert module is not None and self.pipeline is not None and self.topology is not None
+        self.plan = automatic.decide(
+            name, arguments, context, self.optimizers, self.broadcast, is_first=self.global_rank == 0
+        )
+        is_final = is_training or module.trainer.state.fn != TrainerFn.FITTING
+        observe = self.pipeline.observe
+        if is_final:
+            self._automatic = None
+            note_cut(module, self.plan)
+        self._cut(module, self._planned_stages(module, self.plan), self.topology.num_stages, self.plan.num_microbatches)
+        self.pipeline.observe = observe
+        if self._stage_optimizers is not None:
+            assert self.ownership is not None
+            self._stage_optimizers.drop_remote(self.ownership)
+        self._install(module)
+
+    @staticmethod
+    def _planned_stages(module: LightningModule, plan: StagePlan) -> StageMap:
+        return resolve(module, plan.stage_config, plan.num_stages, has_virtual_stages=plan.has_virtual_stages)
 
     def _make_local(self, module: LightningModule, seed: int) -> None:
         """Give what was built on the meta device, and is held here, its values; read the files of weights."""
@@ -481,6 +547,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._stage_optimizers.note_new_groups(self.lightning_module)
         trainer = self.lightning_module.trainer
         arguments = (*args, *kwargs.values())
+        self._cut_automatically("training_step", arguments, self.precision_plugin.train_step_context)
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         self._gradients.observe_buckets = self.observe_buckets
         self._gradients.begin(first=first, complete=not self._accumulating)
@@ -547,6 +614,7 @@ class PipelineStrategy(CheckpointingStrategy):
             self._sharded.release()
 
     def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        self._cut_automatically(name, args, context)
         assert self._steps is not None and self.lightning_module is not None
         with self._stepping():
             return self._steps.evaluate(name, getattr(self.lightning_module, name), args, context=context)
@@ -699,7 +767,7 @@ def register_strategies() -> None:
     PipelineStrategy.register_strategies(StrategyRegistry)
 
 
-def _check_count(name: str, value: int | None) -> None:
+def _check_count(name: str, value: int | str | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{name} is a whole number from 1, got {value!r}")
 

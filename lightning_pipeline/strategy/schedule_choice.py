@@ -75,6 +75,13 @@ class ScheduleChoice:
         return self.function is not None or self.is_auto or default_virtual_stages(self.name) > 1
 
     @property
+    def usual_virtual_stages(self) -> int:
+        """Virtual stages on a rank where nobody says how many."""
+        if self.fixed is not None:
+            return self.fixed.num_stages // self.fixed.num_ranks
+        return 1 if self.function is not None or self.is_auto else default_virtual_stages(self.name)
+
+    @property
     def num_microbatches(self) -> int | None:
         """What a file or a ready schedule is made for."""
         return self.fixed.num_microbatches if self.fixed is not None else None

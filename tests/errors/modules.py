@@ -35,6 +35,15 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class OneLayer(Plain):
+    """There is nothing to cut."""
+
+    stage_config = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(batch[0]).square().mean()
+
+
 class OutOfOrder(Plain):
     stage_config = {"first": 1, "second": 0, "head": 1}
 

@@ -1,0 +1,247 @@
+"""A plan: where a model is cut into stages, and what is expected of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_pipeline.partition.costs import StepCosts
+from lightning_pipeline.partition.trace import Call
+from lightning_pipeline.schedules.balance import Machine, Plan, Segment, state_of
+from lightning_pipeline.schedules.schedule import Schedule
+from lightning_pipeline.schedules.search import best_plan
+from lightning_pipeline.schedules.simulation import Simulation
+
+FINENESS = (0.5, 1, 2, 4, 8, 16)
+"""Candidates of a stage: first so few and large, then smaller ones where that pays."""
+MOST = 20
+"""Candidates for each stage beyond which no smaller ones are tried."""
+WORTH = 0.03
+"""The share of a step's time that smaller candidates have to save."""
+
+NEGLIGIBLE = 0.005
+"""The share of a step's time for whose sake the search does not go on."""
+
+
+class NothingToCutError(ValueError):
+    """A step that has fewer places to cut than there are to be stages."""
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One virtual stage of a plan, its times in seconds for one micro-batch.
+
+    Attributes:
+        rank: its place in the pipeline.
+        first: the module that begins it; empty for the step's beginning.
+        last: the module of the last candidate in it.
+        forward: seconds.
+        backward: seconds.
+        flops: of forward and backward.
+        parameter_bytes: of its parameters with their gradients and optimizer states.
+        kept_bytes: what it keeps of a micro-batch for backward.
+        received_bytes: what it receives of a micro-batch.
+    """
+
+    rank: int
+    first: str
+    last: str
+    forward: float
+    backward: float
+    flops: float
+    parameter_bytes: float
+    kept_bytes: float
+    received_bytes: float
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Where a model is cut, and what is expected of it.
+
+    Attributes:
+        stage_config: the first module of each later virtual stage, along the data.
+        num_stages: ranks of a pipeline.
+        num_microbatches: micro-batches a step.
+        schedule: the schedule's name.
+        stages: of each virtual stage.
+        step_seconds: of a training step without what Lightning does around it.
+        bubble: idle share of all ranks' time, 0 to 1.
+        peak_bytes: of each rank, parameters and activations.
+        is_measured: the times are measured, not estimated.
+        is_best: no other cut at these places is faster.
+    """
+
+    stage_config: dict[str, int]
+    num_stages: int
+    num_microbatches: int
+    schedule: str
+    stages: list[PlannedStage]
+    step_seconds: float
+    bubble: float
+    peak_bytes: list[float]
+    is_measured: bool
+    is_best: bool
+
+    @property
+    def has_virtual_stages(self) -> bool:
+        """Whether ranks hold several virtual stages."""
+        return len(self.stages) > self.num_stages
+
+    def save(self, path: str | Path) -> Path:
+        """Write the cut as YAML, which ``PipelineStrategy(stage_config=path)`` reads. Returns the path."""
+        path = Path(path)
+        how = "measured" if self.is_measured else "estimated"
+        lines = [
+            f"# {self.num_stages} stages, {self.schedule}, {self.num_microbatches} micro-batches: {how}",
+            f"# {self.step_seconds * 1e3:.4g} ms a step, bubble {self.bubble:.1%}.",
+            "stage_config:",
+            *(f"  {json.dumps(name)}: {stage}" for name, stage in self.stage_config.items()),
+            f"num_stages: {self.num_stages}",
+            f"num_microbatches: {self.num_microbatches}",
+            f"schedule: {self.schedule}",
+        ]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    def as_dict(self) -> dict[str, Any]:
+        """Builtins only, for checkpoints and loggers."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"stage_config = {self.stage_config}"
+
+
+def plan_stages(
+    costs: StepCosts,
+    schedules: Sequence[Schedule],
+    machine: Machine,
+    state_bytes: Callable[[str], float],
+    *,
+    fault_of: Callable[[StagePlan], str] = lambda plan: "",
+    max_seconds: float = 3.0,
+) -> tuple[StagePlan, Simulation]:
+    """The best cut of a step for the best of some schedules, all for the micro-batches of the costs.
+
+    Args:
+        state_bytes: bytes that a parameter of this name takes with its gradient and optimizer state.
+        fault_of: what is wrong with a cut, by a trial; empty if nothing is. A faulty one is passed over.
+
+    Raises:
+        NothingToCutError: the step has too few places to cut.
+        ValueError: no cut fits the memory, or all have faults.
+    """
+    made: list[_Made] = []
+    failure: NothingToCutError | None = None
+    for schedule in schedules:
+        try:
+            made += _best_cuts(costs, schedule, machine, state_bytes, max_seconds / len(schedules))
+        except NothingToCutError as error:
+            failure = error
+    if not made:
+        assert failure is not None
+        raise failure
+    fault = ""
+    while made:
+        chosen = _preferred(made)
+        if chosen.plan.excess:
+            raise ValueError(_does_not_fit(chosen.plan, machine, chosen.segments))
+        plan = described(chosen.plan, chosen.segments, is_measured=costs.is_measured)
+        fault = fault_of(plan)
+        if not fault:
+            return plan, chosen.plan.simulation
+        made.remove(chosen)
+    raise ValueError(f"the step cannot be cut automatically, say with {plan}: {fault}")
+
+
+def described(plan: Plan, segments: Sequence[Segment], *, is_measured: bool) -> StagePlan:
+    """A plan with names in place of numbers."""
+    stages = []
+    for rank, part in zip(plan.schedule.placement, plan.stages(len(segments)), strict=True):
+        own = [segments[index] for index in part]
+        stages.append(
+            PlannedStage(
+                rank=rank,
+                first=own[0].name,
+                last=own[-1].name,
+                forward=sum(s.forward for s in own),
+                backward=sum(s.backward for s in own),
+                flops=sum(s.flops for s in own),
+                parameter_bytes=state_of(own),
+                kept_bytes=sum(s.kept for s in own) + own[0].received,
+                received_bytes=own[0].received,
+            )
+        )
+    return StagePlan(
+        stage_config={stage.first: number for number, stage in enumerate(stages) if number},
+        num_stages=plan.schedule.num_ranks,
+        num_microbatches=plan.schedule.num_microbatches,
+        schedule=plan.schedule.name,
+        stages=stages,
+        step_seconds=plan.seconds,
+        bubble=plan.simulation.bubble,
+        peak_bytes=plan.memory,
+        is_measured=is_measured,
+        is_best=plan.is_best,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """The best plan for candidates of one fineness."""
+
+    plan: Plan
+    segments: list[Segment]
+    fineness: float
+
+
+def _preferred(made: Sequence[_Made]) -> _Made:
+    """The best plan at the largest modules that serve: they are what a reader knows, and what is cut at most often."""
+    best = min(made, key=lambda item: item.fineness)
+    for other in sorted(made, key=lambda item: item.fineness):
+        worth = WORTH * (other.fineness > best.fineness)
+        if (other.plan.excess, other.plan.seconds) < (best.plan.excess, best.plan.seconds * (1 - worth)):
+            best = other
+    return best
+
+
+def _best_cuts(
+    costs: StepCosts, schedule: Schedule, machine: Machine, state_bytes: Callable[[str], float], max_seconds: float
+) -> list[_Made]:
+    """The best cut for candidates of each fineness."""
+    made: list[_Made] = []
+    tree = costs.tree()
+    tried: list[Call] = []
+    for fineness in FINENESS:
+        calls = costs.candidates(1 / (fineness * schedule.num_stages), tree)
+        if made and len(calls) > MOST * schedule.num_stages:
+            break
+        if len(calls) >= schedule.num_stages and calls != tried:
+            segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
+            plan = best_plan(segments, schedule, machine, max_seconds=max_seconds / len(FINENESS), gap=NEGLIGIBLE)
+            made.append(_Made(plan, segments, fineness))
+        tried = calls
+    if not made:
+        names = ", ".join(repr(call.name) for call in tried) or "none"
+        raise NothingToCutError(
+            f"{type(costs.root).__name__} is to be cut into {schedule.num_stages} stages, and its step calls "
+            f"{len(tried)} modules that a stage can begin with ({names}): use devices={max(1, len(tried))} or fewer, "
+            f"or fewer stages and more replicas (num_stages={max(1, len(tried))}). A stage begins with a submodule "
+            f"that the step calls once and directly, or from forwards of modules around it"
+        )
+    return made
+
+
+def _does_not_fit(plan: Plan, machine: Machine, segments: Sequence[Segment]) -> str:
+    rank = max(range(len(plan.memory)), key=lambda r: plan.memory[r] - machine.limit(r))
+    gib = 1 << 30
+    kept = sum(segment.kept for segment in segments)
+    return (
+        f"the model does not fit: cut as well as it can be for {plan.schedule.num_ranks} stages, rank {rank} needs "
+        f"{plan.memory[rank] / gib:.3g} GiB and has {machine.limit(rank) / gib:.3g}, so {plan.excess / gib:.3g} GiB "
+        f"are missing. Parameters with gradients and optimizer state take {state_of(segments) / gib:.3g} GiB in all, "
+        f"activations {kept / gib:.3g} GiB a micro-batch: use more stages, activation checkpointing, more and "
+        f"smaller micro-batches, or a schedule that holds fewer"
+    )

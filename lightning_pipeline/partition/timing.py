@@ -1,0 +1,129 @@
+"""Times of the positions of a step on a real device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipeline.partition.trace import Step, Trace, called_through, run_backward, without_reentrant
+
+MAX_RUNS = 7
+BUDGET_S = 5.0
+"""Runs are repeated up to so often and so long."""
+
+
+class Clock:
+    """Marks points in the work of a device, and tells the times between them afterwards."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+
+    def mark(self) -> Any:
+        if self._module is None:
+            return time.perf_counter()
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        """The time of each mark since the first."""
+        if self._module is None:
+            return [mark - marks[0] for mark in marks]
+        self._module.synchronize()
+        return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
+
+
+def time_step(
+    root: nn.Module, step: Step, batch: Any, trace: Trace, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Seconds of the forward and of the backward of each position of `trace`, which another run has given.
+
+    Positions of equal structure share their measurements: the time is the median over them of the fastest of several
+    runs, so that what disturbs a run, or one of them, counts little.
+
+    Raises:
+        RuntimeError: no run called the modules that the trace has.
+    """
+    runs: list[tuple[list[float], list[float]]] = []
+    began = time.perf_counter()
+    tried = 0
+    while tried < MAX_RUNS and (tried < 2 or (time.perf_counter() - began) * (tried + 1) / tried < BUDGET_S):
+        tried += 1
+        found = _timed_run(root, step, batch, trace, Clock(device))
+        if found is not None:
+            runs.append(found)
+    if not runs:
+        raise RuntimeError("the step calls other modules each time")
+    if len(runs) > 2:
+        runs = runs[1:]  # the first one warms up
+    fastest = [[min(times) for times in zip(*(run[way] for run in runs), strict=True)] for way in (0, 1)]
+    alike = _alike(root, trace)
+    return _shared(fastest[0], alike), _shared(fastest[1], alike)
+
+
+def _timed_run(
+    root: nn.Module, step: Step, batch: Any, trace: Trace, clock: Clock
+) -> tuple[list[float], list[float]] | None:
+    names: list[str] = []
+    sequence = [torch.autograd._get_sequence_nr()]
+    is_forward = True
+
+    def call(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if is_forward:
+            marks.append(clock.mark())
+            names.append(name)
+            sequence.append(torch.autograd._get_sequence_nr())
+        return forward(*args, **kwargs)
+
+    with called_through(root, call), without_reentrant():
+        marks = [clock.mark()]
+        loss = step(batch)
+        marks.append(clock.mark())
+        is_forward = False
+        reached: list[int] = []
+        back: list[Any] = []
+
+        def reach(position: int) -> None:
+            back.append(clock.mark())
+            reached.append(position)
+
+        run_backward(root, loss, sequence, reach)
+        back.append(clock.mark())
+    if names != trace.names:
+        return None
+    forward = _differences(clock.seconds(marks))
+    backward = [0.0] * trace.num_positions
+    for position, seconds in zip(reached, _differences(clock.seconds(back)), strict=True):
+        backward[position] += seconds
+    return forward, backward
+
+
+def _differences(times: list[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def _alike(root: nn.Module, trace: Trace) -> list[Any]:
+    """A key for each position; positions of equal structure have equal ones."""
+    modules = dict(root.named_modules())
+    keys: list[Any] = [("the step", 0)]
+    for index, call in enumerate(trace.calls):
+        following = trace.calls[index + 1] if index + 1 < len(trace.calls) else None
+        shapes = tuple(tuple(p.shape) for p in modules[call.name].parameters())
+        pattern = "".join("#" if part.isdigit() else f".{part}" for part in call.name.split("."))
+        # What comes after it, up to the next call, is of the modules around.
+        after = following and (following.callers == (*call.callers, call.name), len(following.callers))
+        keys.append((pattern, shapes, call.inputs, after))
+    return keys
+
+
+def _shared(times: list[float], keys: list[Any]) -> list[float]:
+    together: dict[Any, list[float]] = {}
+    for key, seconds in zip(keys, times, strict=True):
+        together.setdefault(key, []).append(seconds)
+    return [median(together[key]) for key in keys]

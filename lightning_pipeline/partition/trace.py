@@ -1,0 +1,315 @@
+"""What one run of the user's step on one micro-batch shows: which modules are called when, and what they make and use.
+
+A step is a row of *positions*: one begins with the step, and one with every call of a module. What happens in the
+forward is noted under the position it happens in, and what happens in the backward under the position whose work it is
+the backward of.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.metadata import METADATA
+from lightning_pipeline.partition.work import DeviceSpeed, Work, work_of
+
+Step = Callable[[Any], Tensor | None]
+"""Runs the user's step on a micro-batch and returns the loss that backward starts from; None without a backward."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        name: the module's name.
+        start: the position that begins with it.
+        end: the position after the last one inside of it.
+        callers: names of the modules whose forwards it runs in, the outermost first.
+        in_function: it runs inside of an autograd.Function.
+        inputs: shapes of the tensors it is called with.
+    """
+
+    name: str
+    start: int
+    end: int
+    callers: tuple[str, ...]
+    in_function: bool
+    inputs: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor that the step makes: its size and the positions in which it is made and last used."""
+
+    made: int
+    used: int
+    num_bytes: float
+    has_gradient: bool
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a run showed; lists have an entry for each position.
+
+    Attributes:
+        calls: in the order of their beginning; call number i begins position i + 1.
+        values: what the step makes.
+        parameters: names of parameters used, in the order of their first use.
+        kept: bytes first kept there for backward.
+        forward: the forward's work.
+        backward: the backward's.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    parameters: list[dict[str, None]] = field(default_factory=lambda: [{}])
+    kept: list[float] = field(default_factory=lambda: [0])
+    forward: list[Work] = field(default_factory=lambda: [Work()])
+    backward: list[Work] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the modules, in the order of their calls."""
+        return [call.name for call in self.calls]
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.calls) + 1
+
+
+def trace_step(root: nn.Module, step: Step, batch: Any, speed: DeviceSpeed) -> Trace:
+    """Run the step, and its backward, once.
+
+    Args:
+        batch: the micro-batch, on the device of the parameters; all of them may be fake tensors.
+        speed: by which the work of each operation is turned into time.
+    """
+    tracer = _Tracer(root, batch, speed)
+    saved = torch.autograd.graph.saved_tensors_hooks(tracer.keep, lambda tensor: tensor)
+    with called_through(root, tracer.call), tracer.functions(), _Operations(tracer), without_reentrant():
+        with saved, tracer:
+            loss = step(batch)
+        tracer.begin_backward()
+        run_backward(root, loss, tracer.sequence, tracer.note_backward)
+    return tracer.trace
+
+
+def run_backward(
+    root: nn.Module, loss: Tensor | None, sequence: list[int], reached: Callable[[int], None]
+) -> None:
+    """Backward from `loss`, leaving ``.grad`` and what hangs on it alone.
+
+    Autograd runs nodes in the reverse order of their making, so the backwards of positions follow one another.
+
+    Args:
+        sequence: number of the next autograd node at the beginning of each position.
+        reached: called with the position whose backward begins.
+    """
+    if loss is None or loss.grad_fn is None:
+        return
+    first: dict[int, tuple[int, Any]] = {}
+    seen = {loss.grad_fn}
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+        number = node._sequence_nr()
+        if number < (1 << 62):  # those of AccumulateGrad are beyond all others
+            position = bisect_right(sequence, number) - 1
+            if position not in first or first[position][0] < number:
+                first[position] = (number, node)
+    handles = [
+        node.register_prehook(lambda gradients, position=position: reached(position))
+        for position, (_, node) in first.items()
+    ]
+    inputs = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    try:
+        torch.autograd.grad(loss, inputs, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def called_through(root: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """While entered, the forward of each submodule runs as ``call(name, forward, args, kwargs)``."""
+    wrapped: list[tuple[dict[str, Any], Any]] = []
+
+    def through(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: call(name, forward, args, kwargs)
+
+    for name, module in root.named_modules():
+        has_forward = type(module).forward is not nn.Module.forward
+        if name and has_forward and not isinstance(module, torch.jit.ScriptModule):
+            home = vars(module)
+            wrapped.append((home, home.get("forward")))
+            home["forward"] = through(name, module.forward)
+    try:
+        yield
+    finally:
+        for home, before in wrapped:
+            if before is None:
+                home.pop("forward", None)
+            else:
+                home["forward"] = before
+
+
+@contextmanager
+def without_reentrant() -> Iterator[None]:
+    """While entered, checkpointed parts of the reentrant kind are recomputed as the other kind's are.
+
+    In a pipeline each leaf inside of them is checkpointed by itself, and their backward is not one node.
+    """
+    reentrant = torch_checkpoint.CheckpointFunction
+
+    class AsTheOtherKind:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+    torch_checkpoint.CheckpointFunction = AsTheOtherKind  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        torch_checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
+
+
+class _Tracer(TorchFunctionMode):
+    """Notes calls of modules, and of torch functions what they take and give."""
+
+    def __init__(self, root: nn.Module, batch: Any, speed: DeviceSpeed) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.sequence = [torch.autograd._get_sequence_nr()]
+        self.speed = speed
+        self._is_forward = True
+        self._position = 0
+        self._stack: list[str] = []
+        self._in_function = 0
+        self._parameters = {id(p): name for name, p in root.named_parameters()}
+        self._foreign = {id(tensor) for tensor in (*root.buffers(), *tree.leaves(batch))}
+        self._batch = batch  # or an id might be given out again
+        self._values: dict[int, tuple[Value, weakref.ref[Tensor]]] = {}
+        self._storages = {p.untyped_storage()._cdata for p in root.parameters()}
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of a module; those of a recomputation are not told apart from the backward around them."""
+        if not self._is_forward:
+            return forward(*args, **kwargs)
+        self._position += 1
+        shapes = tuple(tuple(tensor.shape) for tensor in tree.leaves((args, kwargs)))
+        call = Call(name, self._position, self._position, tuple(self._stack), self._in_function > 0, shapes)
+        self.trace.calls.append(call)
+        self.trace.parameters.append({})
+        self.trace.kept.append(0)
+        self.trace.forward.append(Work())
+        self.sequence.append(torch.autograd._get_sequence_nr())
+        self._stack.append(name)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._stack.pop()
+            call.end = self._position + 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA or not self._is_forward:
+            return func(*args, **kwargs)
+        self._use(tree.leaves((args, kwargs)))
+        result = func(*args, **kwargs)
+        self._use(tree.leaves(result))
+        return result
+
+    @contextmanager
+    def functions(self) -> Iterator[None]:
+        """Calls of autograd.Function do not come to a mode, so they are caught here."""
+        plain = torch.autograd.Function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_forward:
+                return plain.__get__(None, cls)(*args, **kwargs)
+            self._use(tree.leaves((args, kwargs)))
+            self._in_function += 1
+            try:
+                result = plain.__get__(None, cls)(*args, **kwargs)
+            finally:
+                self._in_function -= 1
+            self._use(tree.leaves(result))
+            return result
+
+        setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010  mypy knows it as a method
+        try:
+            yield
+        finally:
+            setattr(torch.autograd.Function, "apply", plain)  # noqa: B010
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Of autograd: a tensor is kept for backward."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            self.trace.kept[self._position] += storage.nbytes()
+        return tensor.detach()
+
+    def _use(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            key = id(tensor)
+            if key in self._foreign:
+                continue
+            if key in self._parameters:
+                self.trace.parameters[self._position][self._parameters[key]] = None
+                continue
+            known = self._values.get(key)
+            if known is not None and known[1]() is tensor:
+                known[0].used = self._position
+                continue
+            size = tensor.numel() * tensor.element_size()
+            value = Value(self._position, self._position, size, tensor.requires_grad)
+            self._values[key] = (value, weakref.ref(tensor))
+            self.trace.values.append(value)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        self._is_forward = False
+        self.trace.backward = [Work() for _ in range(self.trace.num_positions)]
+        self._position = self.trace.num_positions - 1
+
+    def note_backward(self, position: int) -> None:
+        """The backward of a position begins."""
+        self._position = position
+
+    def add(self, work: Work) -> None:
+        """Count work to the position that it is done in."""
+        totals = self.trace.forward if self._is_forward else self.trace.backward
+        totals[self._position] += work
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the work of each operation."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._tracer.add(work_of(func, args, kwargs or {}, result, self._tracer.speed))
+        return result

@@ -1,0 +1,238 @@
+"""stage_config="auto": rank 0 measures the first step that comes, finds the best cut, and tells the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_pipeline.partition.costs import between
+from lightning_pipeline.partition.microbatch import batch_size, split_batch
+from lightning_pipeline.partition.plan import StagePlan, plan_stages
+from lightning_pipeline.partition.plan_table import print_plan
+from lightning_pipeline.schedules import Schedule, ScheduleError
+from lightning_pipeline.schedules.balance import Machine
+from lightning_pipeline.strategy.dataloading import sample_batch
+from lightning_pipeline.strategy.lightning_private import training_loader
+from lightning_pipeline.strategy.measuring import estimate_training_step, loss_step, measure_step, unnoticed
+from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
+from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
+from lightning_pipeline.strategy.trial import fault_of_cut
+
+T = TypeVar("T")
+
+_PLAN = "_automatic_plan"
+_USABLE = 0.9
+"""The share of a device's memory that parameters and activations may take; allocators and libraries take some, too."""
+
+_OVERHEAD = 0.3e-3
+"""Seconds of a forward or backward that are not the model's: replay, messages. As on two CPU processes."""
+_FACTORS = (1, 2, 4, 8)
+"""With num_microbatches="auto", micro-batches for each stage."""
+_SEARCH_S = 3.0
+
+_CONSIDERED = {1: ("1f1b", "zero_bubble"), 2: ("interleaved_1f1b", "interleaved_zero_bubble")}
+"""With schedule="auto", by number of virtual stages; `Advisor` then chooses among all that have as many."""
+
+
+class AutomaticCut:
+    """Finds out, on the first step's batch, where to cut a module that nobody said it of.
+
+    Until the first training step every rank holds the whole module, so that the cut is free. A validation step before
+    it is cut as well, for itself.
+
+    Args:
+        choice: what `schedule=` stands for.
+        num_microbatches: of a step; "auto" chooses.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        choice: ScheduleChoice,
+        *,
+        num_stages: int,
+        num_microbatches: int | str,
+        replicas: int,
+        device: torch.device,
+    ) -> None:
+        self.is_cut = False
+        """Whether steps can run: an evaluation step has been cut, if not yet a training step."""
+        self._module = module
+        self._choice = choice
+        self._num_stages = num_stages
+        self._device = device
+        self._num_microbatches = num_microbatches
+        self._machine = Machine(memory=_memory_of(device), overhead=_OVERHEAD, replicas=replicas)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Virtual stages on a rank, as far as that is known before there is a plan."""
+        return self._choice.usual_virtual_stages
+
+    def decide(
+        self,
+        name: str,
+        arguments: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[Any]],
+        optimizers: Sequence[Optimizer],
+        broadcast: Callable[[Any], Any],
+        *,
+        is_first: bool,
+    ) -> StagePlan:
+        """The plan for a step, the same on all ranks, which must all call it. Rank 0 makes it.
+
+        Raises:
+            ValueError: the step cannot be cut into as many stages, or no cut fits the memory.
+        """
+        function = getattr(self._module, name)
+        plan = with_everybody(
+            lambda: self._plan(function, arguments, context, optimizers, has_backward=name == "training_step"),
+            broadcast,
+            decides=is_first,
+        )
+        self.is_cut = True
+        return plan
+
+    def decide_at_start(self, broadcast: Callable[[Any], Any], *, is_first: bool) -> StagePlan | None:
+        """The plan for a module that must not be whole on a rank, by estimate; None for one that may, to be measured.
+
+        Such a module is built on the meta device, or more than the device of rank 0 has memory for.
+        """
+        return with_everybody(
+            lambda: self._estimated() if self._is_big() else None,
+            broadcast,
+            decides=is_first,
+        )
+
+    def _is_big(self) -> bool:
+        if any(parameter.is_meta for parameter in self._module.parameters()):
+            return True
+        state_bytes = bytes_with_state(self._module, [])
+        total = sum(state_bytes(name) for name, _ in self._module.named_parameters())
+        return total > self._machine.limit(0)
+
+    def _estimated(self) -> StagePlan:
+        module, trainer = self._module, self._module.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            raise ValueError(
+                f"{type(module).__name__} does not fit one device and has no stage_config, and where to cut it is "
+                f"found for training only: name the first module of each later stage, or fit it first"
+            )
+        with unnoticed(self._module, self._device):
+            batch = sample_batch(training_loader(trainer))
+            count = self._counts(batch)[-1]
+            split = getattr(module, "split_batch", None) or split_batch
+            costs = estimate_training_step(module, split(batch, count)[0], self._device)
+            plan, _ = plan_stages(costs, self._schedules(count), self._machine, bytes_with_state(module, []))
+        print_plan(plan)
+        return plan
+
+    def _plan(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[Any]],
+        optimizers: Sequence[Optimizer],
+        *,
+        has_backward: bool,
+    ) -> StagePlan:
+        """Measure a step on the first micro-batch of its batch, and search. The module stays as it is."""
+        batch, *others = arguments
+        split = getattr(self._module, "split_batch", None) or split_batch
+        counts = self._counts(batch)
+        microbatches = {count: split(batch, count)[0] for count in {counts[0], counts[-1]}}
+        step = loss_step(function, tuple(others), context, has_backward=has_backward)
+        began = time.perf_counter()
+        with unnoticed(self._module, self._device):
+            measured = {
+                count: measure_step(self._module, step, micro, self._device) for count, micro in microbatches.items()
+            }
+            state_bytes = bytes_with_state(self._module, optimizers)
+            found = [
+                plan_stages(
+                    between(measured[counts[0]], measured[counts[-1]], _share(count, counts)),
+                    self._schedules(count),
+                    self._machine,
+                    state_bytes,
+                    fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[counts[0]]),
+                    max_seconds=_SEARCH_S / len(counts),
+                )[0]
+                for count in counts
+            ]
+        plan = min(found, key=lambda plan: plan.step_seconds)
+        if has_backward or self._module.trainer.state.fn != TrainerFn.FITTING:
+            rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
+            print_plan(plan)
+        return plan
+
+    def _counts(self, batch: Any) -> list[int]:
+        """Numbers of micro-batches to choose from, ascending."""
+        if isinstance(self._num_microbatches, int):
+            return [self._num_microbatches]
+        samples = batch_size(batch) or 1
+        return [n for n in (factor * self._num_stages for factor in _FACTORS) if n <= samples] or [self._num_stages]
+
+    def _schedules(self, num_microbatches: int) -> list[Schedule]:
+        """To choose from."""
+        sizes = {"num_stages": self._num_stages, "num_microbatches": num_microbatches}
+        if not self._choice.is_auto:
+            return [self._choice.bind(**sizes, num_virtual_stages=self.num_virtual_stages).full]
+        found: list[Schedule] = []
+        for choice, virtual in ((ScheduleChoice(name), v) for v, names in _CONSIDERED.items() for name in names):
+            try:
+                found.append(choice.bind(**sizes, num_virtual_stages=virtual).full)
+            except ScheduleError:
+                continue
+        return found
+
+
+def _share(count: int, counts: Sequence[int]) -> float:
+    """Where a micro-batch of a batch cut in `count` lies between those of the first and of the last of the counts."""
+    first, last = 1 / counts[0], 1 / counts[-1]
+    return (first - 1 / count) / (first - last) if first > last else 0.0
+
+
+def cut_before(module: LightningModule, num_stages: int) -> dict[str, int]:
+    """Where an earlier run has cut this module into as many stages: its parts may be on their ranks already."""
+    before: StagePlan | None = vars(module).get(_PLAN)
+    return dict(before.stage_config) if before is not None and before.num_stages == num_stages else {}
+
+
+def note_cut(module: LightningModule, plan: StagePlan) -> None:
+    """For `cut_before`, and for loggers, which get the plan as a hyper-parameter."""
+    vars(module)[_PLAN] = plan
+    for logger in module.trainer.loggers:
+        logger.log_hyperparams({"pipeline_plan": {k: v for k, v in plan.as_dict().items() if k != "stages"}})
+
+
+def _memory_of(device: torch.device) -> float | None:
+    """What a device has for a stage; None where there is no telling."""
+    info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
+    return _USABLE * info(device)[1] if info is not None else None
+
+
+def with_everybody(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
+    """What rank 0 decides, on all ranks; what it fails with, too."""
+    outcome: Any = None
+    failure: Exception | None = None
+    if decides:
+        try:
+            outcome = decide()
+        except Exception as error:
+            failure = error
+            outcome = f"{type(error).__name__}: {error}"
+    outcome = broadcast(outcome)
+    if failure is not None:
+        raise failure
+    if isinstance(outcome, str):
+        raise ValueError(f"rank 0 found no cut: {outcome}")
+    return outcome

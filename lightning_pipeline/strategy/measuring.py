@@ -1,0 +1,80 @@
+"""Costs of a LightningModule's steps, found out without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.costs import StepCosts
+from lightning_pipeline.partition.estimate import estimate_step
+from lightning_pipeline.partition.random import Streams
+from lightning_pipeline.partition.timing import time_step
+from lightning_pipeline.partition.trace import Step, trace_step
+from lightning_pipeline.partition.untouched import left_as_it_was
+from lightning_pipeline.partition.work import measured_speed
+
+
+@contextmanager
+def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
+    """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers."""
+    trainer = module.trainer
+    loggers = trainer.loggers
+    with left_as_it_was(module), Streams(device).kept():
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        vars(module)["log"] = lambda *args, **kwargs: None
+        try:
+            yield
+        finally:
+            trainer.loggers = loggers
+            vars(module).pop("log", None)
+
+
+def loss_step(
+    function: Callable[..., Any],
+    others: tuple[Any, ...],
+    context: Callable[[], AbstractContextManager[Any]],
+    *,
+    has_backward: bool,
+) -> Step:
+    """One of the user's steps as a function from a micro-batch to the loss that backward starts from.
+
+    Args:
+        others: its arguments after the batch.
+        context: the precision's context around a step.
+    """
+
+    def step(microbatch: Any) -> Tensor | None:
+        with context():
+            result = function(microbatch, *others)
+        loss = result if isinstance(result, Tensor) or result is None else result["loss"]
+        return loss if has_backward else None
+
+    return step
+
+
+def measure_step(module: LightningModule, step: Step, microbatch: Any, device: torch.device) -> StepCosts:
+    """Run it a few times, on the device where the whole module is."""
+    trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), measured_speed(device, dtype_of(module)))
+    forward, backward = time_step(module, step, microbatch, trace, device)
+    return StepCosts(module, trace, forward, backward, is_measured=True)
+
+
+def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> StepCosts:
+    """Without running it: parts of the module may be on the meta device."""
+    takes_index = len(signature(module.training_step).parameters) > 1
+    context = module.trainer.precision_plugin.train_step_context
+    step = loss_step(module.training_step, (0,) * takes_index, context, has_backward=True)
+    return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
+
+
+def dtype_of(module: torch.nn.Module) -> torch.dtype:
+    """What the module computes in, as far as its parameters tell."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)

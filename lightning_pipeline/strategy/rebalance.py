@@ -1,0 +1,94 @@
+"""PipelineRebalance: a run says whether another cut would be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_pipeline.partition.microbatch import split_batch
+from lightning_pipeline.partition.rebalance import Rebalance, rebalance
+from lightning_pipeline.runtime.clock import gather_spans
+from lightning_pipeline.runtime.executor import Span
+from lightning_pipeline.schedules import Kind, measured_costs, recorded_schedule
+from lightning_pipeline.schedules.balance import Machine
+from lightning_pipeline.strategy.automatic import with_everybody
+from lightning_pipeline.strategy.measuring import estimate_training_step, unnoticed
+from lightning_pipeline.strategy.pipeline import PipelineStrategy
+
+
+class PipelineRebalance(Callback):
+    """Records some training steps, and says once which modules to move to other stages, and what that would save.
+
+    Nothing is moved: the sentence ends with the stage_config for the next run. How a stage's time is shared among its
+    modules is estimated from their operations; the stages' times are measured.
+
+    Args:
+        first_step: the optimizer step from which on it records, when the run has warmed up.
+        num_steps: training steps that it records.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    def __init__(self, first_step: int = 10, num_steps: int = 5) -> None:
+        if first_step < 1 or num_steps < 1:
+            raise ValueError(f"first_step and num_steps are numbers from 1, got {first_step} and {num_steps}")
+        self.first_step = first_step
+        self.num_steps = num_steps
+        self.rebalance: Rebalance | None = None
+        """What came of it."""
+        self._steps: list[list[Span]] = []
+        self._spans: list[Span] | None = None
+        self._before: Callable[[Span], None] | None = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        self._spans = None
+        is_due = trainer.global_step >= self.first_step and len(self._steps) < self.num_steps
+        if not isinstance(strategy, PipelineStrategy) or strategy.pipeline is None or not is_due:
+            return
+        spans: list[Span] = []
+        before = strategy.pipeline.observe
+
+        def observe(span: Span) -> None:
+            spans.append(span)
+            if before is not None:
+                before(span)
+
+        self._spans = spans
+        self._before = before
+        strategy.pipeline.observe = observe
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = trainer.strategy
+        if self._spans is None or not isinstance(strategy, PipelineStrategy) or strategy.pipeline is None:
+            return
+        pipeline = strategy.pipeline
+        pipeline.observe = self._before
+        num_forwards = sum(action.kind is Kind.F for action, _, _ in self._spans)
+        if num_forwards == pipeline.num_microbatches * pipeline.num_virtual_stages and not pipeline.learning:
+            self._steps.append(self._spans)
+        self._spans = None
+        if len(self._steps) < self.num_steps or self.rebalance is not None or pipeline.num_ranks == 1:
+            return
+        timelines = [gather_spans(spans, strategy.transport) for spans in self._steps]
+
+        def decide() -> Rebalance:
+            schedule = recorded_schedule(timelines[-1], pipeline.placement)
+            measured = measured_costs(timelines, pipeline.placement)
+            split = getattr(pl_module, "split_batch", None) or split_batch
+            microbatch = split(batch, pipeline.num_microbatches)[0]
+            with unnoticed(pl_module, strategy.root_device):
+                costs = estimate_training_step(pl_module, microbatch, strategy.root_device)
+            return rebalance(costs, pipeline.interception.stages.exact, measured, schedule, Machine())
+
+        self.rebalance = with_everybody(decide, strategy.broadcast, decides=strategy.global_rank == 0)
+        rank_zero_info(f"PipelineRebalance: {self.rebalance}")

@@ -1,0 +1,234 @@
+"""stage_config="auto": a module that says nothing is cut well, alike on all ranks, and trains to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pipeline import PipelineStrategy
+from tests.launching import launch
+from tests.training.models import LitGPT, token_loader, tokens
+from tests.training.runs import Losses, differing, pipeline_trainer, weights
+
+pytestmark = pytest.mark.multiprocess
+
+RUNS: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b"},
+    "virtual": {"schedule": "interleaved_1f1b"},
+    "v": {"schedule": "zbv"},
+    "all chosen": {"schedule": "auto", "num_microbatches": "auto"},
+}
+
+
+class Watched(LitGPT):
+    """Counts what a step does to the module, the random numbers and the data."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.norm = nn.BatchNorm1d(17)
+        self.steps = 0
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.seen.append(batch_idx)
+        logits = self(batch[0]).flatten(0, 1)
+        loss = F.cross_entropy(self.norm(logits), batch[1].flatten())
+        self.log("train_loss", loss)
+        return loss
+
+
+def fit(module: L.LightningModule, world: int, strategy: dict[str, Any], **options: Any) -> dict[str, Any]:
+    losses = Losses()
+    config = {} if world == 1 else "auto"
+    trainer = pipeline_trainer(config, world=world, strategy=strategy, callbacks=[losses], **options)  # type: ignore[arg-type]
+    trainer.fit(module, token_loader(8 * 7 + 5, 8, shuffle=True), options.pop("val", None))
+    plan = trainer.strategy.plan
+    return {
+        "losses": losses.values,
+        "weights": weights(trainer),
+        "plan": plan and plan.as_dict(),
+        "live": sorted(n for n, p in module.named_parameters() if not p.is_meta),
+    }
+
+
+def watched(world: int) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    module = Watched(dropout=0.1)
+    found = fit(module, world, {}, max_steps=3)
+    return {**found, "steps": module.steps, "seen": module.seen, "draw": float(torch.rand(()))}
+
+
+def with_sanity_check(world: int) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = pipeline_trainer("auto" if world > 1 else {}, world=world, callbacks=[losses], max_epochs=1)  # type: ignore[arg-type]
+    module = LitGPT(dropout=0.1)
+    trainer.fit(module, token_loader(32, 8), token_loader(16, 8))
+    first = trainer.strategy.plan
+    trainer.validate(module, token_loader(16, 8), verbose=False)
+    again = pipeline_trainer(None, world=world, callbacks=[losses], max_epochs=1)  # type: ignore[arg-type]
+    again.fit(module, token_loader(32, 8))
+    return {
+        "losses": losses.values,
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "cut": first and first.stage_config,
+        "second": again.strategy.plan,
+    }
+
+
+def only_predicting(world: int) -> list[Tensor]:
+    L.seed_everything(1, verbose=False)
+
+    class Predicting(LitGPT):
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(batch[0])
+
+    trainer = pipeline_trainer("auto" if world > 1 else {}, world=world)  # type: ignore[arg-type]
+    return trainer.predict(Predicting(), token_loader(16, 8))  # type: ignore[return-value]
+
+
+def a_stream(world: int) -> list[float]:
+    """A data set that can be read once."""
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self) -> None:
+            self.left = iter([tokens(40)[i] for i in range(40)])
+
+        def __iter__(self) -> Any:
+            return self.left
+
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = pipeline_trainer("auto" if world > 1 else {}, world=world, callbacks=[losses], max_epochs=1)  # type: ignore[arg-type]
+    trainer.fit(LitGPT(), DataLoader(Stream(), batch_size=8))
+    return losses.values
+
+
+def saved_and_read(world: int, folder: str) -> dict[str, Any]:
+    """A checkpoint carries the plan, and a run that reads the saved plan is cut the same."""
+    if world == 1:
+        return {}
+    L.seed_everything(1, verbose=False)
+    trainer = pipeline_trainer("auto", world=world, max_steps=2)  # type: ignore[arg-type]
+    trainer.fit(LitGPT(), token_loader(32, 8))
+    trainer.save_checkpoint(f"{folder}/last.ckpt")
+    plan = trainer.strategy.plan
+    path = f"{folder}/plan.yaml"
+    if trainer.is_global_zero:
+        plan.save(path)
+    trainer.strategy.barrier()
+    pinned = L.Trainer(
+        strategy=PipelineStrategy(stage_config=path, num_microbatches=4), devices=world, accelerator="cpu",
+        max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    pinned.fit(LitGPT(), token_loader(32, 8))
+    stored = torch.load(f"{folder}/last.ckpt", weights_only=True)["pipeline_plan"]
+    return {
+        "plan": plan.as_dict(),
+        "stored": stored,
+        "pinned": pinned.strategy.plan is None,
+        "keys": dict(pinned.strategy.pipeline.interception.stages.exact),
+    }
+
+
+def run_all(world: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, strategy in RUNS.items() if world > 1 else [("1f1b", {"schedule": "1f1b"})]:
+        L.seed_everything(1, verbose=False)
+        found[name] = fit(LitGPT(dropout=0.1), world, {**strategy}, max_epochs=2)
+    return {
+        "runs": found,
+        "watched": watched(world),
+        "sanity": with_sanity_check(world),
+        "predictions": only_predicting(world),
+        "stream": a_stream(world),
+        "saved": saved_and_read(world, folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: Any) -> dict[str, Any]:
+    return launch(run_all, 1, str(tmp_path_factory.mktemp("one")), world=1)[0]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    return launch(run_all, 2, str(tmp_path_factory.mktemp("two")), world=2, timeout=110)
+
+
+def test_the_bits_are_those_of_one_process(one: Any, ranks: Any) -> None:
+    expected = one["runs"]["1f1b"]
+    assert expected["plan"] is None
+    for name in ("1f1b", "virtual", "v"):
+        found = ranks[0]["runs"][name]
+        assert found["losses"] == expected["losses"], name
+        assert not differing(found["weights"], expected["weights"]), name
+
+
+def test_all_ranks_have_the_same_plan_and_hold_their_part(ranks: Any) -> None:
+    for name in RUNS:
+        first, second = (rank["runs"][name] for rank in ranks)
+        assert first["plan"] == second["plan"]
+        assert first["plan"]["is_measured"]
+        assert len(first["plan"]["stages"]) == (2 if name == "1f1b" else len(first["plan"]["stages"]))
+        assert first["live"] and second["live"] and set(first["live"]).isdisjoint(second["live"])
+        assert set(first["live"]) | set(second["live"]) == set(first["weights"])
+
+
+def test_schedules_of_virtual_stages_are_given_them(ranks: Any) -> None:
+    assert len(ranks[0]["runs"]["virtual"]["plan"]["stages"]) == 4
+    assert [stage["rank"] for stage in ranks[0]["runs"]["v"]["plan"]["stages"]] == [0, 1, 1, 0]
+    assert ranks[0]["runs"]["all chosen"]["plan"]["num_microbatches"] in (2, 4, 8)
+
+
+def test_measuring_leaves_no_trace(one: Any, ranks: Any) -> None:
+    expected = one["watched"]
+    for rank in ranks:
+        found = rank["watched"]
+        assert found["losses"] == expected["losses"]
+        assert (found["steps"], found["seen"]) == (expected["steps"], expected["seen"])
+    assert ranks[0]["watched"]["draw"] == expected["draw"]  # the others do not shuffle
+    assert not differing(ranks[0]["watched"]["weights"], expected["weights"])
+
+
+def test_a_sanity_check_and_other_trainers_come_before_and_after(one: Any, ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["sanity"]["losses"] == one["sanity"]["losses"]
+        assert rank["sanity"]["val_loss"] == pytest.approx(one["sanity"]["val_loss"])
+        assert rank["sanity"]["cut"]
+        assert rank["sanity"]["second"] is None  # its parts are on their ranks already
+
+
+def test_a_module_that_only_predicts(one: Any, ranks: Any) -> None:
+    for found, expected in zip(ranks[0]["predictions"], one["predictions"], strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_data_that_can_be_read_once_is_read_once(one: Any, ranks: Any) -> None:
+    assert len(one["stream"]) == 5
+    assert ranks[1]["stream"] == one["stream"]
+
+
+def test_a_plan_is_stored_saved_and_read(ranks: Any) -> None:
+    found = ranks[1]["saved"]
+    assert found["stored"] == found["plan"]
+    assert found["pinned"]
+    assert found["keys"] == found["plan"]["stage_config"]
+
+
+def test_a_file_without_a_cut_is_refused(tmp_path: Path) -> None:
+    from lightning_pipeline.partition.stage_config import read_stage_config
+
+    with pytest.raises(FileNotFoundError, match=r"plan.yaml' is no file: give \"auto\""):
+        read_stage_config(nn.Linear(1, 1), tmp_path / "plan.yaml")
+    (tmp_path / "plan.yaml").write_text("num_stages: 2\nstage_config:\n")
+    with pytest.raises(ValueError, match="has no stage_config"):
+        read_stage_config(nn.Linear(1, 1), str(tmp_path / "plan.yaml"))
