@@ -2,7 +2,7 @@
 
 1. *Pairs are ordered.* The sends and receives of two ranks within one group run on one in-order stream, whichever way
    they go: where one rank sends first and the other does too, both wait for ever. So each group carries one direction
-   of one channel, and receivers post in the order of their senders.
+   of one channel, or what both sides do in one order, and receivers post in the order of their senders.
 2. *Tags are ignored.* Messages of a route arrive in the order they were sent, and nothing else tells them apart.
 3. *First uses connect.* A group's communicator, and that of each pair in it, is made when it is first used and waits
    for its other ranks: in a ring of first uses all wait for ever. So each route and each group is used once at set-up,
@@ -20,6 +20,8 @@ NCCL shares 1 to 4 and 7, and Gloo needs none of them. Read in torch_npu 2.13.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -35,6 +37,21 @@ NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.i
 NOT_REDUCED = {"hccl": frozenset({torch.float64, torch.complex128, torch.uint16, torch.uint32, torch.uint64})}
 
 R = TypeVar("R", bound=tuple[int, int, int])
+
+
+def check_environment(backend: str) -> None:
+    """Whether pairs have streams of their own, without which the first rule cannot be kept.
+
+    Raises:
+        ValueError: a variable says that they have not.
+    """
+    given = os.environ.get("P2P_HCCL_BUFFSIZE")
+    megabytes = re.match(r"\s*\+?(\d*)", given or "")  # as torch_npu reads it: what is no number is 0
+    if backend == "hccl" and given is not None and megabytes is not None and not int(megabytes[1] or 0):
+        raise ValueError(
+            f"P2P_HCCL_BUFFSIZE={given} gives all pairs of ranks in a group one stream, on which stages would wait for "
+            "one another for ever: unset it, or give each pair some megabytes (torch_npu's default is 20)"
+        )
 
 
 def backend_of(device_type: str) -> str:
@@ -63,9 +80,7 @@ def warm_up(group: dist.ProcessGroup | None = None) -> None:
             dist.all_reduce(torch.zeros(1, device=device.type), group=group)
 
 
-def all_reduce(
-    tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None
-) -> dist.Work:
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None) -> dist.Work:
     """As ``dist.all_reduce`` with ``async_op=True``, of any dtype that travels."""
     group = _or_world(group)
     if tensor.dtype in NOT_REDUCED.get(group._get_backend(tensor.device).name(), ()):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline.runtime.backend_rules import backend_of, first_uses, flat, is_dense, to_wire
+from lightning_pipeline.runtime.backend_rules import backend_of, check_environment, first_uses, flat, is_dense, to_wire
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.topology import Topology
 
@@ -286,6 +286,7 @@ class Transport:
 
     def _connect(self, routes: list[Route], send_window: int) -> None:
         backend = backend_of(self.device.type)
+        check_environment(backend)
         is_gloo = backend == dist.Backend.GLOO
         if not is_gloo:
             self._wire_device = self.device

@@ -61,3 +61,10 @@ def load(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch_npu's kernels are overridden
         redirect_operators()
+
+
+def last_errors() -> str:
+    """What the stand-in has complained of in this process; torch_npu does not repeat it everywhere."""
+    function = ctypes.CDLL("libascendcl.so").aclGetRecentErrMsg
+    function.restype = ctypes.c_char_p
+    return function().decode()

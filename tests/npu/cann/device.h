@@ -35,7 +35,7 @@ class Stream {
 
 Stream& stream_of(void* handle);  // a null handle is the default stream
 
-// What aclGetRecentErrMsg gives to every thread.
+// Adds to what aclGetRecentErrMsg gives to every thread: each of them may be the one that has to know.
 void set_error(const std::string& message);
 
 // A limit in seconds from the environment, as HCCL_CONNECT_TIMEOUT.

@@ -23,7 +23,7 @@ std::string error_message;
 
 void set_error(const std::string& message) {
   std::lock_guard<std::mutex> lock(error_mutex);
-  error_message = message;
+  if (error_message.find(message) == std::string::npos) error_message += (error_message.empty() ? "" : "\n") + message;
 }
 
 int seconds_from(const char* variable, int otherwise) {
