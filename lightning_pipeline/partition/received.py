@@ -45,11 +45,12 @@ class Received:
                 places[value] = data
                 continue
             fill(place, data)
-            if value in self._requires_grad and torch.is_grad_enabled():
+            if value in self._requires_grad:
                 attach.append(place)
                 self._attached.append(value)
         if attach:
-            _attach(self, self._anchor, *attach)
+            with torch.enable_grad():  # the stage may begin where the step has gradients off for a while
+                _attach(self, self._anchor, *attach)
             self._node = attach[0].grad_fn
         self._values = {}
 

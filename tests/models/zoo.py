@@ -269,6 +269,9 @@ CASES: dict[str, Case] = {
     "unpacks_tensors": Case(habits.UnpacksTensors, vectors, _STACK),
     "passes_structures": Case(habits.PassesStructures, vectors, _STACK),
     "without_gradient": Case(habits.WithoutGradient, vectors, _STACK),
+    "begins_without_gradient": Case(
+        habits.WithoutGradient, vectors, {2: {"teacher": 1}, 4: {"teacher": 1, "blocks.0": 2, "blocks.4": 3}}
+    ),
     "torch_transformer": Case(
         habits.TorchTransformer,
         vectors,
