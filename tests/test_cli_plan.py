@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -100,7 +101,9 @@ def test_a_model_that_fits_nowhere_takes_little_memory(tmp_path: Path) -> None:
         "app(['plan', *sys.argv[1:], '-s', '1f1b'], standalone_mode=False)\n"
         "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path), "12"], capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-c", code, str(path), "12"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "2.42 billion parameters" in done.stdout
     assert int(done.stdout.split("peak ")[-1]) < 1.5e6  # KiB

@@ -136,7 +136,7 @@ MODELS: dict[str, Model] = {
         t5,
         lambda net, batch: net(input_ids=batch, labels=batch[:, :24].contiguous()).loss,
         _tokens(512, 64),
-        ["net.shared", *(f"net.{side}.block.{i}" for side in ("encoder", "decoder") for i in range(4)), "net.lm_head"],
+        [f"net.{side}.block.{i}" for side in ("encoder", "decoder") for i in range(4)],
     ),
     "ViT": Model(
         vit,

@@ -50,7 +50,7 @@ class StepCosts:
             state_bytes: bytes that a parameter of this name takes with its gradient and optimizer state.
         """
         bounds = [0, *(call.start for call in calls), self.trace.num_positions]
-        sends, returns = self._crossing()
+        sends, returns, counts = self._crossing()
         names = ["", *(call.name for call in calls)]
         found = []
         for index, name in enumerate(names):
@@ -63,6 +63,7 @@ class StepCosts:
                     backward=sum(self.backward[p] for p in positions),
                     received=sends[bounds[index]] if index else 0.0,
                     returned=returns[bounds[index]] if index else 0.0,
+                    messages=int(counts[bounds[index]]) if index else 0,
                     kept=sum(self.trace.kept[p] for p in positions),
                     state={key: state_bytes(key) for key in used},
                     flops=sum(self.trace.forward[p].flops for p in positions)
@@ -71,20 +72,22 @@ class StepCosts:
             )
         return found
 
-    def _crossing(self) -> tuple[list[float], list[float]]:
-        """Bytes that a cut before each position sends on, and that come back as gradients.
+    def _crossing(self) -> tuple[list[float], list[float], list[float]]:
+        """Bytes that a cut before each position sends on, those that come back as gradients, and how many values.
 
         A value is sent over every cut between where it is made and where it is used last.
         """
-        counts = self.trace.num_positions + 1
-        sends, returns = [0.0] * counts, [0.0] * counts
+        size = self.trace.num_positions + 1
+        sends, returns, counts = [0.0] * size, [0.0] * size, [0.0] * size
         for value in self.trace.values:
             sends[value.made + 1] += value.num_bytes
             sends[value.used + 1] -= value.num_bytes
+            counts[value.made + 1] += 1
+            counts[value.used + 1] -= 1
             if value.has_gradient:
                 returns[value.made + 1] += value.num_bytes
                 returns[value.used + 1] -= value.num_bytes
-        return list(accumulate(sends)), list(accumulate(returns))
+        return list(accumulate(sends)), list(accumulate(returns)), list(accumulate(counts))
 
 
 def between(one: StepCosts, other: StepCosts, share: float) -> StepCosts:

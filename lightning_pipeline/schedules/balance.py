@@ -29,6 +29,7 @@ class Segment:
         state: bytes of each parameter it uses, with gradient and optimizer state. Segments that share one on a rank
             hold it once.
         flops: floating-point operations of forward and backward.
+        messages: values that a cut before it sends.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Segment:
     kept: float = 0.0
     state: Mapping[str, float] = field(default_factory=dict)
     flops: float = 0.0
+    messages: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Machine:
         bytes_per_second: of a link between two ranks.
         latency: seconds of any transfer.
         overhead: seconds that any forward or backward of a stage takes beside its segments.
+        message: seconds that a rank spends on any value that it sends or receives.
         replicas: pipelines that sum their gradients at the end of the step.
     """
 
@@ -59,6 +62,7 @@ class Machine:
     bytes_per_second: float = float("inf")
     latency: float = 0.0
     overhead: float = 0.0
+    message: float = 0.0
     replicas: int = 1
 
     def speed(self, rank: int) -> float:
@@ -154,6 +158,10 @@ class Evaluator:
         forward = [self.work(self.forward, stage, a, b) for stage, (a, b) in stages]
         backward = [self.work(self.backward, stage, a, b) for stage, (a, b) in stages]
         transfer = [self.transfer(cut) for cut in cuts]
+        for stage, (a, b) in stages:
+            crossing = [self.segments[cut].messages for cut in (a, b) if 0 < cut < len(self.segments)]
+            forward[stage] += self.machine.message * sum(crossing)
+            backward[stage] += self.machine.message * sum(crossing)
         # What a split backward's halves take is not known: half each.
         halves = [seconds / 2 for seconds in backward]
         simulation = simulate(self.schedule, forward, halves, halves, transfer)

@@ -38,6 +38,8 @@ _USABLE = 0.9
 
 _OVERHEAD = 0.3e-3
 """Seconds of a forward or backward that are not the model's: replay, messages. As on two CPU processes."""
+_MESSAGE = 0.1e-3
+"""Seconds of any value that a rank sends or receives, likewise."""
 _FACTORS = (1, 2, 4, 8)
 """With num_microbatches="auto", micro-batches for each stage."""
 
@@ -74,7 +76,7 @@ class AutomaticCut:
         self._num_stages = num_stages
         self._device = device
         self._num_microbatches = num_microbatches
-        self._machine = Machine(memory=_memory_of(device), overhead=_OVERHEAD, replicas=replicas)
+        self._machine = Machine(memory=_memory_of(device), overhead=_OVERHEAD, message=_MESSAGE, replicas=replicas)
 
     @property
     def num_virtual_stages(self) -> int:

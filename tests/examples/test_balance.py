@@ -20,7 +20,7 @@ def test_equal_cuts_and_all_there_are() -> None:
     parts = ["a", "b", "c", "d"]
     assert equal_layers(parts, 2) == {"c": 1}
     assert equal_parameters(parts, [9, 1, 1, 1], 2) == {"b": 1}
-    assert equal_parameters(parts, [1, 1, 1, 9], 3) == {"c": 1, "d": 2}
+    assert equal_parameters(parts, [1, 1, 1, 9], 3) == {"b": 1, "d": 2}
     assert all_cuts(parts, 3) == [{"b": 1, "c": 2}, {"b": 1, "d": 2}, {"c": 1, "d": 2}]
 
 

@@ -67,6 +67,7 @@ def test_what_crosses_a_cut_is_what_is_used_behind_it() -> None:
     assert [call.name for call in calls] == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
     received = {s.name: s.received for s in costs.segments(calls[1:], lambda name: 0.0)}
     assert received == {"": 0.0, "layers.1": SIZE, "layers.2": 2 * SIZE, "layers.3": SIZE, "head": SIZE}
+    assert [s.messages for s in costs.segments(calls[1:], lambda name: 0.0)] == [0, 1, 2, 1, 1]
     assert [s.returned for s in costs.segments(calls[1:], lambda name: 0.0)] == list(received.values())
 
 

@@ -37,6 +37,7 @@ def random_segments(generator: random.Random, count: int) -> list[Segment]:
             received=amount(30),
             returned=amount(30),
             kept=amount(10),
+            messages=generator.randint(1, 3),
             state={str(index): amount(12), "tied": 7.0} if index in (0, count - 1) else {str(index): amount(12)},
         )
         for index in range(count)
@@ -59,6 +60,7 @@ def test_no_cut_is_faster(name: str, num_ranks: int, num_microbatches: int, num_
         speeds=[generator.choice((0.5, 1.0, 2.0)) for _ in range(num_ranks)] if seed % 2 else (),
         bytes_per_second=generator.choice((10.0, 1e9)),
         latency=generator.choice((0.0, 0.5)),
+        message=generator.choice((0.0, 0.1)),
         overhead=generator.choice((0.0, 0.3)),
         replicas=1 + seed % 3,
     )
