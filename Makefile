@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-npu lint clean
+.PHONY: help train test test-slow test-npu lint clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
 
 train: $(VENV)/.stamp ## train the default example over two stages; pass overrides as ARGS="trainer.devices=4"
 	OMP_NUM_THREADS=1 $(BIN)/python examples/train.py $(ARGS)
@@ -16,6 +16,9 @@ train: $(VENV)/.stamp ## train the default example over two stages; pass overrid
 # their fixtures launched, so one worker has them all.
 test: $(VENV)/.stamp ## run the tests; pass options as ARGS="-k schedules"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-slow: $(VENV)/.stamp ## run what the default tests leave out: more architectures of Hugging Face
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 test-npu: ## run the tests over a simulated Ascend device, in an environment of their own, where g++ and torch_npu can be had
 	@PYTHON=$(PYTHON) tests/npu/run.sh $(ARGS)

@@ -11,18 +11,24 @@ from tests.launching import launch
 from tests.models.architectures import ARCHITECTURES, NUM_BATCHES
 from tests.models.architectures_worker import train
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
-# On four stages every third one, which the others are like.
-NAMES = {0: list(ARCHITECTURES), 2: list(ARCHITECTURES), 4: list(ARCHITECTURES)[::3]}
-LAID_OUT = [(name, num_stages) for num_stages in (2, 4) for name in NAMES[num_stages]]
-LIMIT_S = 150
+OFTEN = list(ARCHITECTURES)[::4]  # the others are run where there is time for it
+LAID_OUT = [
+    pytest.param(name, num_stages, marks=() if name in OFTEN else pytest.mark.slow)
+    for num_stages in (2, 4)
+    for name in ARCHITECTURES
+]
+LIMIT_S = 300
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[int, list[dict[str, Any]]]:
-    """By number of stages, what each rank found; 0 is plain Lightning."""
-    return {n: launch(train, n, names, world=max(n, 1), timeout=LIMIT_S) for n, names in NAMES.items()}
+def results(request: pytest.FixtureRequest) -> dict[int, list[dict[str, Any]]]:
+    """By number of stages, what each rank found; 0 is plain Lightning. Of the architectures that are asked for."""
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    asked = {item.callspec.params["name"] for item in items}
+    names = [name for name in ARCHITECTURES if name in asked]
+    return {n: launch(train, n, names, world=max(n, 1), timeout=LIMIT_S) for n in (0, 2, 4)}
 
 
 def of(results: dict[int, list[dict[str, Any]]], name: str, num_stages: int) -> list[dict[str, Any]]:
