@@ -17,7 +17,7 @@ train: $(VENV)/.stamp ## train the default example over two stages; pass overrid
 test: $(VENV)/.stamp ## run the tests; pass options as ARGS="-k schedules"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-slow: $(VENV)/.stamp ## run what the default tests leave out: more architectures of Hugging Face
+test-slow: $(VENV)/.stamp ## run what the default tests leave out: more models, sweeps, the benchmark
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 test-npu: ## run the tests over a simulated Ascend device, in an environment of their own, where g++ and torch_npu can be had

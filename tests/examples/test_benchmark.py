@@ -22,6 +22,7 @@ def run_benchmark(*arguments: str, folder: Path) -> "subprocess.CompletedProcess
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_the_contenders_train_alike(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     done = run_benchmark(*SIZES, *ROUNDS, "--schedules", "interleaved_1f1b", "--json", str(output), folder=tmp_path)

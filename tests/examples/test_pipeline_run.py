@@ -18,6 +18,7 @@ def trained_values(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_sweep_over_schedules(tmp_path: Path) -> None:
     short = ["trainer.max_epochs=1", "+trainer.limit_train_batches=10", "+trainer.limit_val_batches=2"]
     overrides = ["trainer.strategy.schedule=gpipe,1f1b", "hydra.sweep.dir=sweep", *short]

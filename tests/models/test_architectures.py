@@ -13,7 +13,7 @@ from tests.models.architectures_worker import train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
-OFTEN = list(ARCHITECTURES)[::4]  # the others are run where there is time for it
+OFTEN = list(ARCHITECTURES)[::8]  # the others are run where there is time for it
 LAID_OUT = [
     pytest.param(name, num_stages, marks=() if name in OFTEN else pytest.mark.slow)
     for num_stages in (2, 4)
@@ -57,7 +57,9 @@ def test_every_stage_has_a_part(results: Any, name: str, num_stages: int) -> Non
     ranks = of(results, name, num_stages)
     assert sorted(ranks[0]["plan"].values()) == list(range(1, num_stages))
     everything = {key for rank in ranks for key in rank["gradients"][0]}
-    assert all(set(rank["gradients"][0]) < everything for rank in ranks)
+    assert all(rank["gradients"][0] for rank in ranks)
+    # One may have them all: the last, where the first has nothing but an embedding that is the head as well.
+    assert any(set(rank["gradients"][0]) < everything for rank in ranks)
     assert all(rank["plan"] == ranks[0]["plan"] for rank in ranks)
 
 
