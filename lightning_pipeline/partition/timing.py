@@ -13,9 +13,12 @@ from torch import nn
 
 from lightning_pipeline.partition.trace import Step, Trace, called_through, run_backward, without_reentrant
 
-MAX_RUNS = 7
-BUDGET_S = 5.0
-"""Runs are repeated up to so often and so long."""
+MAX_RUNS = 40
+BUDGET_S = 1.0
+"""Short runs are repeated up to so often, and for so long."""
+MIN_RUNS = 7
+LIMIT_S = 5.0
+"""Longer ones at least so often, but for no longer than this."""
 
 
 class Clock:
@@ -58,7 +61,10 @@ def time_step(
     runs: list[tuple[list[float], list[float]]] = []
     began = time.perf_counter()
     tried = 0
-    while tried < MAX_RUNS and (tried < 2 or (time.perf_counter() - began) * (tried + 1) / tried < BUDGET_S):
+    while tried < 2 or (
+        tried < MAX_RUNS
+        and (time.perf_counter() - began) * (tried + 1) / tried < (LIMIT_S if tried < MIN_RUNS else BUDGET_S)
+    ):
         tried += 1
         found = _timed_run(root, step, batch, trace, Clock(device))
         if found is not None:

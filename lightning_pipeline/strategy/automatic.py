@@ -159,7 +159,7 @@ class AutomaticCut:
         split = getattr(self._module, "split_batch", None) or split_batch
         counts = self._counts(batch)
         microbatches = {count: split(batch, count)[0] for count in {counts[0], counts[-1]}}
-        step = loss_step(function, tuple(others), context, has_backward=has_backward)
+        step = loss_step(function, tuple(others), context, self._device, has_backward=has_backward)
         began = time.perf_counter()
         with unnoticed(self._module, self._device):
             measured = {count: self._costs(step, micro, has_backward) for count, micro in microbatches.items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.estimate import estimate_step
-from lightning_pipeline.partition.random import Streams
+from lightning_pipeline.partition.random import Streams, generators
 from lightning_pipeline.partition.timing import time_step
 from lightning_pipeline.partition.trace import Step, trace_step
 from lightning_pipeline.partition.untouched import left_as_it_was
@@ -43,6 +43,7 @@ def loss_step(
     function: Callable[..., Any],
     others: tuple[Any, ...],
     context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
     *,
     has_backward: bool,
 ) -> Step:
@@ -55,8 +56,10 @@ def loss_step(
         context: the precision's context around a step.
     """
 
+    drawn_from = generators(device)
+
     def step(microbatch: Any) -> Tensor | None:
-        _plant_seeds()
+        _plant_seeds(drawn_from)
         with context():
             result = function(microbatch, *others)
         loss = result if isinstance(result, Tensor) or result is None else result["loss"]
@@ -76,7 +79,7 @@ def estimate_training_step(module: LightningModule, microbatch: Any, device: tor
     """Without running it: parts of the module may be on the meta device."""
     takes_index = len(signature(module.training_step).parameters) > 1
     context = module.trainer.precision_plugin.train_step_context
-    step = loss_step(module.training_step, (0,) * takes_index, context, has_backward=True)
+    step = loss_step(module.training_step, (0,) * takes_index, context, device, has_backward=True)
     return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
 
 
@@ -85,8 +88,9 @@ def dtype_of(module: torch.nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _plant_seeds() -> None:
-    torch.manual_seed(0)
+def _plant_seeds(drawn_from: list[torch.Generator]) -> None:
+    for generator in drawn_from:  # torch.manual_seed asks every kind of device, which is longer than a small layer
+        generator.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
