@@ -105,6 +105,7 @@ def test_a_sweep_runs_each_job_once_with_its_own_processes(project: Path) -> Non
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_module_runs_and_odd_characters_survive(project: Path) -> None:
     folder = project / "out" / "value='it is',n=1"
     quoted = str(folder).replace("'", "\\'")

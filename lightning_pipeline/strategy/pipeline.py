@@ -317,6 +317,7 @@ class PipelineStrategy(CheckpointingStrategy):
         if config or num_stages == 1:
             stages = resolve(module, config, num_stages, has_virtual_stages=self._choice.has_virtual_stages)
         else:
+            refusals.check_tensors_are_whole(module, self.tensor_parallel_size)
             self._automatic = AutomaticCut(
                 module,
                 self._choice,

@@ -39,6 +39,19 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
             )
 
 
+def check_tensors_are_whole(module: LightningModule, tensor_parallel_size: int) -> None:
+    """Before a module is to be cut automatically.
+
+    Raises:
+        ValueError: one rank alone cannot measure a step, since it has parts of the tensors only.
+    """
+    if tensor_parallel_size > 1:
+        raise ValueError(
+            f"{type(module).__name__} has no stage_config, and with tensor_parallel_size={tensor_parallel_size} no "
+            f"rank can run a step by itself to find out where to cut: name the first module of each later stage"
+        )
+
+
 def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tensor_parallel: bool) -> None:
     """Raise where parameters are, or will be, in slices that something cannot handle.
 

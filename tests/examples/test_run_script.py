@@ -52,6 +52,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_rank_table_trains(tmp_path: Path) -> None:
     # A space in the path, as users have.
     data = tmp_path / "my data"

@@ -292,7 +292,7 @@ def test_a_run_says_which_modules_to_move(ranks: Any) -> None:
     first, second = (rank["badly cut"] for rank in ranks)
     assert first == second
     assert first["now"] == {"net.blocks.1": 1}
-    assert first["better"] != first["now"] and first["gain"] > 0.01
+    assert first["better"] != first["now"] and first["gain"] > 0
     assert "from stage 1 to stage 0" in first["text"]
 
 

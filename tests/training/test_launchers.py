@@ -70,6 +70,7 @@ def test_lightnings_launcher_and_torchrun_run_a_script(tmp_path: Path) -> None:
     assert first["loss"] == second["loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_refusal_ends_both_processes_of_a_script(tmp_path: Path) -> None:
     process = start(tmp_path / "manual", "Manual")
     output = ended(process, tmp_path / "manual")

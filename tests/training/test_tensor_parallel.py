@@ -144,10 +144,18 @@ def train_tied(world: int) -> str:
     return "nothing"
 
 
+def train_uncut(world: int) -> str:
+    strategy = PipelineStrategy(num_stages=2, tensor_parallel_size=2, num_microbatches=4, timeout=30)
+    trainer = L.Trainer(strategy=strategy, devices=world, max_steps=1, **QUIET)
+    with pytest.raises(ValueError) as error:
+        trainer.fit(LitSplit("adamw"), DataLoader(tokens(8), batch_size=8))
+    return str(error.value)
+
+
 def train_all(world: int, folder: Path) -> dict[str, Any]:
     found = {optimizer: train(world, optimizer, schedule, folder) for optimizer, schedule in CASES}
     found["resumed"] = train(world, "adamw", "1f1b", folder, resume=True)
-    return {**found, "tied": train_tied(world)} if world == 4 else found
+    return {**found, "uncut": train_uncut(world), "tied": train_tied(world)} if world == 4 else found
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +213,11 @@ def test_a_split_parameter_of_two_stages_is_refused(results: Any) -> None:
     for rank in results[4]:
         assert "net.tokens.weight" in rank["tied"] or "failed" in rank["tied"]
     assert any("is used on several stages and split by tensor parallelism" in rank["tied"] for rank in results[4])
+
+
+def test_split_tensors_are_not_cut_automatically(results: Any) -> None:
+    for rank in results[4]:
+        assert "with tensor_parallel_size=2 no rank can run a step by itself" in rank["uncut"]
 
 
 def test_options_that_do_not_go_together() -> None:
