@@ -8,14 +8,12 @@ import pytest
 import torch.distributed as dist
 
 # Files that take long, first, so that no worker is left with one of them at the end.
-LONG = [
-    *("test_zoo", "test_launcher", "test_replicas", "test_survival"),
-    *("test_launchers", "test_resume", "test_automatic"),
-]
+LONG = ["zoo", "launcher", "replicas", "survival", "launchers", "resume", "automatic"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    places = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(scope="module", autouse=True)
