@@ -249,7 +249,8 @@ def start_all(ports: dict[str, int]) -> dict[str, str]:
 
 
 def test_processes_that_do_not_make_up_a_world_are_told() -> None:
-    processes = launch(start_all, {name: free_port() for name in STARTS}, world=3, timeout=TIMEOUT)
+    # torch waits some seconds, and longer each time, before a store's client tries again to connect.
+    processes = launch(start_all, {name: free_port() for name in STARTS}, world=3, timeout=4 * TIMEOUT)
     for name, (starts, words) in STARTS.items():
         for found, start in zip(processes, starts, strict=True):
             if start is not None:
