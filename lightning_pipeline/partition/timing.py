@@ -9,9 +9,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_pipeline.partition.trace import Step, Trace, called_through, run_backward, without_reentrant
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.observed_run import (
+    Step,
+    called_through,
+    gradients_apart,
+    run_backward,
+    without_reentrant,
+)
+from lightning_pipeline.partition.trace import Trace
 
 MAX_RUNS = 40
 BUDGET_S = 1.0
@@ -61,14 +69,15 @@ def time_step(
     runs: list[tuple[list[float], list[float]]] = []
     began = time.perf_counter()
     tried = 0
-    while tried < 2 or (
-        tried < MAX_RUNS
-        and (time.perf_counter() - began) * (tried + 1) / tried < (LIMIT_S if tried < MIN_RUNS else BUDGET_S)
-    ):
-        tried += 1
-        found = _timed_run(root, step, batch, trace, Clock(device))
-        if found is not None:
-            runs.append(found)
+    with gradients_apart(root):
+        while tried < 2 or (
+            tried < MAX_RUNS
+            and (time.perf_counter() - began) * (tried + 1) / tried < (LIMIT_S if tried < MIN_RUNS else BUDGET_S)
+        ):
+            tried += 1
+            found = _timed_run(root, step, batch, trace, Clock(device))
+            if found is not None:
+                runs.append(found)
     if not runs:
         raise RuntimeError("the step calls other modules each time")
     if len(runs) > 2:
@@ -82,6 +91,7 @@ def _timed_run(
     root: nn.Module, step: Step, batch: Any, trace: Trace, clock: Clock
 ) -> tuple[list[float], list[float]] | None:
     names: list[str] = []
+    batch = tree.replace(batch, Tensor.clone)  # which the step may write into
     sequence = [torch.autograd._get_sequence_nr()]
     is_forward = True
 
@@ -104,7 +114,7 @@ def _timed_run(
             back.append(clock.mark())
             reached.append(position)
 
-        run_backward(root, loss, sequence, reach)
+        run_backward(loss, sequence, reach)
         back.append(clock.mark())
     if names != trace.names:
         return None

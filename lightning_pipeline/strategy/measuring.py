@@ -17,9 +17,10 @@ from torch import Tensor
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.estimate import estimate_step
+from lightning_pipeline.partition.observed_run import Step
 from lightning_pipeline.partition.random import Streams, generators
 from lightning_pipeline.partition.timing import time_step
-from lightning_pipeline.partition.trace import Step, trace_step
+from lightning_pipeline.partition.trace import trace_step
 from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
 
