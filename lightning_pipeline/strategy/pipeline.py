@@ -74,6 +74,7 @@ from lightning_pipeline.strategy.steps import Steps
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup, place_gradients
 from lightning_pipeline.strategy.weights import Weights, load_weights
 from lightning_pipeline.strategy.writers import silence_writers
+from lightning_pipeline.strategy.zeroing import zeroed_unseen
 
 
 class PipelineStrategy(CheckpointingStrategy):
@@ -557,7 +558,8 @@ class PipelineStrategy(CheckpointingStrategy):
         self._cut_automatically("training_step", arguments, self.precision_plugin.train_step_context)
         first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         self._gradients.observe_buckets = self.observe_buckets
-        self._gradients.begin(first=first, complete=not self._accumulating)
+        unseen = zeroed_unseen(self.lightning_module, self.optimizers) if first else ()
+        self._gradients.begin(first=first, complete=not self._accumulating, unseen=unseen)
         with self._stepping(), self._advising():
             result = self._steps.train(
                 arguments,
