@@ -60,6 +60,8 @@ class Machine:
         message: seconds that a rank spends on any value that it sends or receives.
         replicas: pipelines that sum their gradients at the end of the step.
         cores: how many of the ranks can work at once; None is all of them (`simulate`).
+        receives_ahead: micro-batches for whose values, and gradients, a rank makes room before they are needed.
+        sends_underway: values, and gradients, that a rank may have sent and cannot let go of yet.
     """
 
     memory: float | Sequence[float] | None = None
@@ -70,6 +72,8 @@ class Machine:
     message: float = 0.0
     replicas: int = 1
     cores: float | None = None
+    receives_ahead: int = 0
+    sends_underway: int = 0
 
     def speed(self, rank: int) -> float:
         return self.speeds[rank] if self.speeds else 1.0
@@ -176,7 +180,7 @@ class Evaluator:
         seconds = simulation.makespan
         for rank in range(self.schedule.num_ranks):
             state = self.state([(a, b) for stage, (a, b) in stages if self.placement[stage] == rank])
-            memory[rank] += state
+            memory[rank] += state + self._on_the_way([part for stage, part in stages if self.placement[stage] == rank])
             ends = simulation.spans[rank][-1].end if simulation.spans[rank] else 0.0
             seconds = max(seconds, ends + self._reduction(state))
         excess = max(max(0.0, used - self.machine.limit(rank)) for rank, used in enumerate(memory))
@@ -198,6 +202,15 @@ class Evaluator:
             forward.append(max(kept[-1], *(x + s.forward_peak for x, s in zip(before, segments, strict=True))))
             backward.append(max(kept[-1], *(x + s.backward_peak for x, s in zip(before, segments, strict=True))))
         return kept, forward, backward
+
+    def _on_the_way(self, parts: Sequence[tuple[int, int]]) -> float:
+        """Bytes of what a rank's stages send and receive beside what they work on, whichever of them is the largest."""
+        starts = [self.segments[start] for start, _ in parts if start]
+        ends = [self.segments[stop] for _, stop in parts if stop < len(self.segments)]
+        arriving = max((s.received for s in starts), default=0.0) + max((s.returned for s in ends), default=0.0)
+        leaving = max((s.received / max(1, s.messages) for s in ends), default=0.0)
+        leaving += max((s.returned / max(1, s.messages) for s in starts), default=0.0)
+        return self.machine.receives_ahead * arriving + self.machine.sends_underway * leaving
 
     def state(self, parts: Sequence[tuple[int, int]]) -> float:
         """Bytes of parameters, gradients and optimizer state of rows of segments on one rank."""

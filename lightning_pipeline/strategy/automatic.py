@@ -19,8 +19,9 @@ from lightning_pipeline.partition.microbatch import batch_size, split_batch
 from lightning_pipeline.partition.observed_run import Step
 from lightning_pipeline.partition.plan import EFFORT, StagePlan, plan_stages
 from lightning_pipeline.partition.plan_table import print_plan
+from lightning_pipeline.runtime.executor import RECEIVES_AHEAD
 from lightning_pipeline.runtime.link import measure_link
-from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.dataloading import sample_batch
@@ -83,6 +84,8 @@ class AutomaticCut:
             message=_MESSAGE,
             replicas=replicas,
             cores=shared_cores(device, num_stages, num_stages * replicas // module.trainer.num_nodes),
+            receives_ahead=RECEIVES_AHEAD,
+            sends_underway=SEND_WINDOW if device.type == "cpu" else 1,
         )
 
     @property

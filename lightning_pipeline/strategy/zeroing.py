@@ -15,10 +15,11 @@ def zeroed_unseen(module: LightningModule, optimizers: Sequence[Optimizer]) -> s
 
     None of them where a hook of the module or of a callback, or an optimizer of the user's own, could tell.
     """
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
     if (
         is_overridden("optimizer_zero_grad", module)
         or is_overridden("on_before_zero_grad", module)
-        or any(is_overridden("on_before_zero_grad", callback, Callback) for callback in module.trainer.callbacks)
+        or any(is_overridden("on_before_zero_grad", callback, Callback) for callback in callbacks)
         or any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
     ):
         return set()
