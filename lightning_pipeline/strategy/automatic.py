@@ -21,6 +21,7 @@ from lightning_pipeline.partition.plan import EFFORT, StagePlan, plan_stages
 from lightning_pipeline.partition.plan_table import print_plan
 from lightning_pipeline.runtime.executor import RECEIVES_AHEAD
 from lightning_pipeline.runtime.link import measure_link
+from lightning_pipeline.runtime.overhead import measure_overhead
 from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
@@ -38,10 +39,6 @@ _PLAN = "_automatic_plan"
 _USABLE = 0.9
 """The share of a device's memory that parameters and activations may take; allocators and libraries take some, too."""
 
-_OVERHEAD = 0.3e-3
-"""Seconds of a forward or backward that are not the model's: replay, messages. As on two CPU processes."""
-_MESSAGE = 0.1e-3
-"""Seconds of any value that a rank sends or receives, likewise."""
 _FACTORS = (1, 2, 4, 8)
 """With num_microbatches="auto", micro-batches for each stage."""
 
@@ -80,8 +77,6 @@ class AutomaticCut:
         self._num_microbatches = num_microbatches
         self._machine = Machine(
             memory=_memory_of(device),
-            overhead=_OVERHEAD,
-            message=_MESSAGE,
             replicas=replicas,
             cores=shared_cores(device, num_stages, num_stages * replicas // module.trainer.num_nodes),
             receives_ahead=RECEIVES_AHEAD,
@@ -132,7 +127,8 @@ class AutomaticCut:
                 if failure is not None:
                     raise failure
                 if link is not None:
-                    self._machine = replace(self._machine, **asdict(link), speeds=speeds)
+                    overhead = measure_overhead(self._device)
+                    self._machine = replace(self._machine, **asdict(link), speeds=speeds, overhead=overhead)
                 return self._plan(measured, step, microbatches, optimizers, self._counts(batch))
 
             found = with_everybody(plan, broadcast, decides=is_first)
