@@ -95,6 +95,19 @@ def called_through(root: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
                 home["forward"] = before
 
 
+def called_names(root: nn.Module, step: Step, batch: Any) -> set[str]:
+    """Names of the modules that a run of the step calls."""
+    names: set[str] = set()
+
+    def call(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        names.add(name)
+        return forward(*args, **kwargs)
+
+    with called_through(root, call):
+        step(batch)
+    return names
+
+
 @contextmanager
 def without_reentrant() -> Iterator[None]:
     """While entered, checkpointed parts of the reentrant kind are recomputed as the other kind's are.

@@ -77,6 +77,7 @@ class Trace:
         forward_peak: the most bytes that the step's tensors take at once during the forward there; those of parameters
             and gradients do not count.
         backward_peak: likewise during the backward.
+        optional: names of modules that other runs of the step leave out, or call in addition.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -87,6 +88,7 @@ class Trace:
     backward: list[Work] = field(default_factory=list)
     forward_peak: list[float] = field(default_factory=lambda: [0])
     backward_peak: list[float] = field(default_factory=list)
+    optional: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> list[str]:

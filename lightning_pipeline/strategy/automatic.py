@@ -28,7 +28,7 @@ from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.dataloading import sample_batch
 from lightning_pipeline.strategy.joint_measurement import described, relative_speeds, restored, shared_cores
 from lightning_pipeline.strategy.lightning_private import training_loader
-from lightning_pipeline.strategy.measuring import estimate_training_step, loss_step, measure_step, unnoticed
+from lightning_pipeline.strategy.measuring import SeededStep, estimate_training_step, loss_step, measure_step, unnoticed
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
 from lightning_pipeline.strategy.trial import fault_of_cut
@@ -202,7 +202,7 @@ class AutomaticCut:
         ]
         return min(found, key=lambda plan: plan.step_seconds)
 
-    def _costs(self, step: Step, microbatch: Any, has_backward: bool) -> StepCosts:
+    def _costs(self, step: SeededStep, microbatch: Any, has_backward: bool) -> StepCosts:
         try:
             return measure_step(self._module, step, microbatch, self._device)
         except torch.OutOfMemoryError:

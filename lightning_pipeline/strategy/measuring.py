@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -17,12 +18,17 @@ from torch import Tensor
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.estimate import estimate_step
-from lightning_pipeline.partition.observed_run import Step
+from lightning_pipeline.partition.observed_run import called_names
 from lightning_pipeline.partition.random import Streams, generators
 from lightning_pipeline.partition.timing import time_step
 from lightning_pipeline.partition.trace import trace_step
 from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
+
+SeededStep = Callable[..., Tensor | None]
+"""A `Step` that takes a `seed`, too."""
+
+_OTHER_SEEDS = (1, 2, 3)
 
 
 @contextmanager
@@ -47,10 +53,10 @@ def loss_step(
     device: torch.device,
     *,
     has_backward: bool,
-) -> Step:
+) -> SeededStep:
     """One of the user's steps as a function from a micro-batch to the loss that backward starts from.
 
-    It draws the same random numbers each time, so that layers that are left out at random are the same ones.
+    With the same seed it draws the same random numbers, so that layers that are left out at random are the same ones.
 
     Args:
         others: its arguments after the batch.
@@ -59,8 +65,8 @@ def loss_step(
 
     drawn_from = generators(device)
 
-    def step(microbatch: Any) -> Tensor | None:
-        _plant_seeds(drawn_from)
+    def step(microbatch: Any, seed: int = 0) -> Tensor | None:
+        _plant_seeds(drawn_from, seed)
         with context():
             result = function(microbatch, *others)
         loss = result if isinstance(result, Tensor) or result is None else result["loss"]
@@ -69,9 +75,12 @@ def loss_step(
     return step
 
 
-def measure_step(module: LightningModule, step: Step, microbatch: Any, device: torch.device) -> StepCosts:
+def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> StepCosts:
     """Run it a few times, on the device where the whole module is."""
     trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), measured_speed(device, dtype_of(module)))
+    for seed in _OTHER_SEEDS:
+        names = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
+        trace.optional |= names.symmetric_difference(trace.names)
     forward, backward = time_step(module, step, microbatch, trace, device)
     return StepCosts(module, trace, forward, backward, is_measured=True)
 
@@ -89,9 +98,9 @@ def dtype_of(module: torch.nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _plant_seeds(drawn_from: list[torch.Generator]) -> None:
+def _plant_seeds(drawn_from: list[torch.Generator], seed: int) -> None:
     for generator in drawn_from:  # torch.manual_seed asks every kind of device, which is longer than a small layer
-        generator.manual_seed(0)
-    random.seed(0)
+        generator.manual_seed(seed)
+    random.seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
+        sys.modules["numpy"].random.seed(seed)

@@ -94,6 +94,13 @@ def test_an_estimate_on_fake_tensors_counts_the_same() -> None:
     assert estimated.forward == pytest.approx(traced(real).forward, rel=1e-3)
 
 
+def test_no_stage_begins_inside_of_a_layer_that_may_be_left_out() -> None:
+    costs = traced(Net())
+    assert "layers.2.second" in [call.name for call in costs.candidates(0.1)]
+    costs.trace.optional.add("layers.1")
+    assert [call.name for call in costs.candidates(0.1)] == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
+
+
 class Wide(nn.Module):
     """Its forward takes four times what it is given, for a moment, and keeps nothing of that."""
 

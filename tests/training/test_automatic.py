@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
 from lightning_pipeline.strategy import automatic
 from tests.launching import launch
+from tests.models.lit import LayerDrop
 from tests.training.models import LitGPT, token_loader, tokens
 from tests.training.runs import Losses, differing, pipeline_trainer, weights
 
@@ -176,6 +177,16 @@ def out_of_memory(world: int) -> dict[str, Any]:
         automatic.measure_step = before
 
 
+def layers_left_out(world: int) -> dict[str, Any]:
+    """Half of the layers are, at random: a cut inside of one would be missed."""
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = pipeline_trainer("auto" if world > 1 else {}, world=world, callbacks=[losses], max_steps=12)  # type: ignore[arg-type]
+    data = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
+    trainer.fit(LayerDrop(), DataLoader(TensorDataset(data, torch.arange(48) % 4), batch_size=8))
+    return {"losses": losses.values, "cut": trainer.strategy.plan and trainer.strategy.plan.stage_config}
+
+
 def badly_cut(world: int) -> dict[str, Any]:
     """A run with an uneven cut is told of a better one, and goes on with its own."""
     if world == 1:
@@ -203,6 +214,7 @@ def run_all(world: int, folder: str) -> dict[str, Any]:
         "saved": saved_and_read(world, folder),
         "meta": on_meta(world),
         "out of memory": out_of_memory(world),
+        "left out": layers_left_out(world),
         "badly cut": badly_cut(world),
     }
 
@@ -286,6 +298,13 @@ def test_a_module_on_the_meta_device_is_cut_before_it_is_made(ranks: Any) -> Non
 
 def test_what_does_not_fit_to_be_measured_is_estimated(ranks: Any) -> None:
     assert [rank["out of memory"]["plan"]["is_measured"] for rank in ranks] == [False, False]
+
+
+def test_layers_that_are_left_out_at_random(one: Any, ranks: Any) -> None:
+    assert len(one["left out"]["losses"]) == 12
+    for rank in ranks:
+        assert rank["left out"]["losses"] == one["left out"]["losses"]
+        assert all(name.count(".") < 2 for name in rank["left out"]["cut"])
 
 
 def test_a_run_says_which_modules_to_move(ranks: Any) -> None:
