@@ -120,7 +120,8 @@ class AutomaticCut:
                 measured = {count: self._costs(step, micro, has_backward) for count, micro in microbatches.items()}
             except Exception as error:  # the first rank's is told by all, below
                 failure = error
-            seconds = sum(measured[max(measured)].times) if measured else float("nan")
+            costs = measured[max(measured)] if measured else None
+            seconds = sum(costs.times) if costs is not None and costs.is_measured else float("nan")
             speeds = relative_speeds(seconds, transport)
 
             def plan() -> StagePlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
+from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.strategy import automatic
 from tests.launching import launch
 from tests.models.lit import LayerDrop
@@ -177,6 +179,26 @@ def out_of_memory(world: int) -> dict[str, Any]:
         automatic.measure_step = before
 
 
+def unequal(world: int) -> dict[str, Any]:
+    """The second rank's device is three times as slow as the first one's."""
+    if world == 1:
+        return {}
+    before = automatic.measure_step
+
+    def slower(*args: Any) -> StepCosts:
+        costs = before(*args)
+        forward, backward = ([3 * seconds for seconds in way] for way in (costs.forward, costs.backward))
+        return replace(costs, forward=forward, backward=backward)
+
+    if torch.distributed.get_rank():
+        automatic.measure_step = slower
+    try:
+        L.seed_everything(1, verbose=False)
+        return fit(LitGPT(), world, {}, max_steps=1)
+    finally:
+        automatic.measure_step = before
+
+
 def layers_left_out(world: int) -> dict[str, Any]:
     """Half of the layers are, at random: a cut inside of one would be missed."""
     L.seed_everything(1, verbose=False)
@@ -215,6 +237,7 @@ def run_all(world: int, folder: str) -> dict[str, Any]:
         "meta": on_meta(world),
         "out of memory": out_of_memory(world),
         "left out": layers_left_out(world),
+        "unequal": unequal(world),
         "badly cut": badly_cut(world),
     }
 
@@ -305,6 +328,12 @@ def test_layers_that_are_left_out_at_random(one: Any, ranks: Any) -> None:
     for rank in ranks:
         assert rank["left out"]["losses"] == one["left out"]["losses"]
         assert all(name.count(".") < 2 for name in rank["left out"]["cut"])
+
+
+def test_a_slower_device_gets_less_to_do(ranks: Any) -> None:
+    times = [stage["forward"] + stage["backward"] for stage in ranks[0]["unequal"]["plan"]["stages"]]
+    equal = [stage["forward"] + stage["backward"] for stage in ranks[0]["runs"]["1f1b"]["plan"]["stages"]]
+    assert times[1] / times[0] < 0.6 < equal[1] / equal[0]
 
 
 def test_a_run_says_which_modules_to_move(ranks: Any) -> None:
