@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
@@ -24,6 +25,7 @@ from lightning_pipeline.partition.timing import time_step
 from lightning_pipeline.partition.trace import trace_step
 from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
+from lightning_pipeline.runtime.replicas import Replicas
 
 SeededStep = Callable[..., Tensor | None]
 """A `Step` that takes a `seed`, too."""
@@ -33,10 +35,11 @@ _OTHER_SEEDS = (1, 2, 3)
 
 @contextmanager
 def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
-    """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers."""
+    """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers, and not
+    other ranks, which may run them more often, or not at all."""
     trainer = module.trainer
     loggers = trainer.loggers
-    with left_as_it_was(module), Streams(device).kept():
+    with left_as_it_was(module), Streams(device).kept(), _by_itself(trainer.strategy):
         trainer.loggers = [DummyLogger() for _ in loggers]
         vars(module)["log"] = lambda *args, **kwargs: None
         try:
@@ -44,6 +47,23 @@ def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
         finally:
             trainer.loggers = loggers
             vars(module).pop("log", None)
+
+
+@contextmanager
+def _by_itself(strategy: Strategy) -> Iterator[None]:
+    """While entered, what a step exchanges with replicas is what it would be if all were like this one."""
+    replicas: Replicas | None = strategy.replicas  # type: ignore[attr-defined]
+
+    def all_gather(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if replicas is None else torch.stack([tensor] * replicas.num_replicas)
+
+    alone = {"all_gather": all_gather, "reduce": lambda tensor, *args, **kwargs: tensor, "barrier": lambda *args: None}
+    vars(strategy).update(alone)
+    try:
+        yield
+    finally:
+        for name in alone:
+            vars(strategy).pop(name, None)
 
 
 def loss_step(
