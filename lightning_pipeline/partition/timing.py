@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -60,8 +60,8 @@ def time_step(
 ) -> tuple[list[float], list[float]]:
     """Seconds of the forward and of the backward of each position of `trace`, which another run has given.
 
-    Positions of equal structure share their measurements: the time is the median over them of the fastest of several
-    runs, so that what disturbs a run, or one of them, counts little.
+    Positions of equal structure share their measurements: what counts is the median over them of the fastest of several
+    runs, so that what disturbs a run, or one of them, moves no cut. All together take as long as a typical run.
 
     Raises:
         RuntimeError: no run called the modules that the trace has.
@@ -82,9 +82,16 @@ def time_step(
         raise RuntimeError("the step calls other modules each time")
     if len(runs) > 2:
         runs = runs[1:]  # the first one warms up
-    fastest = [[min(times) for times in zip(*(run[way] for run in runs), strict=True)] for way in (0, 1)]
     alike = _alike(root, trace)
-    return _shared(fastest[0], alike), _shared(fastest[1], alike)
+    forward, backward = (_typical([run[way] for run in runs], alike) for way in (0, 1))
+    return forward, backward
+
+
+def _typical(runs: Sequence[Sequence[float]], alike: list[Any]) -> list[float]:
+    """The times of positions in a run that takes as long as most, by their shares when nothing disturbs them."""
+    fastest = [min(times) for times in zip(*runs, strict=True)]
+    scale = median(map(sum, runs)) / (sum(fastest) or 1.0)
+    return [scale * seconds for seconds in _shared(fastest, alike)]
 
 
 def _timed_run(
