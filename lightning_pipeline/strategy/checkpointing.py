@@ -21,7 +21,6 @@ from lightning_pipeline.partition.devices import free_memory
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.runtime.failure import PeerFailedError
-from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.background import BackgroundSave
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
@@ -41,6 +40,7 @@ from lightning_pipeline.strategy.distributed_checkpoint import (
     optimizer_state_in_parts,
 )
 from lightning_pipeline.strategy.export import gather_module
+from lightning_pipeline.strategy.held_module import HeldModule
 from lightning_pipeline.strategy.lightning_private import checkpoint_io_or
 from lightning_pipeline.strategy.partial_loading import load_module_from_folder, read_optimizer_state
 from lightning_pipeline.strategy.processes import ProcessStrategy
@@ -56,19 +56,23 @@ class CheckpointingStrategy(ProcessStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.save_distributed_checkpoint = False
-        self.ownership: Ownership | None = None
         self.plan: StagePlan | None = None
         """Where the module was cut automatically, and what is expected of it."""
         self._transport: Transport | None = None
-        self._placement: Placement | None = None
+        self._held: HeldModule | None = None
         self._stage_optimizers: StageOptimizers | None = None
         self._signals = Signals()
         self._background = BackgroundSave()
 
+    @property
+    def ownership(self) -> Ownership | None:
+        """Which stages hold each parameter and buffer; None before setup."""
+        return self._held.ownership if self._held is not None else None
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._check_alive()
-        assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
+        assert self.lightning_module is not None and self._held is not None
         if self.save_distributed_checkpoint:
             return module_state_in_parts(self.lightning_module)
         if self._is_replica:
@@ -76,9 +80,9 @@ class CheckpointingStrategy(ProcessStrategy):
             return {}
         return gather_module_state(
             self.lightning_module,
-            self.ownership,
+            self._held.ownership,
             self._transport,
-            stage_of_module=self._placement.rank_of_module,
+            stage_of_module=self._held.placement.rank_of_module,
         )
 
     def gather_module(self) -> LightningModule | None:
@@ -109,15 +113,15 @@ class CheckpointingStrategy(ProcessStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
-        assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
+        assert self.lightning_module is not None and self._held is not None
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is for one plain file: leave it out")
         self._background.wait()
         in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer = FolderWriter(
             module=self.lightning_module,
-            ownership=self.ownership,
-            stage_of_module=self._placement.rank_of_module,
+            ownership=self._held.ownership,
+            stage_of_module=self._held.placement.rank_of_module,
             parameter_names=[layout.names for layout in self._stage_optimizers or ()],
             is_writer=not self._is_replica,
             group=host_group(dist.distributed_c10d._get_default_group(), self.timeout, own=in_background),
