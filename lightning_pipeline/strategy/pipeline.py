@@ -507,6 +507,7 @@ class PipelineStrategy(CheckpointingStrategy):
         if self._failed or self._ends_all(exception):
             return
         self._failed = True
+        self._set_up_for = None  # another run needs connections of its own
         if self._notice is not None:
             self._notice.publish(exception)  # before connections close and wake others up
         if self._replicas is not None:
