@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,14 +25,9 @@ from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.background import BackgroundSave
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
-from lightning_pipeline.strategy.checkpoint_check import (
-    check_checkpoint,
-    check_format,
-    check_optimizers,
-    with_one_outcome,
-)
-from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
-from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
+from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
+from lightning_pipeline.strategy.checkpoint_folder import META_FILE, is_folder, is_stored, read_folder
+from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO, CheckpointError, describe_content
 from lightning_pipeline.strategy.copies import fill_from_owners
 from lightning_pipeline.strategy.distributed_checkpoint import (
     FolderWriter,
@@ -42,7 +38,7 @@ from lightning_pipeline.strategy.distributed_checkpoint import (
 from lightning_pipeline.strategy.export import gather_module
 from lightning_pipeline.strategy.held_module import HeldModule
 from lightning_pipeline.strategy.lightning_private import checkpoint_io_or
-from lightning_pipeline.strategy.partial_loading import load_module_from_folder, read_optimizer_state
+from lightning_pipeline.strategy.partial_reading import read_optimizer_state
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.signals import Signals
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
@@ -149,13 +145,14 @@ class CheckpointingStrategy(ProcessStrategy):
         self._background.wait()
         self.agree("the loading of a checkpoint", {})
         free_memory(self.root_device)
-        if is_folder(checkpoint_path):
-            return read_folder(checkpoint_path, weights_only)
-        load = super().load_checkpoint
-        options = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
+        plain = super().load_checkpoint
+        given = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
+        usual = getattr(self.checkpoint_io, "weights_only", None)
 
         def read() -> dict[str, Any]:
-            checkpoint = load(checkpoint_path, **options)
+            if is_folder(checkpoint_path):
+                return _read_folder(Path(checkpoint_path), usual if weights_only is None else weights_only)
+            checkpoint = plain(checkpoint_path, **given)
             check_format(checkpoint, checkpoint_path)
             return checkpoint
 
@@ -169,14 +166,6 @@ class CheckpointingStrategy(ProcessStrategy):
         is_fit = module.trainer.state.fn == TrainerFn.FITTING and self._stage_optimizers is not None
         layouts = list(self._stage_optimizers or ()) if is_fit else None
         path = module.trainer.ckpt_path
-        if is_stored(checkpoint["state_dict"]):
-
-            def check() -> None:
-                if layouts is not None:
-                    check_optimizers(checkpoint, module, layouts, path=path)
-
-            load_module_from_folder(module, checkpoint["state_dict"], strict=strict, check=check)
-            return
         with_one_outcome(lambda: check_checkpoint(checkpoint, module, layouts, strict=strict, path=path))
         load_module_state(module, checkpoint["state_dict"], strict=strict)
 
@@ -226,3 +215,10 @@ class CheckpointingStrategy(ProcessStrategy):
     def _ends_all(self, exception: BaseException) -> bool:
         """Whether all ranks end by this exception, after the same batch, so that they can still work together."""
         return self._signals.ends_all(exception)
+
+
+def _read_folder(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    try:
+        return read_folder(path, weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(describe_content(path / META_FILE, error, weights_only)) from error
