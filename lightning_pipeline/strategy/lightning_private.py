@@ -19,9 +19,11 @@ from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _destroy_dist_connection,
     _init_dist_connection,
+    _set_num_threads_if_needed,
 )
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -53,6 +55,11 @@ def connect_processes(
     _init_dist_connection(environment, backend, timeout=timeout, store=store)
     warm_up()
     return backend
+
+
+def share_threads(num_processes: int) -> None:
+    """Let each of several processes on a machine compute with its share of the cores, as Lightning's launchers do."""
+    _set_num_threads_if_needed(num_processes=num_processes)
 
 
 def gather_over(group: dist.ProcessGroup, tensor: Tensor, *, sync_grads: bool) -> Tensor:
@@ -228,7 +235,5 @@ def training_loader(trainer: Trainer) -> Any:
 
 def configured_optimizers(module: LightningModule) -> list[Optimizer]:
     """What `configure_optimizers` makes, in whatever form it returns it; the public way needs a strategy."""
-    from lightning.pytorch.core.optimizer import _configure_optimizers
-
     returned: Any = module.configure_optimizers()
     return _configure_optimizers(returned)[0] if returned is not None else []

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.partition.microbatch import split_batch
+from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.rebalance import Rebalance, rebalance
 from lightning_pipeline.runtime.clock import gather_spans
 from lightning_pipeline.runtime.executor import Span
@@ -74,8 +74,7 @@ class PipelineRebalance(Callback):
         def decide() -> Rebalance:
             schedule = recorded_schedule(timelines[-1], pipeline.placement)
             measured = measured_costs(timelines, pipeline.placement)
-            split = getattr(pl_module, "split_batch", None) or split_batch
-            microbatch = split(batch, pipeline.num_microbatches)[0]
+            microbatch = microbatches_of(batch, pipeline.num_microbatches, pl_module)[0]
             with unnoticed(pl_module, strategy.root_device):
                 costs = estimate_training_step(pl_module, microbatch, strategy.root_device)
             return rebalance(costs, pipeline.interception.stages.exact, measured, schedule, Machine())
