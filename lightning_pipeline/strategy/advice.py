@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_pipeline.runtime.clock import gather_spans
 from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.pipeline import Pipeline
+from lightning_pipeline.runtime.recording import gather_spans
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, extent, measured_costs, simulate
 from lightning_pipeline.schedules.schedule import loop_placement

@@ -37,7 +37,7 @@ from lightning_pipeline.strategy.distributed_checkpoint import (
 )
 from lightning_pipeline.strategy.export import gather_module
 from lightning_pipeline.strategy.held_module import HeldModule
-from lightning_pipeline.strategy.lightning_private import checkpoint_io_or
+from lightning_pipeline.strategy.lightning_private import checkpoint_io_or, innermost
 from lightning_pipeline.strategy.partial_reading import read_optimizer_state
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.signals import Signals
@@ -147,7 +147,7 @@ class CheckpointingStrategy(ProcessStrategy):
         free_memory(self.root_device)
         plain = super().load_checkpoint
         given = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
-        usual = getattr(self.checkpoint_io, "weights_only", None)
+        usual = getattr(innermost(self.checkpoint_io), "weights_only", None)
 
         def read() -> dict[str, Any]:
             if is_folder(checkpoint_path):

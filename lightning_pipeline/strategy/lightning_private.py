@@ -79,6 +79,13 @@ def checkpoint_io_or(given: CheckpointIO | None, default: Callable[[], Checkpoin
     return given
 
 
+def innermost(io: CheckpointIO) -> CheckpointIO:
+    """What wrappers such as `AsyncCheckpointIO` are around."""
+    while isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is not None:
+        io = io.checkpoint_io
+    return io
+
+
 def note_device(module: LightningModule, device: torch.device) -> None:
     """Let `module.device` tell the truth; the public way is `module.to`, which refuses tensors on the meta device."""
     for sub in module.modules():

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.rebalance import Rebalance, rebalance
-from lightning_pipeline.runtime.clock import gather_spans
 from lightning_pipeline.runtime.executor import Span
+from lightning_pipeline.runtime.recording import gather_spans
 from lightning_pipeline.schedules import measured_costs, recorded_schedule
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.automatic import with_everybody
