@@ -240,6 +240,7 @@ class PipelineStrategy(CheckpointingStrategy):
             )
             self._drop_remote(self.ownership)
         self.setup_precision_plugin()
+        self._signals.forget()
         self._install(module)
 
     def _set_up_pipeline(self, module: LightningModule) -> None:
