@@ -61,9 +61,7 @@ def install(
                 installed.callback(agree_on_overflow(scaler, device))
             group = replicas.group if replicas is not None else None
             installed.callback(
-                share_metrics(
-                    module, stage_of_metric, transport, stage=topology.stage_rank, data_parallel_group=group
-                )
+                share_metrics(module, stage_of_metric, transport, stage=topology.stage_rank, data_parallel_group=group)
             )
         if not topology.is_first_stage:
             installed.callback(skip_before_transfer(module))

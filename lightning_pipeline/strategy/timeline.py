@@ -137,4 +137,3 @@ class PipelineTimeline(Callback):
             f"Timeline of the last training step (bubble {self.bubble:.1%}, simulated {simulated:.1%}): {picture} "
             f"and, for chrome://tracing, {trace}"
         )
-
