@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Object, Sequence, Slot
@@ -51,6 +51,24 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         _take(layout, [_rows(t, size, a, b) for t in tensors], size, a, b)
         for a, b in itertools.pairwise(bounds)
     ]
+
+
+def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> list[Any]:
+    """A batch's micro-batches, by the ``split_batch`` of the module where it has one, else by the one here.
+
+    Raises:
+        ValueError: the module's returned no list of them, or as `split_batch`.
+    """
+    split = getattr(module, "split_batch", None)
+    if split is None:
+        return split_batch(batch, num_microbatches)
+    found = split(batch, num_microbatches)
+    if not isinstance(found, (list, tuple)) or not found:
+        what = f"an empty {type(found).__name__}" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
+        raise ValueError(
+            f"{type(module).__name__}.split_batch returned {what}; it has to return a list of micro-batches"
+        )
+    return list(found)
 
 
 def _rows(tensor: Tensor, size: int, start: int, stop: int) -> Tensor:

@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.plan import EFFORT, FINENESS, MOST, NEGLIGIBLE, StagePlan, described
+from lightning_pipeline.partition.stage_config import nearest
 from lightning_pipeline.partition.trace import Call
 from lightning_pipeline.schedules.balance import Machine, Segment, evaluate
 from lightning_pipeline.schedules.measured import Costs
@@ -114,7 +115,7 @@ def _calls_of(costs: StepCosts, stage_config: Mapping[str, int]) -> list[Call]:
     """The first call of each later stage's modules, in order."""
     starts: dict[int, Call] = {}
     for call in costs.trace.calls:
-        stage = next((s for key, s in stage_config.items() if call.name == key or call.name.startswith(f"{key}.")), 0)
+        stage = nearest(stage_config, call.name)
         if stage and stage not in starts:
             starts[stage] = call
     missing = sorted({stage for stage in stage_config.values() if stage} - starts.keys())

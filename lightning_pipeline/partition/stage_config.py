@@ -29,11 +29,11 @@ class StageMap:
 
     def covering(self, name: str) -> int | None:
         """The stage of the nearest key at or above module `name`; None if there is none."""
-        return _nearest(self.exact, name)
+        return nearest(self.exact, name)
 
     def at_least(self, name: str) -> int | None:
         """The lowest stage on which module `name` may run, from a key before it in its list."""
-        return _nearest(self.minimum, name)
+        return nearest(self.minimum, name)
 
     def check_placement(self, placement: Sequence[int]) -> None:
         """Refuse keys by device group for a schedule whose virtual stages do not go round the device groups.
@@ -252,7 +252,8 @@ def _later_siblings(exact: Mapping[str, int], names: Mapping[str, nn.Module]) ->
     return minimum
 
 
-def _nearest(stages: Mapping[str, int], name: str) -> int | None:
+def nearest(stages: Mapping[str, int], name: str) -> int | None:
+    """The stage of the nearest key at or above module `name`; None if there is none."""
     while name:
         if name in stages:
             return stages[name]

@@ -114,6 +114,8 @@ class _GatheredWork(dist.Work):
 
     def __init__(self, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
         super().__init__()
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            raise ValueError(f"no {op} of {tensor.dtype} on this backend; SUM and MAX there are")
         self._tensor = tensor
         self._op = op
         self._parts = tensor.new_empty((group.size(), *tensor.shape))
@@ -121,12 +123,8 @@ class _GatheredWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._work.wait()
-        if self._op == dist.ReduceOp.SUM:
-            self._tensor.copy_(self._parts.sum(0))
-        elif self._op == dist.ReduceOp.MAX:
-            self._tensor.copy_(self._parts.amax(0))
-        else:
-            raise ValueError(f"no {self._op} of {self._tensor.dtype} on this backend; SUM and MAX there are")
+        parts = self._parts
+        self._tensor.copy_(parts.sum(0) if self._op == dist.ReduceOp.SUM else parts.amax(0))
         return True
 
 

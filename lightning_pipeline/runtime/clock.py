@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
@@ -53,14 +52,3 @@ def _gather_in(transport: Transport) -> Gather:
         return [row.tolist() for row in transport.all_gather_vector(own, "the time")]
 
     return gather
-
-
-def gather_spans(spans: list[Span], transport: Transport | None) -> list[list[Span]]:
-    """The recorded actions of every rank of this pipeline, on its first rank's clock. All ranks must call it."""
-    if transport is None:
-        return [spans]
-    offset = clock_offset(transport)
-    moved = [(action, start - offset, end - offset) for action, start, end in spans]
-    return [
-        transport.broadcast_object(moved, rank, "recorded actions") for rank in range(len(transport.pipeline_ranks))
-    ]

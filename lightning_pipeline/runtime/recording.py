@@ -41,8 +41,19 @@ def gather_recordings(
     recording: Recording, transport: Transport | None, replicas: Replicas | None
 ) -> list[list[Recording]]:
     """The recordings of all replicas' pipelines, each by stage, on the first rank's clock. All ranks must call it."""
-    pipeline = [recording.moved(-clock_offset(transport, replicas))]
-    if transport is not None:
-        ranks = range(len(transport.pipeline_ranks))
-        pipeline = [transport.broadcast_object(pipeline[0], rank, "what was recorded") for rank in ranks]
+    pipeline = _of_pipeline(recording.moved(-clock_offset(transport, replicas)), transport)
     return replicas.gather_objects(pipeline) if replicas is not None else [pipeline]
+
+
+def gather_spans(spans: list[Span], transport: Transport | None) -> list[list[Span]]:
+    """The recorded actions of every rank of this pipeline, on its first rank's clock. All ranks must call it."""
+    recording = Recording(0, spans).moved(-clock_offset(transport))
+    return [rank.actions for rank in _of_pipeline(recording, transport)]
+
+
+def _of_pipeline(recording: Recording, transport: Transport | None) -> list[Recording]:
+    """The recordings of all ranks of this pipeline, by stage."""
+    if transport is None:
+        return [recording]
+    ranks = range(len(transport.pipeline_ranks))
+    return [transport.broadcast_object(recording, rank, "what was recorded") for rank in ranks]

@@ -8,6 +8,9 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
+from lightning_pipeline.runtime.agreement import ranks
+from lightning_pipeline.runtime.failure import PipelineTimeoutError
+
 POLL_S = 0.02
 
 
@@ -22,7 +25,7 @@ def fresh_store(store: Store, *, rank: int, world_size: int, timeout: timedelta)
     name that it finds, until all ranks have come: what is left of an earlier attempt gets an answer that nobody reads.
 
     Raises:
-        RuntimeError: not all ranks came within the timeout.
+        PipelineTimeoutError: not all ranks came within the timeout.
     """
     common = PrefixStore("pipeline_rendezvous", store)
     name = uuid.uuid4().hex
@@ -30,6 +33,13 @@ def fresh_store(store: Store, *, rank: int, world_size: int, timeout: timedelta)
         _welcome(common, name, world_size, timeout)
         return PrefixStore(name, store)
     common.set(f"hello/{rank}", name)
+    try:
+        common.wait([f"welcome/{name}"], timeout)
+    except RuntimeError as error:
+        raise PipelineTimeoutError(
+            f"rank 0 did not greet rank {rank} of {world_size} within {timeout.total_seconds():g} s: its process did "
+            f"not start, or has ended; see what its machine says"
+        ) from error
     prefix = common.get(f"welcome/{name}").decode()
     common.set(f"{prefix}/came/{rank}", "")
     return PrefixStore(prefix, store)
@@ -45,8 +55,8 @@ def _welcome(store: Store, prefix: str, world_size: int, timeout: timedelta) -> 
             elif store.check([f"hello/{rank}"]):
                 store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", prefix)
         if missing and time.monotonic() > deadline:
-            raise RuntimeError(
-                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))} of {world_size} did not start "
-                f"within {timeout.total_seconds():g} s; see what their machines say, or raise the strategy's `timeout`"
+            raise PipelineTimeoutError(
+                f"{ranks(sorted(missing))} of {world_size} did not start within {timeout.total_seconds():g} s; see "
+                f"what their machines say, or raise the strategy's `timeout`"
             )
         time.sleep(POLL_S)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_pipeline.runtime.clock import gather_spans
 from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.pipeline import Pipeline
+from lightning_pipeline.runtime.recording import gather_spans
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, extent, measured_costs, simulate
 from lightning_pipeline.schedules.schedule import loop_placement
+from lightning_pipeline.strategy.observing import is_usual, observed
 from lightning_pipeline.strategy.schedule_choice import TRAINING_SCHEDULES, ScheduleChoice, Schedules
 
 RECORDED = 4
@@ -114,6 +115,9 @@ class Advisor:
     @contextmanager
     def watching(self, pipeline: Pipeline, transport: Transport | None) -> Iterator[None]:
         """Around a training step: record it, and after the last one that is needed choose. All ranks must call it."""
+        if self.advice is not None:
+            yield
+            return
         now = time.perf_counter()
         if self._recording:
             self._intervals[-1] = now - self._started
@@ -125,21 +129,9 @@ class Advisor:
         probe, turn = divmod(self._done, SKIPPED + RECORDED)
         pipeline.use(self._candidates[self._probes[probe]])
         spans: list[Span] = []
-        before = pipeline.observe
-
-        def observe(span: Span) -> None:
-            spans.append(span)
-            if before is not None:
-                before(span)
-
-        pipeline.observe = observe
-        try:
+        with observed(pipeline, spans.append):
             yield
-        finally:
-            pipeline.observe = before
-        # A smaller last batch, or one of a new structure, says little about the others.
-        num_forwards = sum(action.kind is Kind.F for action, _, _ in spans)
-        usual = num_forwards == self._num_microbatches * pipeline.num_virtual_stages and not pipeline.learning
+        usual = is_usual(spans, pipeline)
         self._done += usual
         self._recording = usual and turn >= SKIPPED
         if self._recording:

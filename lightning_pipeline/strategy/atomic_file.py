@@ -41,7 +41,7 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
         with suppress(OSError):
             os.unlink(file.name)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -55,6 +55,16 @@ def remove_leftovers(folder: Path) -> None:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 leftover.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Let a rename in it survive a power cut as well. Not every file system can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _create(folder: Path) -> IO[bytes]:
@@ -76,13 +86,3 @@ def _lock(file: IO[bytes]) -> bool:
     except OSError:
         pass
     return True
-
-
-def _sync_folder(folder: Path) -> None:
-    """Let a rename survive a power cut as well. Not every file system can."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -12,20 +12,22 @@ class BackgroundSave:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []
 
     def start(self, save: Callable[[], None]) -> None:
         """Call `save` in a thread. The one before must have been waited for."""
         assert self._thread is None
+        errors: list[BaseException] = []  # of this save: one that was abandoned may still end
 
         def run() -> None:
             try:
                 save()
             except BaseException as error:
-                self._error = error
+                errors.append(error)
 
         # A daemon, as a save whose other ranks are gone would keep this process until its timeout; one that has not
         # been abandoned is waited for.
+        self._errors = errors
         self._thread = threading.Thread(target=run, name="pipeline-save", daemon=True)
         self._thread.start()
         atexit.register(self.wait)
@@ -35,12 +37,12 @@ class BackgroundSave:
         if self._thread is None:
             return
         self._thread.join()
-        error = self._error
+        errors = self._errors
         self.abandon()
-        if error is not None:
-            raise error
+        if errors:
+            raise errors[0]
 
     def abandon(self) -> None:
         """Forget it, as after a failure of the run, whose error counts more than that of a save."""
         atexit.unregister(self.wait)
-        self._thread = self._error = None
+        self._thread, self._errors = None, []

@@ -15,6 +15,7 @@ from lightning_pipeline.partition.absent_state import absent_state_expected
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.fully_sharded import slice_like, whole
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
+from lightning_pipeline.strategy.stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport
@@ -74,7 +75,7 @@ def help_to_gather(module: nn.Module) -> None:
 def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> Any:
     """Load this stage's part of a full state dict; entries whose tensors are on the meta device here are skipped.
 
-    Keys and shapes are checked for skipped entries as well.
+    Keys and shapes are checked for skipped entries as well. What is in a folder's files is read straight into place.
 
     Returns:
         What ``module.load_state_dict`` returns: missing and unexpected keys.
@@ -89,20 +90,16 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
 
 
 def _sliced(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """The state dict with this rank's slices of what is sharded."""
-    sharded = {
-        name: parameter
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if isinstance(parameter, DTensor) and name in state_dict
-    }
-    if not sharded:
-        return state_dict
+    """The state dict with this rank's slices of what is sharded and whole in memory."""
     slices = {
-        name: slice_like(parameter, state_dict[name])
-        for name, parameter in sharded.items()
-        if state_dict[name].shape == parameter.shape  # torch tells what is wrong with others
+        name: slice_like(parameter, value)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, DTensor)
+        and isinstance(value := state_dict.get(name), torch.Tensor)
+        and not isinstance(value, (StoredTensor, DTensor))
+        and value.shape == parameter.shape  # torch tells what is wrong with others
     }
-    return {**state_dict, **slices}
+    return {**state_dict, **slices} if slices else state_dict
 
 
 def _requests(

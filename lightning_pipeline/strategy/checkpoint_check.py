@@ -40,9 +40,8 @@ def with_one_outcome(action: Callable[[], T]) -> T:
         failure = error
     told = [f"{type(failure).__name__}: {failure}" if failure is not None else ""]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, told[0])
-        told = everyone
+        own, told = told[0], [""] * dist.get_world_size()
+        dist.all_gather_object(told, own)
     if failure is not None:
         raise failure
     for rank, message in enumerate(told):

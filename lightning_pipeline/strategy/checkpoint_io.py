@@ -123,13 +123,13 @@ def _read(path: Path, map_location: Any, weights_only: bool | None) -> dict[str,
     except OSError:
         raise
     except Exception as error:
-        raise CheckpointError(_describe_content(path, error, weights_only)) from error
+        raise CheckpointError(describe_content(path, error, weights_only)) from error
     if isinstance(checkpoint, dict):
         read_into_memory({key: value for key, value in checkpoint.items() if key not in COPIED_BY_LOADING})
     return checkpoint
 
 
-def _describe_content(path: Path, error: Exception, weights_only: bool | None) -> str:
+def describe_content(path: Path, error: Exception, weights_only: bool | None) -> str:
     """Why torch could not load a file."""
     with path.open("rb") as file:
         start = file.read(len(ZIP_MAGIC))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,18 +22,12 @@ from lightning_pipeline.partition.devices import free_memory
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.runtime.failure import PeerFailedError
-from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.background import BackgroundSave
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
-from lightning_pipeline.strategy.checkpoint_check import (
-    check_checkpoint,
-    check_format,
-    check_optimizers,
-    with_one_outcome,
-)
-from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
-from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
+from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
+from lightning_pipeline.strategy.checkpoint_folder import META_FILE, is_folder, is_stored, read_folder
+from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO, CheckpointError, describe_content
 from lightning_pipeline.strategy.copies import fill_from_owners
 from lightning_pipeline.strategy.distributed_checkpoint import (
     FolderWriter,
@@ -41,8 +36,9 @@ from lightning_pipeline.strategy.distributed_checkpoint import (
     optimizer_state_in_parts,
 )
 from lightning_pipeline.strategy.export import gather_module
-from lightning_pipeline.strategy.lightning_private import checkpoint_io_or
-from lightning_pipeline.strategy.partial_loading import load_module_from_folder, read_optimizer_state
+from lightning_pipeline.strategy.held_module import HeldModule
+from lightning_pipeline.strategy.lightning_private import checkpoint_io_or, innermost
+from lightning_pipeline.strategy.partial_reading import read_optimizer_state
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.signals import Signals
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
@@ -56,19 +52,23 @@ class CheckpointingStrategy(ProcessStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.save_distributed_checkpoint = False
-        self.ownership: Ownership | None = None
         self.plan: StagePlan | None = None
         """Where the module was cut automatically, and what is expected of it."""
         self._transport: Transport | None = None
-        self._placement: Placement | None = None
+        self._held: HeldModule | None = None
         self._stage_optimizers: StageOptimizers | None = None
         self._signals = Signals()
         self._background = BackgroundSave()
 
+    @property
+    def ownership(self) -> Ownership | None:
+        """Which stages hold each parameter and buffer; None before setup."""
+        return self._held.ownership if self._held is not None else None
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._check_alive()
-        assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
+        assert self.lightning_module is not None and self._held is not None
         if self.save_distributed_checkpoint:
             return module_state_in_parts(self.lightning_module)
         if self._is_replica:
@@ -76,9 +76,9 @@ class CheckpointingStrategy(ProcessStrategy):
             return {}
         return gather_module_state(
             self.lightning_module,
-            self.ownership,
+            self._held.ownership,
             self._transport,
-            stage_of_module=self._placement.rank_of_module,
+            stage_of_module=self._held.placement.rank_of_module,
         )
 
     def gather_module(self) -> LightningModule | None:
@@ -109,15 +109,15 @@ class CheckpointingStrategy(ProcessStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
-        assert self.lightning_module is not None and self.ownership is not None and self._placement is not None
+        assert self.lightning_module is not None and self._held is not None
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is for one plain file: leave it out")
         self._background.wait()
         in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer = FolderWriter(
             module=self.lightning_module,
-            ownership=self.ownership,
-            stage_of_module=self._placement.rank_of_module,
+            ownership=self._held.ownership,
+            stage_of_module=self._held.placement.rank_of_module,
             parameter_names=[layout.names for layout in self._stage_optimizers or ()],
             is_writer=not self._is_replica,
             group=host_group(dist.distributed_c10d._get_default_group(), self.timeout, own=in_background),
@@ -145,13 +145,14 @@ class CheckpointingStrategy(ProcessStrategy):
         self._background.wait()
         self.agree("the loading of a checkpoint", {})
         free_memory(self.root_device)
-        if is_folder(checkpoint_path):
-            return read_folder(checkpoint_path, weights_only)
-        load = super().load_checkpoint
-        options = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
+        plain = super().load_checkpoint
+        given = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
+        usual = getattr(innermost(self.checkpoint_io), "weights_only", None)
 
         def read() -> dict[str, Any]:
-            checkpoint = load(checkpoint_path, **options)
+            if is_folder(checkpoint_path):
+                return _read_folder(Path(checkpoint_path), usual if weights_only is None else weights_only)
+            checkpoint = plain(checkpoint_path, **given)
             check_format(checkpoint, checkpoint_path)
             return checkpoint
 
@@ -165,14 +166,6 @@ class CheckpointingStrategy(ProcessStrategy):
         is_fit = module.trainer.state.fn == TrainerFn.FITTING and self._stage_optimizers is not None
         layouts = list(self._stage_optimizers or ()) if is_fit else None
         path = module.trainer.ckpt_path
-        if is_stored(checkpoint["state_dict"]):
-
-            def check() -> None:
-                if layouts is not None:
-                    check_optimizers(checkpoint, module, layouts, path=path)
-
-            load_module_from_folder(module, checkpoint["state_dict"], strict=strict, check=check)
-            return
         with_one_outcome(lambda: check_checkpoint(checkpoint, module, layouts, strict=strict, path=path))
         load_module_state(module, checkpoint["state_dict"], strict=strict)
 
@@ -222,3 +215,10 @@ class CheckpointingStrategy(ProcessStrategy):
     def _ends_all(self, exception: BaseException) -> bool:
         """Whether all ranks end by this exception, after the same batch, so that they can still work together."""
         return self._signals.ends_all(exception)
+
+
+def _read_folder(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    try:
+        return read_folder(path, weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(describe_content(path / META_FILE, error, weights_only)) from error

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline.partition import tree
@@ -140,12 +141,8 @@ def sample_batch(loader: Any) -> Any:
 
 
 def has_length(loader: Any) -> bool:
-    """Whether it is known how many batches a loader has."""
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        return False
-    return True
+    """Whether it is known how many batches a loader has, as Lightning's loops find it out."""
+    return sized_len(loader) is not None
 
 
 def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:

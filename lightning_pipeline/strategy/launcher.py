@@ -12,13 +12,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.utils import get_original_cwd, to_absolute_path
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from omegaconf import OmegaConf
 from typing_extensions import override
 
 from lightning_pipeline.strategy.children import Children
+from lightning_pipeline.strategy.lightning_private import share_threads
 
 # What a launch leaves in this process's environment. The next job of a sweep must not find it: with LOCAL_RANK set,
 # Lightning takes the processes as started by somebody else.
@@ -64,7 +64,7 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             self._children = Children(self.procs)
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        share_threads(self.num_processes)
         try:
             return function(*args, **kwargs)
         except BaseException:

@@ -18,9 +18,11 @@ from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixi
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _init_dist_connection,
+    _set_num_threads_if_needed,
 )
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -54,6 +56,11 @@ def connect_processes(
     return backend
 
 
+def share_threads(num_processes: int) -> None:
+    """Let each of several processes on a machine compute with its share of the cores, as Lightning's launchers do."""
+    _set_num_threads_if_needed(num_processes=num_processes)
+
+
 def checkpoint_io_or(given: CheckpointIO | None, default: Callable[[], CheckpointIO]) -> CheckpointIO:
     """The user's CheckpointIO, or `default`; also inside one that wraps another, where the user has named none.
 
@@ -64,6 +71,13 @@ def checkpoint_io_or(given: CheckpointIO | None, default: Callable[[], Checkpoin
     if isinstance(given, _WrappingCheckpointIO):
         given.checkpoint_io = default()  # has no effect where it wraps one already
     return given
+
+
+def innermost(io: CheckpointIO) -> CheckpointIO:
+    """What wrappers such as `AsyncCheckpointIO` are around."""
+    while isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is not None:
+        io = io.checkpoint_io
+    return io
 
 
 def note_device(module: LightningModule, device: torch.device) -> None:
@@ -222,7 +236,5 @@ def training_loader(trainer: Trainer) -> Any:
 
 def configured_optimizers(module: LightningModule) -> list[Optimizer]:
     """What `configure_optimizers` makes, in whatever form it returns it; the public way needs a strategy."""
-    from lightning.pytorch.core.optimizer import _configure_optimizers
-
     returned: Any = module.configure_optimizers()
     return _configure_optimizers(returned)[0] if returned is not None else []

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
 
 from lightning_pipeline.partition.estimate import estimate_step
-from lightning_pipeline.partition.microbatch import batch_size, split_batch
+from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
 from lightning_pipeline.partition.plan import NothingToCutError, StagePlan, plan_stages
 from lightning_pipeline.partition.rebalance import Rebalance, rebalance
 from lightning_pipeline.partition.stage_config import read_stage_config, resolve
+from lightning_pipeline.partition.trace import Step
 from lightning_pipeline.partition.work import DeviceSpeed
 from lightning_pipeline.schedules import Schedule, ScheduleError, Simulation, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.schedules.timeline import Timeline
+from lightning_pipeline.strategy.lightning_private import configured_optimizers
+from lightning_pipeline.strategy.measuring import loss_step
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
 from lightning_pipeline.strategy.rehearsed_script import Rehearsed, rehearse_script
 from lightning_pipeline.strategy.schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
@@ -67,8 +71,7 @@ def plan_on_paper(
     asked = own.num_microbatches if own is not None else None
     count = num_microbatches or (asked if isinstance(asked, int) else 4 * num_stages)
     batch = made.first_batch()
-    split = getattr(module, "split_batch", None) or split_batch
-    microbatch = split(batch, count)[0]
+    microbatch = microbatches_of(batch, count, module)[0]
     costs = estimate_step(module, _step_of(made), microbatch, speed)
     state_bytes = bytes_with_state(module, _optimizers(made))
     plans: dict[str, StagePlan] = {}
@@ -122,30 +125,26 @@ def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timelin
     schedule = recorded_schedule(timeline, placement)
     has_virtual_stages = schedule.num_stages > schedule.num_ranks
     stages = resolve(module, config, schedule.num_ranks, has_virtual_stages=has_virtual_stages)
-    split = getattr(module, "split_batch", None) or split_batch
-    costs = estimate_step(module, _step_of(made), split(made.first_batch(), schedule.num_microbatches)[0], speed)
+    microbatch = microbatches_of(made.first_batch(), schedule.num_microbatches, module)[0]
+    costs = estimate_step(module, _step_of(made), microbatch, speed)
     return rebalance(costs, stages.exact, measured_costs([timeline], placement), schedule, Machine())
 
 
-def _step_of(made: Rehearsed) -> Callable[[Any], Tensor]:
-    module = made.module
-    plugin = made.trainer.precision_plugin
+def _step_of(made: Rehearsed) -> Step:
+    module, plugin = made.module, made.trainer.precision_plugin
     plugin.convert_module(module)
-    takes_index = len(inspect.signature(module.training_step).parameters) > 1
     vars(module)["log"] = lambda *args, **kwargs: None
-
-    def step(batch: Any) -> Tensor:
-        with plugin.train_step_context():
-            result = module.training_step(batch, 0) if takes_index else module.training_step(batch)
-        return result if isinstance(result, Tensor) else result["loss"]  # type: ignore[index]
-
-    return step
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    others = (0,) * takes_index
+    return loss_step(module.training_step, others, plugin.train_step_context, torch.device("cpu"), has_backward=True)
 
 
-def _optimizers(made: Rehearsed) -> list[Any]:
-    from lightning_pipeline.strategy.lightning_private import configured_optimizers
-
+def _optimizers(made: Rehearsed) -> list[Optimizer]:
     try:
         return configured_optimizers(made.module)
-    except Exception:  # such as a scheduler that asks the trainer for the number of steps: then AdamW's state counts
+    except Exception as error:  # such as of a scheduler that asks the Trainer for the number of steps
+        rank_zero_warn(
+            f"{type(made.module).__name__}.configure_optimizers does not run outside of a training "
+            f"({type(error).__name__}: {error}), so the memory is counted with AdamW's state"
+        )
         return []

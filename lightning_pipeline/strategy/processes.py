@@ -146,6 +146,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._failed = False  # whatever became of an earlier run
         warn_of_unused_npus(self.root_device)
         self.set_world_ranks()
         environment = self.cluster_environment

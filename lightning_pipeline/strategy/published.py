@@ -8,6 +8,8 @@ import shutil
 import zlib
 from pathlib import Path
 
+from lightning_pipeline.strategy.atomic_file import sync_folder
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -28,13 +30,14 @@ def publish(path: Path) -> None:
     renames.
     """
     written = unfinished(path)
-    _sync(written)
+    if written.is_dir():  # whoever wrote a file has synchronised it
+        sync_folder(written)
     if os.path.lexists(path):
         _swap(written, path)
         remove(written)
     else:
         written.rename(path)
-    _sync(path.parent)
+    sync_folder(path.parent)
 
 
 def remove(path: Path) -> None:
@@ -53,12 +56,3 @@ def _swap(one: Path, other: Path) -> None:
         other.rename(aside)
         one.rename(other)
         aside.rename(one)
-
-
-def _sync(path: Path) -> None:
-    """Have names in a folder, or a file's content, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

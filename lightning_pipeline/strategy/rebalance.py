@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.partition.microbatch import split_batch
+from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.rebalance import Rebalance, rebalance
-from lightning_pipeline.runtime.clock import gather_spans
 from lightning_pipeline.runtime.executor import Span
-from lightning_pipeline.schedules import Kind, measured_costs, recorded_schedule
+from lightning_pipeline.runtime.recording import gather_spans
+from lightning_pipeline.schedules import measured_costs, recorded_schedule
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.automatic import with_everybody
 from lightning_pipeline.strategy.measuring import estimate_training_step, unnoticed
+from lightning_pipeline.strategy.observing import is_usual
 from lightning_pipeline.strategy.pipeline import PipelineStrategy
 
 
@@ -43,7 +43,6 @@ class PipelineRebalance(Callback):
         """What came of it."""
         self._steps: list[list[Span]] = []
         self._spans: list[Span] | None = None
-        self._before: Callable[[Span], None] | None = None
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -52,17 +51,8 @@ class PipelineRebalance(Callback):
         is_due = trainer.global_step >= self.first_step and len(self._steps) < self.num_steps
         if not isinstance(strategy, PipelineStrategy) or strategy.pipeline is None or not is_due:
             return
-        spans: list[Span] = []
-        before = strategy.pipeline.observe
-
-        def observe(span: Span) -> None:
-            spans.append(span)
-            if before is not None:
-                before(span)
-
-        self._spans = spans
-        self._before = before
-        strategy.pipeline.observe = observe
+        self._spans = []
+        strategy.observers.add(self._note)
 
     @override
     def on_train_batch_end(
@@ -72,23 +62,30 @@ class PipelineRebalance(Callback):
         if self._spans is None or not isinstance(strategy, PipelineStrategy) or strategy.pipeline is None:
             return
         pipeline = strategy.pipeline
-        pipeline.observe = self._before
-        num_forwards = sum(action.kind is Kind.F for action, _, _ in self._spans)
-        if num_forwards == pipeline.num_microbatches * pipeline.num_virtual_stages and not pipeline.learning:
+        strategy.observers.discard(self._note)
+        if is_usual(self._spans, pipeline):
             self._steps.append(self._spans)
         self._spans = None
         if len(self._steps) < self.num_steps or self.rebalance is not None or pipeline.num_ranks == 1:
             return
-        timelines = [gather_spans(spans, strategy.transport) for spans in self._steps]
+        transport = strategy.transport
+        timelines = [gather_spans(spans, transport) for spans in self._steps]
 
         def decide() -> Rebalance:
             schedule = recorded_schedule(timelines[-1], pipeline.placement)
             measured = measured_costs(timelines, pipeline.placement)
-            split = getattr(pl_module, "split_batch", None) or split_batch
-            microbatch = split(batch, pipeline.num_microbatches)[0]
+            microbatch = microbatches_of(batch, pipeline.num_microbatches, pl_module)[0]
             with unnoticed(pl_module, strategy.root_device):
                 costs = estimate_training_step(pl_module, microbatch, strategy.root_device)
             return rebalance(costs, pipeline.interception.stages.exact, measured, schedule, Machine())
 
-        self.rebalance = with_everybody(decide, strategy.broadcast, decides=strategy.global_rank == 0)
+        # Within each pipeline: replicas may see batches of known structures in different steps.
+        assert transport is not None
+        self.rebalance = with_everybody(
+            decide, lambda found: transport.broadcast_object(found, 0, "a better cut"), decides=pipeline.rank == 0
+        )
         rank_zero_info(f"PipelineRebalance: {self.rebalance}")
+
+    def _note(self, span: Span) -> None:
+        if self._spans is not None:
+            self._spans.append(span)

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.lightning_private import uses_dataloader_iter
 
@@ -50,6 +51,22 @@ def check_tensors_are_whole(module: LightningModule, tensor_parallel_size: int) 
             f"{type(module).__name__} has no stage_config, and with tensor_parallel_size={tensor_parallel_size} no "
             f"rank can run a step by itself to find out where to cut: name the first module of each later stage"
         )
+
+
+def check_one_replica(topology: Topology) -> Topology:
+    """`topology`, where tensors are split.
+
+    Raises:
+        ValueError: it has several replicas.
+    """
+    if topology.data_parallel_size > 1:
+        size, stages = topology.tensor_parallel_size, topology.num_stages
+        raise ValueError(
+            f"tensor_parallel_size={size} and num_stages={stages} on {topology.world_size} devices make "
+            f"{topology.data_parallel_size} replicas, and split tensors go with one for now: use "
+            f"devices={stages * size}, or tensor_parallel_size=1"
+        )
+    return topology
 
 
 def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tensor_parallel: bool) -> None:

@@ -64,7 +64,7 @@ def rehearse_script(path: Path, arguments: Sequence[str]) -> Rehearsed:
         if not found:
             raise ValueError(f"{path} ended without a call of Trainer.fit, so there is no step to plan for")
         made = found[0]
-        made.module._trainer = made.trainer
+        made.module.trainer = made.trainer
         if isinstance(made.loader, pl.LightningDataModule):
             made.loader.trainer = made.trainer
             made.loader.setup("fit")

@@ -53,7 +53,6 @@ class Signals:
             has_replicas: these may have unequally many validation batches, so in a fit they stop after training ones.
         """
         self._trainer, self._has_replicas = trainer, has_replicas
-        self._noted, self._all_stop, self._requeue_next = 0, False, False
         restore = replace_signal_handlers(trainer, terminate=self._note_termination, requeue=self._note_requeue)
         forget = call_before_each_batch(trainer, self._before_batch)
 
@@ -62,6 +61,10 @@ class Signals:
             restore()
 
         return undo
+
+    def forget(self) -> None:
+        """Before a run: what arrived in an earlier one was for that."""
+        self._noted, self._all_stop, self._requeue_next = 0, False, False
 
     @property
     def noted(self) -> float:

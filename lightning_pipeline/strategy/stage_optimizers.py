@@ -138,4 +138,4 @@ def _whole(state: dict[str, Any]) -> dict[str, Any]:
 
 def inner(optimizer: Any) -> Optimizer:
     """What Lightning's wrapper is around."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

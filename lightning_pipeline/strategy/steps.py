@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.microbatch import split_batch
+from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.pipeline import Pipeline, Reports, StepReport
@@ -162,13 +162,7 @@ class Steps:
         if self._pipeline.rank == 0:
             if self._tensor_group is not None:
                 batch = self._tensor_group.same(batch)
-            split = getattr(self._module, "split_batch", None) or split_batch
-            microbatches = split(batch, self._pipeline.num_microbatches)
-            if not isinstance(microbatches, (list, tuple)) or not microbatches:
-                raise ValueError(
-                    f"{type(self._module).__name__}.split_batch returned {type(microbatches).__name__}; it has to "
-                    f"return a list of micro-batches"
-                )
+            microbatches = microbatches_of(batch, self._pipeline.num_microbatches, self._module)
         self._logged.clear()
         return self._pipeline.run(work, microbatches)
 

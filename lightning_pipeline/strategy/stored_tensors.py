@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_pipeline.runtime.trees import map_tensors
-
-_only_checked: ContextVar[bool] = ContextVar("_only_checked", default=False)
 
 
 class ShardFiles:
@@ -109,7 +105,7 @@ class StoredTensor(Tensor):
             return False
         if func is Tensor.copy_ and not isinstance(args[0], StoredTensor) and args[0].shape == args[1].shape:
             target, stored = args[:2]
-            if not target.is_meta and not _only_checked.get():
+            if not target.is_meta:
                 stored.files.read(stored.name_in_files, target)
             return target
         read = [map_tensors(values, StoredTensor.read, kind=StoredTensor) for values in (args, kwargs)]
@@ -126,13 +122,3 @@ _DESCRIBING = (
     Tensor.numel,
     Tensor.is_floating_point,
 )
-
-
-@contextmanager
-def only_checked() -> Iterator[None]:
-    """While entered, stored tensors are not copied to others, so that keys and shapes are compared and no more."""
-    token = _only_checked.set(True)
-    try:
-        yield
-    finally:
-        _only_checked.reset(token)

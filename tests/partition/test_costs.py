@@ -298,6 +298,19 @@ def test_a_slow_stage_gives_a_part_away() -> None:
         rebalance(costs, {"5": 1, "6": 2}, level, build("1f1b", 2, 8), Machine())
 
 
+def test_a_stage_may_begin_inside_of_a_module_that_begins_another() -> None:
+    net = nn.Sequential(Layer(), nn.Sequential(*(Layer() for _ in range(4))))
+
+    def step(batch: Tensor) -> Tensor:
+        return net(batch).mean()
+
+    trace = trace_step(net, step, torch.ones(ROWS, WIDTH), SPEED)
+    costs = StepCosts(net, trace, [w.seconds for w in trace.forward], [w.seconds for w in trace.backward], False)
+    level = Costs([1.0] * 3, [1.0] * 3, [1.0] * 3, 0.0, [2.0] * 3)
+    found = rebalance(costs, {"1": 1, "1.2": 2}, level, build("1f1b", 3, 8), Machine())
+    assert [stage.first for stage in found.now.stages[1:]] == ["1", "1.2"]
+
+
 def test_running_a_step_leaves_the_module_as_it_was() -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:

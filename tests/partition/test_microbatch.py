@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BatchEncoding
 
-from lightning_pipeline.partition.microbatch import batch_size, signature, split_batch
+from lightning_pipeline.partition.microbatch import batch_size, microbatches_of, signature, split_batch
 
 
 class Pair(NamedTuple):
@@ -85,3 +85,12 @@ def test_signatures_differ_where_a_step_may() -> None:
     assert key(rows(2)) != key(rows(3))
     assert key({"a": rows(2)}) != key({"b": rows(2)})
     assert key((rows(2), ["x", "y"])) == key((rows(2), ["u", "v"]))
+
+
+@pytest.mark.parametrize(("returned", "what"), [(None, "a NoneType"), ([], "an empty list"), (iter([1]), "iterator")])
+def test_what_a_module_makes_of_a_batch_has_to_be_a_list(returned: Any, what: str) -> None:
+    module = nn.Module()
+    assert microbatches_of(rows(4), 2, module)[0].shape == (2,)
+    module.split_batch = lambda batch, count: returned  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=f"Module.split_batch returned .*{what}; it has to return a list"):
+        microbatches_of(rows(4), 2, module)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from lightning_pipeline.runtime.failure import PipelineTimeoutError
 from lightning_pipeline.runtime.rendezvous import fresh_store
 
 TIMEOUT = timedelta(seconds=20)
@@ -30,3 +31,5 @@ def test_the_ranks_of_an_attempt_find_each_other_and_nothing_older() -> None:
         assert [found.get("address") for found in stores] == [b"of rank 2"] * 3
         with pytest.raises(RuntimeError, match=r"rank 1 of 2 did not start within 0\.1 s"):
             meet(store, [0], 2, timedelta(seconds=0.1))  # though it said hello in the attempt before
+        with pytest.raises(PipelineTimeoutError, match=r"rank 0 did not greet rank 1 of 2 within 0\.1 s"):
+            meet(store, [1], 2, timedelta(seconds=0.1))

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeline.strategy.checkpoint import load_module_state
 from lightning_pipeline.strategy.checkpoint_check import check_optimizers
 from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
 from lightning_pipeline.strategy.checkpoint_folder import read_folder
 from lightning_pipeline.strategy.checkpoint_io import CheckpointError
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.partial_loading import load_module_from_folder, read_optimizer_state
+from lightning_pipeline.strategy.partial_reading import read_optimizer_state
 from lightning_pipeline.strategy.published import publish, unfinished
 from lightning_pipeline.strategy.stored_tensors import ShardFiles, StoredTensor
 
@@ -43,7 +44,7 @@ def test_hooks_may_rename_and_compute(saved: nn.Sequential, folder: Path) -> Non
     state["1.bias"] = state.pop("1.bias") * 2
     state["0.bias"], state["1.weight"] = state["0.bias"], state["1.weight"].T
     loaded = model()
-    load_module_from_folder(loaded, state)
+    load_module_state(loaded, state)
     assert torch.equal(loaded[0].weight, saved[0].weight)
     assert torch.equal(loaded[1].bias, 2 * saved[1].bias)
     assert torch.equal(loaded[1].weight, saved[1].weight.T)
@@ -55,7 +56,7 @@ def test_only_what_is_held_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ShardFiles, "read", lambda self, name, into: (read.append(name), original(self, name, into))[1])
     held = model()
     held[0].to("meta")
-    load_module_from_folder(held, read_folder(folder)["state_dict"])
+    load_module_state(held, read_folder(folder)["state_dict"])
     assert read == ["state_dict.1.weight", "state_dict.1.bias"]
 
 

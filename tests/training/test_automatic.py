@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -222,6 +225,23 @@ def badly_cut(world: int) -> dict[str, Any]:
     return {"now": found.now.stage_config, "better": found.better.stage_config, "text": str(found), "gain": found.gain}
 
 
+def stopped_before_it_is_cut(world: int) -> int:
+    """A signal that comes before the first step counts, though that step sets the pipeline up anew."""
+    if world == 1:
+        return 0
+
+    class Stops(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    losses = Losses()
+    trainer = pipeline_trainer("auto", world=world, callbacks=[losses, Stops()], max_epochs=1)  # type: ignore[arg-type]
+    with pytest.raises(SIGTERMException):
+        trainer.fit(LitGPT(), token_loader(32, 8))
+    return len(losses.values)
+
+
 def run_all(world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, strategy in RUNS.items() if world > 1 else [("1f1b", {"schedule": "1f1b"})]:
@@ -239,6 +259,7 @@ def run_all(world: int, folder: str) -> dict[str, Any]:
         "left out": layers_left_out(world),
         "unequal": unequal(world),
         "badly cut": badly_cut(world),
+        "stopped": stopped_before_it_is_cut(world),
     }
 
 
@@ -343,6 +364,10 @@ def test_a_run_says_which_modules_to_move(ranks: Any) -> None:
     # What it says depends on how busy the machine was; tests/partition/test_costs.py gives it times.
     assert first["gain"] >= 0
     assert (first["better"] == first["now"]) or "from stage 1 to stage 0" in first["text"]
+
+
+def test_a_signal_before_the_cut_ends_all_after_the_first_batch(ranks: Any) -> None:
+    assert [rank["stopped"] for rank in ranks] == [1, 1]
 
 
 def test_a_file_without_a_cut_is_refused(tmp_path: Path) -> None:

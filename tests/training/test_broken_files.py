@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -193,6 +194,10 @@ def broken_files(folder: Path, good: dict[str, Any]) -> None:
     (folder / "text.ckpt").write_text("notes")
     torch.save(good["state_dict"], folder / "bare.ckpt")
     torch.save({**good, "hook": Callback()}, folder / "objects.ckpt")
+    shutil.copytree(folder / "folder.ckpt", folder / "objects in a folder.ckpt")
+    meta = torch.load(folder / "folder.ckpt" / "meta.pt", weights_only=True)
+    meta["checkpoint"]["hook"] = Callback()
+    torch.save(meta, folder / "objects in a folder.ckpt" / "meta.pt")
     wide = Lit(width=9)
     torch.save({**good, "state_dict": wide.state_dict(), "hyper_parameters": dict(wide.hparams)}, folder / "wide.ckpt")
     groups = Lit(num_groups=2).configure_optimizers().state_dict()
@@ -206,6 +211,7 @@ REFUSED = {
     "text": "is no checkpoint: it starts with b'note'",
     "bare": "holds bare weights (first.0.weight, first.0.bias, second.weight and 1 more)",
     "objects": "Callback), and these can run any code",
+    "objects in a folder": "Callback), and these can run any code",
     "wide": "(9, 4) in the file, (8, 4) in the module",
     "groups": "has 4 groups with [1, 1, 1, 1] parameters, and Adam has 1 with [4]",
     "weights": "holds weights only",
@@ -217,6 +223,8 @@ def refusals(folder: Path) -> dict[str, str]:
     trainer = trainer_of(None, steps=2, plugins=[AtomicCheckpointIO(weights_only=True)])
     trainer.fit(Lit(), loader())
     trainer.save_checkpoint(folder / "good.ckpt")
+    trainer.strategy.save_distributed_checkpoint = True
+    trainer.save_checkpoint(folder / "folder.ckpt")
     if trainer.is_global_zero:
         broken_files(folder, torch.load(folder / "good.ckpt", weights_only=True))
     trainer.strategy.barrier()
@@ -225,12 +233,13 @@ def refusals(folder: Path) -> dict[str, str]:
     before = state_of(trainer)
 
     def told(path: Path) -> str:
-        with pytest.raises(CheckpointError) as error:
+        with pytest.raises((CheckpointError, FileNotFoundError)) as error:
             strategy.load_model_state_dict(strategy.load_checkpoint(path))
         return str(error.value)
 
     messages = {name: told(folder / f"{name}.ckpt") for name in REFUSED}
     messages["on rank 1"] = told(folder / ("cut.ckpt" if trainer.global_rank == 1 else "good.ckpt"))
+    messages["on rank 0"] = told(folder / ("folder.ckpt" if trainer.global_rank == 0 else "nowhere.ckpt"))
     torch.testing.assert_close(state_of(trainer), before, rtol=0, atol=0)
 
     trainer = trainer_of(None, steps=4)
@@ -248,6 +257,8 @@ def test_a_file_that_does_not_fit_is_refused_alike_before_anything_changes(tmp_p
     for name, words in {**REFUSED, "fit": REFUSED["groups"]}.items():
         assert first[name] == second[name]
         assert words in first[name]
+    assert "nowhere.ckpt" in second["on rank 0"]
+    assert first["on rank 0"].startswith("rank 1 cannot load the checkpoint: FileNotFoundError")
     assert second["on rank 1"] == first["cut"]
     assert first["on rank 1"] == f"rank 1 cannot load the checkpoint: CheckpointError: {first['cut']}"
 

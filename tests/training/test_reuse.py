@@ -107,3 +107,57 @@ def fit_with_a_slow_rank() -> None:
 
 def test_no_rank_ends_before_the_others_have_what_it_sent() -> None:
     launch(fit_with_a_slow_rank, world=2)
+
+
+class FailsOnce(L.Callback):
+    """On one rank, after two batches. Keeps the losses."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self.losses: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if not self.has_failed and trainer.global_step == 2:
+            self.has_failed = True
+            trainer.strategy.barrier()
+            if trainer.global_rank == 1:
+                raise RuntimeError("the user's own error")
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def fit_again_after_an_error() -> list[list[float]]:
+    """By a Trainer of its own, and by the same."""
+    found = []
+    for is_same in (False, True):
+        L.seed_everything(1, verbose=False)
+        module, callback = Lit(), FailsOnce()
+
+        def trainer() -> L.Trainer:
+            return L.Trainer(
+                strategy=PipelineStrategy(stage_config={"second": 1}, num_microbatches=4, timeout=20),
+                accelerator="cpu",
+                devices=2,
+                max_steps=4,
+                callbacks=[callback],  # noqa: B023 - called within the turn
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+
+        data = DataLoader(torch.randn(64, 8), batch_size=8)
+        first = trainer()
+        with pytest.raises(RuntimeError, match="the user's own error"):
+            first.fit(module, data)
+        (first if is_same else trainer()).fit(module, data)
+        found.append(callback.losses)
+    return found
+
+
+def test_a_run_that_failed_is_no_hindrance_to_the_next() -> None:
+    ranks = launch(fit_again_after_an_error, world=2)
+    assert ranks[0][0] == ranks[1][0] and ranks[0][1] == ranks[1][1]
+    by_another, by_the_same = ranks[1]
+    assert len(by_another) == 2 + 4 and by_the_same == by_another[:4]  # whose steps go on where they were

@@ -1,0 +1,129 @@
+"""What a rank holds of a module in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pipeline.partition.absent_state import guard_state_dict
+from lightning_pipeline.partition.interception import Interception
+from lightning_pipeline.partition.leaves import certain_stages
+from lightning_pipeline.partition.materialize import check_set, initialise, make_local
+from lightning_pipeline.partition.ownership import Ownership, release
+from lightning_pipeline.partition.random import Streams
+from lightning_pipeline.runtime.fully_sharded import FullySharded
+from lightning_pipeline.runtime.placement import Placement
+from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.shared import spread_from_owner
+from lightning_pipeline.runtime.structure import Report
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.strategy.copies import copies_of
+from lightning_pipeline.strategy.cutting import Cut
+from lightning_pipeline.strategy.lightning_private import note_device
+from lightning_pipeline.strategy.tensor_parallel import TensorGroup
+from lightning_pipeline.strategy.weights import Weights, load_weights
+
+
+class HeldModule:
+    """Lets a rank have its stages' tensors: makes or reads them, moves them, and lets go of what steps show others use.
+
+    Args:
+        module: whole, or with each rank's part on it where an earlier run has left it so.
+        cut: its stages.
+        placement: the rank in the pipeline of each virtual stage.
+        rank: this rank's place in the pipeline.
+        device: where this rank computes.
+        sharded: shards parameters over replicas; None keeps them whole.
+
+    Attributes:
+        interception: of calls of the module's submodules.
+        placement: which ranks hold what, as far as it is known.
+        ownership: the same, seen from this rank.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        cut: Cut,
+        placement: Sequence[int],
+        rank: int,
+        device: torch.device,
+        *,
+        transport: Transport | None,
+        replicas: Replicas | None,
+        tensor_group: TensorGroup | None,
+        sharded: FullySharded | None,
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._transport = transport
+        self._replicas = replicas
+        self._tensor_group = tensor_group
+        if sharded is not None:
+            sharded.adopt(module)
+        self.interception = Interception(module, cut.stages, Streams(device))
+        certain = certain_stages(self.interception.leaves, cut.stages.num_stages) if cut.is_final else {}
+        self.placement = Placement(module, placement, rank, certain)
+        self.placement.find_present(module, transport)
+        self.ownership: Ownership = self.placement.ownership()
+
+    def release_remote(self) -> None:
+        """Let go of what other stages turned out to hold alone, in copies that callbacks keep too."""
+        self.ownership = self.placement.ownership()
+        for released in (self._module, *copies_of(self._module, self._module.trainer)):
+            release(released, self.ownership)
+        guard_state_dict(self._module)
+
+    def take_in(self, reports: list[list[Report]]) -> None:
+        """A step showed who uses what; `reports` has those of each structure, by stage."""
+        for stages in reports:
+            self.placement.add(stages)
+
+    def agree(self) -> None:
+        """Come to hold what the other replicas of this stage hold. All of them must call it."""
+        if self._replicas is not None:
+            for state in self._replicas.gather_objects(self.placement.state()):
+                self.placement.merge(state)
+
+    def make(self, weights: Weights | None, seed: int) -> None:
+        """Give what was built on the meta device its values; read the files of weights.
+
+        Raises:
+            ValueError: nothing gives something its values.
+        """
+        made = make_local(self._module, self.ownership)
+        initialise(self._module, made.values(), seed)
+        found: set[str] = set()
+        if weights is not None:
+            names = [name for name, _ in (*self._module.named_parameters(), *self._module.named_buffers())]
+            found = load_weights(self._module, weights, list(filter(self.ownership.is_local, names)))
+        check_set(self._module, [name for name in made if name not in found])
+
+    def to_device(self) -> None:
+        """Move it there, and give every stage and replica one value of what several hold."""
+        self._move(self._device)
+        held = {id(t): (t, self.ownership.holders[n]) for n, t in _tensors(self._module) if n in self.ownership}
+        spread_from_owner([item for item in held.values() if len(item[1]) > 1], self._transport, self.ownership.stage)
+        here = [tensor for tensor, _ in held.values() if not tensor.is_meta and not isinstance(tensor, DTensor)]
+        if self._replicas is not None:
+            self._replicas.spread(here)
+        if self._tensor_group is not None:
+            self._tensor_group.spread(here)
+
+    def to_cpu(self) -> None:
+        """Move it back, as a run that has ended leaves it."""
+        if self._device.type != "cpu":
+            self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
+        note_device(self._module, device)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

@@ -1,0 +1,82 @@
+"""What hangs on the user's objects while a trainer function runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from torch import nn
+
+from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.strategy.lightning_private import (
+    call_before_update,
+    compare_parameters_by_identity,
+    silence_sync_warning,
+    skip_before_transfer,
+)
+from lightning_pipeline.strategy.loss_scaling import agree_on_overflow
+from lightning_pipeline.strategy.metrics import share_metrics
+from lightning_pipeline.strategy.signals import Signals
+from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
+from lightning_pipeline.strategy.writers import silence_writers
+
+
+def install(
+    module: LightningModule,
+    plugin: Precision,
+    topology: Topology,
+    device: torch.device,
+    *,
+    transport: Transport | None,
+    replicas: Replicas | None,
+    optimizers: StageOptimizers | None,
+    signals: Signals,
+    stage_of_metric: Callable[[nn.Module], int | None],
+    has_predictions: bool,
+) -> ExitStack:
+    """Let the user's precision plugin, module, metrics and Trainer do what one stage of several has to.
+
+    Args:
+        stage_of_metric: the stage that a metric is updated on; None where every stage has it.
+        has_predictions: this rank gets the outputs of predict steps.
+
+    Returns:
+        What takes all of it off again when it is closed.
+    """
+    silence_sync_warning()
+    with ExitStack() as installed:
+        installed.callback(compare_parameters_by_identity())
+        if optimizers is not None:
+            installed.callback(_clip_by(plugin, optimizers))
+            installed.callback(call_before_update(plugin, optimizers.before_update))
+        if topology.world_size > 1:
+            installed.callback(signals.install(module.trainer, has_replicas=replicas is not None))
+            scaler = getattr(plugin, "scaler", None)
+            if scaler is not None:
+                installed.callback(agree_on_overflow(scaler, device))
+            group = replicas.group if replicas is not None else None
+            installed.callback(
+                share_metrics(module, stage_of_metric, transport, stage=topology.stage_rank, data_parallel_group=group)
+            )
+        if not topology.is_first_stage:
+            installed.callback(skip_before_transfer(module))
+        if not has_predictions:
+            installed.callback(silence_writers(module.trainer))
+        return installed.pop_all()
+
+
+def _clip_by(plugin: Precision, optimizers: StageOptimizers) -> Callable[[], None]:
+    """Let the plugin clip by the norm over all stages. Returns a function that undoes it."""
+    own = {"clip_grad_by_norm": optimizers.clip_by_norm, "clip_grad_by_value": optimizers.clip_by_value}
+    vars(plugin).update(own)
+
+    def undo() -> None:
+        for name in own:
+            vars(plugin).pop(name, None)
+
+    return undo

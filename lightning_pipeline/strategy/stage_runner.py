@@ -1,0 +1,224 @@
+"""Runs this rank's stages of a module that is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.fully_sharded import FullySharded
+from lightning_pipeline.runtime.gradients import Gradients
+from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.pipeline import Pipeline
+from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.structure import Report
+from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.strategy.cutting import Cut
+from lightning_pipeline.strategy.held_module import HeldModule
+from lightning_pipeline.strategy.schedule_choice import Schedules
+from lightning_pipeline.strategy.signals import Signals
+from lightning_pipeline.strategy.steps import Steps
+from lightning_pipeline.strategy.tensor_parallel import TensorGroup, place_gradients
+
+
+class StageRunner:
+    """The steps of one cut, their gradients, and what this rank holds as they show who uses what.
+
+    All ranks make it at the same point.
+
+    Args:
+        module: the LightningModule.
+        cut: its stages.
+        schedules: of training steps.
+        topology: where this rank is.
+        device: where it computes.
+        transport: to the other stages; None with one.
+        replicas: the ranks that run these stages on other samples; None if there are none.
+        tensor_group: the ranks among which tensors are split; None if they are whole.
+        signals: what has arrived here; all ranks come to know it after each step.
+        seed: from which every step's random numbers derive.
+        gradients_mean: over replicas gradients are averaged; else summed.
+        is_fully_sharded: parameters are sharded over replicas.
+        loss_mean: the step's loss is the mean over micro-batches; else their sum.
+        output_broadcast: outputs of evaluation steps reach every stage; else they stay on the last.
+        on_released: called when this rank holds less than before.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        cut: Cut,
+        schedules: Schedules,
+        topology: Topology,
+        device: torch.device,
+        *,
+        transport: Transport | None,
+        replicas: Replicas | None,
+        tensor_group: TensorGroup | None,
+        signals: Signals,
+        seed: int,
+        gradients_mean: bool,
+        is_fully_sharded: bool,
+        loss_mean: bool,
+        output_broadcast: bool,
+        on_released: Callable[[Ownership], None],
+    ) -> None:
+        self.is_stepping = False
+        """Whether a step is running, and not what goes on around it."""
+        self._module = module
+        self._has_tensor_group = tensor_group is not None
+        self._is_alone = topology.world_size == 1
+        self._on_released = on_released
+        self._sharded: FullySharded | None = None
+        if is_fully_sharded and replicas is not None:
+            self._sharded = FullySharded(replicas, device.type, gradients_mean=gradients_mean)
+        self.held = HeldModule(
+            module,
+            cut,
+            schedules.placement,
+            topology.stage_rank,
+            device,
+            transport=transport,
+            replicas=replicas,
+            tensor_group=tensor_group,
+            sharded=self._sharded,
+        )
+        self.pipeline = Pipeline(
+            rank=topology.stage_rank,
+            placement=schedules.placement,
+            device=device,
+            transport=transport,
+            interception=self.held.interception,
+            schedule=schedules,
+            num_microbatches=cut.num_microbatches,
+        )
+        self._gradients = Gradients(
+            module,
+            self.held.placement,
+            self.pipeline.stages,
+            transport=transport,
+            replicas=replicas,
+            gradients_mean=gradients_mean,
+            sharded=self._sharded,
+        )
+        self._steps = Steps(
+            module,
+            self.pipeline,
+            transport,
+            seed=seed,
+            mean=loss_mean,
+            output_broadcast=output_broadcast,
+            replicas=replicas,
+            tensor_group=tensor_group,
+            signals=signals,
+            on_new=self._on_new,
+        )
+        self._release_remote()
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether parameters may be DTensors, of which each rank has a slice."""
+        return self._sharded is not None or self._has_tensor_group
+
+    @property
+    def peak_live(self) -> int:
+        """The most activations of virtual stages that were live on this rank at once in a training step so far."""
+        return self._steps.peak_live
+
+    def stage_of_metric(self, metric: nn.Module) -> int | None:
+        """The stage that has what a metric has seen; None within a step, where each stage asks its own."""
+        if self.is_stepping:
+            return None
+        name = self.pipeline.interception.module_names.get(id(metric))
+        return self.held.placement.rank_of_module(name) if name is not None else None
+
+    def train(
+        self,
+        arguments: tuple[Any, ...],
+        *,
+        number: int,
+        accumulate: int,
+        is_first: bool,
+        is_last: bool,
+        unseen: Container[nn.Parameter],
+        context: Callable[[], AbstractContextManager[Any]],
+        scale: Callable[[Tensor], Tensor] | None,
+        observe_buckets: Callable[[int, float, float], None] | None,
+    ) -> Any:
+        """One training step with its backward (`Steps.train`), whose gradients are kept for `publish_gradients`.
+
+        Args:
+            is_first: the batch begins an accumulation window.
+            is_last: the batch ends it, so the gradients are summed over replicas.
+            unseen: parameters whose gradients of the last window nobody needs.
+            observe_buckets: gets what `PipelineGradReducer.observe` does.
+        """
+        self._gradients.observe_buckets = observe_buckets
+        self._gradients.begin(first=is_first, complete=is_last, unseen=unseen)
+        self.is_stepping = True
+        try:
+            result = self._steps.train(
+                arguments,
+                number=number,
+                accumulate=accumulate,
+                context=context,
+                after_backward=self._after_backward,
+                scale=scale,
+            )
+        finally:
+            self.is_stepping = False
+        self._gradients.finish()
+        return result
+
+    def evaluate(
+        self, name: str, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]
+    ) -> Any:
+        """The validation, test or predict step of this name."""
+        self.is_stepping = True
+        try:
+            return self._steps.evaluate(name, getattr(self._module, name), arguments, context=context)
+        finally:
+            self.is_stepping = False
+
+    def publish_gradients(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Let the gradients of the steps appear in `.grad`.
+
+        Returns:
+            The new parameter for each that is sharded from now on.
+        """
+        self._gradients.publish()
+        if self._has_tensor_group:
+            place_gradients(self._module.parameters())
+        return self._gradients.shard()
+
+    def gather_parameters(self) -> None:
+        """For a whole loop: replicas may have unequally many batches, so steps must not wait for one another."""
+        if self._sharded is not None:
+            self._sharded.gather()
+
+    def release_parameters(self) -> None:
+        """After the loop."""
+        if self._sharded is not None:
+            self._sharded.release()
+
+    def _after_backward(self, stage: int, microbatch: Microbatch) -> None:
+        is_last = microbatch.index == microbatch.num_microbatches - 1
+        self._gradients.after_backward(stage, microbatch.index, last=is_last)
+
+    def _on_new(self, kind: Hashable, reports: list[list[Report]]) -> None:
+        """A step showed who uses what: let go of what this stage turned out not to need."""
+        self.held.take_in(reports)
+        if not self._is_alone and isinstance(kind, tuple) and kind[0] == "train":
+            self.held.agree()
+            self._release_remote()
+            self._on_released(self.held.ownership)
+
+    def _release_remote(self) -> None:
+        self.held.release_remote()
+        self._gradients.settle(self.held.ownership)
