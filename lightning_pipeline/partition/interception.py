@@ -146,17 +146,19 @@ class Interception:
         ]
 
     def _leaf_call(self, leaf: Leaf, name: str, function: _Forward) -> _Forward:
+        running, called = self._running, self.called
+
         def intercepted(*args: Any, **kwargs: Any) -> Any:
-            replay = self.current
+            replay = running.replay
             if replay is None:
                 return function(*args, **kwargs)
             if replay.inside:
                 replay.nested_call(leaf)
-                self.called[replay.stage].add(leaf.name)
+                called[replay.stage].add(leaf.name)
                 return function(*args, **kwargs)
             result = replay.call(leaf, name, function, args, kwargs)
-            if replay.own:
-                self.called[replay.stage].add(leaf.name)
+            if replay.at == replay.stage:
+                called[replay.stage].add(leaf.name)
             return result
 
         return intercepted

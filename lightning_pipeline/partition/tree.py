@@ -79,7 +79,7 @@ def rebuild(layout: Layout, tensors: list[Any] | tuple[Any, ...]) -> Any:
     if kind is Constant:
         return layout.value  # type: ignore[union-attr]
     if isinstance(layout, Sequence):
-        items = [rebuild(item, tensors) for item in layout.items]
+        items = [tensors[item.number] if type(item) is Slot else rebuild(item, tensors) for item in layout.items]
         if layout.type is list:
             return items
         return layout.type(*items) if hasattr(layout.type, "_fields") else layout.type(items)

@@ -17,10 +17,11 @@ from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.delivery import BatchDelivery
 from lightning_pipeline.runtime.executor import Program, Span
 from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.site import stage_term
 from lightning_pipeline.runtime.stage import Stage
 from lightning_pipeline.runtime.structure import Report, Structure
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.runtime.work import LiveCount, Work, stage_term
+from lightning_pipeline.runtime.work import LiveCount, Work
 from lightning_pipeline.schedules import Schedule, forward_only, lower
 
 MAX_STRUCTURES = 64
@@ -300,4 +301,3 @@ def _same(layout: Layout, other: Layout) -> bool:
         return bool(layout == other)
     except (RuntimeError, ValueError):  # constants that compare elementwise, such as arrays
         return False
-
