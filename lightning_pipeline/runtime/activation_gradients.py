@@ -11,8 +11,10 @@ from torch.autograd.graph import GradientEdge
 from lightning_pipeline.partition.absent import ValueId
 from lightning_pipeline.runtime.activations import conform
 from lightning_pipeline.runtime.microbatch import Here, Microbatch
+from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.site import Site
-from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.transport import Transport
 
 
 class ActivationGradients:

@@ -13,9 +13,11 @@ from lightning_pipeline.partition.received import Received
 from lightning_pipeline.partition.record import Record
 from lightning_pipeline.runtime.delivery import BatchDelivery
 from lightning_pipeline.runtime.microbatch import Header, Here, Microbatch
+from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.site import Site
 from lightning_pipeline.runtime.structure import Structure
-from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.transport import Transport
 
 
 class Activations:

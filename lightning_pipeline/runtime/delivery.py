@@ -9,8 +9,11 @@ from torch import Tensor
 
 from lightning_pipeline.partition.absent import Absent
 from lightning_pipeline.partition.replay import BATCH
+from lightning_pipeline.runtime.microbatch import Arriving
+from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.structure import Structure
-from lightning_pipeline.runtime.transport import Channel, PendingReceive, TensorMeta, Transport
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.transport import Transport
 
 
 class BatchDelivery:
@@ -44,8 +47,8 @@ class BatchDelivery:
         self._peers = range(1, num_ranks)
         self._device = device
         self._sent_whole: dict[int, bool] = {}
-        self._whole: dict[int, PendingReceive] | None = None
-        self._pending: dict[int, dict[int, PendingReceive]] = {}
+        self._whole: dict[int, Arriving] | None = None
+        self._pending: dict[int, dict[int, Arriving]] = {}
         self._there: dict[int, Sequence[Tensor | None]] = {}
 
     def begin(self) -> None:

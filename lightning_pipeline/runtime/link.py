@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
+from lightning_pipeline.runtime.routes import Channel
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.transport import Transport
 
 _SIZES = (16, 1 << 20)
 """Numbers of four bytes: one message says the latency, the other what a byte adds."""

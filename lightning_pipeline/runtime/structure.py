@@ -11,7 +11,7 @@ from lightning_pipeline.partition.absent import ValueId, ValueMeta
 from lightning_pipeline.partition.crossing import Crossing
 from lightning_pipeline.partition.observer import Usage
 from lightning_pipeline.partition.record import Record
-from lightning_pipeline.runtime.transport import TensorMeta
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
 
 
 @dataclass(slots=True)
