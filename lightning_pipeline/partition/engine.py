@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
@@ -15,3 +16,11 @@ def backward_from(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Te
     what was asked for.
     """
     _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def backward_from_loss(loss: Tensor) -> None:
+    """What ``loss.backward()`` comes to for a loss without dimensions."""
+    if type(loss) is Tensor and loss.is_floating_point():
+        backward_from((loss,), (torch.ones_like(loss),))
+    else:
+        loss.backward()
