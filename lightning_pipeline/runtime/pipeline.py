@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition.interception import Interception
-from lightning_pipeline.partition.microbatch import batch_size, signature
+from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.delivery import BatchDelivery
@@ -286,7 +286,7 @@ class Pipeline:
             elif not _same(layout, self._layouts[number]):
                 announcement.layouts[index] = layout
             announcement.numbers.append(number)
-            announcement.sizes.append(batch_size(microbatch) or 1)
+            announcement.sizes.append(num_rows(tensors) or batch_size(microbatch) or 1)
             all_tensors.append(tensors)
         return announcement, all_tensors
 
