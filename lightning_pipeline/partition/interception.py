@@ -18,9 +18,10 @@ from lightning_pipeline.partition.absent import Absent
 from lightning_pipeline.partition.attributes import StageAttributes
 from lightning_pipeline.partition.hooks import is_split, splitting_inside
 from lightning_pipeline.partition.leaves import Leaf, find_leaves
+from lightning_pipeline.partition.outcome import Outcome
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.recompute import recomputation
-from lightning_pipeline.partition.replay import Outcome, Replay
+from lightning_pipeline.partition.replay import Replay
 from lightning_pipeline.partition.stage_config import StageMap
 
 _Forward = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Calling a function as if no replay were running."""
+"""Calling functions within a stage, as if no replay were running."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeline.partition.metadata import users_line
 
 # What `torch.overrides` wraps for its context managers.
 push_mode = torch._C._push_on_torch_function_stack
@@ -46,3 +48,15 @@ def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     return run
+
+
+def grad_within_stage(*args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad, whose graph ends where the stage begins."""
+    try:
+        return torch.autograd.grad(*args, **kwargs)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"torch.autograd.grad failed on one stage of a pipeline ({error}); values and parameters of earlier stages "
+            f"are not in its graph, which is on another device. Differentiate with respect to values of this stage, or "
+            f"cut the model elsewhere ({users_line()})"
+        ) from error

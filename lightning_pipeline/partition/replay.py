@@ -8,7 +8,6 @@ runs as it always does, on plain tensors. The call that reaches the next stage's
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,37 +21,15 @@ from lightning_pipeline.partition.crossing import Crossing, Kept
 from lightning_pipeline.partition.hooks import HookCall
 from lightning_pipeline.partition.leaves import Leaf
 from lightning_pipeline.partition.metadata import METADATA, PRINTED, function_name, users_line
-from lightning_pipeline.partition.native import checkpointed, pop_mode, push_mode, run_without
+from lightning_pipeline.partition.native import checkpointed, grad_within_stage, pop_mode, push_mode, run_without
 from lightning_pipeline.partition.observer import Observer
+from lightning_pipeline.partition.outcome import DivergenceError, Outcome, StageEnd
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.received import Received
 from lightning_pipeline.partition.record import Record
 
 BATCH = -1
 """The event number of the batch's tensors."""
-
-
-class StageEnd(BaseException):
-    """Unwinds the user's step at the end of the stage. No Exception, so that no handler of the user's catches it."""
-
-
-class DivergenceError(RuntimeError):
-    """A step whose events differ from the record."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a stage's part of a step came to.
-
-    Attributes:
-        result: what the step returned; None before the last stage.
-        outputs: the values that cross to the next stage, in the order of the plan (or, rehearsing, all that may).
-        passed: how the data went past this stage without a call of its modules; empty if it did not.
-    """
-
-    result: Any = None
-    outputs: dict[ValueId, Tensor] = field(default_factory=dict)
-    passed: str = ""
 
 
 class Replay(TorchFunctionMode):
@@ -179,9 +156,9 @@ class Replay(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA:
             return func(*args, **(kwargs or {}))
-        name = _name(func)
+        name = function_name(func)
         if func is torch.autograd.grad:
-            func = _grad_within_stage
+            func = grad_within_stage
         if name in PRINTED:
             return Absent.__repr__(args[0]) if isinstance(args[0], Absent) else func(*args, **(kwargs or {}))
         if self.at < self.stage:
@@ -321,25 +298,3 @@ class Replay(TorchFunctionMode):
             f"seen; the code between modules must run the same way on every stage and for every micro-batch of one "
             f"structure, so let it depend on neither rank nor counters ({users_line()})"
         )
-
-
-_names: dict[Any, str] = {}
-
-
-def _name(function: Any) -> str:
-    name = _names.get(function)
-    if name is None:
-        name = _names[function] = function_name(function)
-    return name
-
-
-def _grad_within_stage(*args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad, whose graph ends where the stage begins."""
-    try:
-        return torch.autograd.grad(*args, **kwargs)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"torch.autograd.grad failed on one stage of a pipeline ({error}); values and parameters of earlier stages "
-            f"are not in its graph, which is on another device. Differentiate with respect to values of this stage, or "
-            f"cut the model elsewhere ({users_line()})"
-        ) from error
