@@ -49,7 +49,7 @@ class Answers:
             made.append(tensor)
         for offset, argument in enumerate(event.writes):
             self.places[number, len(made) + offset] = arguments[argument]
-        if event.filled or event.attributes or event.hooked:
+        if event.has_side_effects:
             self._side_effects(event, made, args, kwargs)
         result = tree.rebuild(event.layout, made)
         if type(result) is Opaque:

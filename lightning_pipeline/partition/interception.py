@@ -18,9 +18,10 @@ from lightning_pipeline.partition.absent import Absent
 from lightning_pipeline.partition.attributes import StageAttributes
 from lightning_pipeline.partition.hooks import is_split, splitting_inside
 from lightning_pipeline.partition.leaves import Leaf, find_leaves
+from lightning_pipeline.partition.outcome import Outcome
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.recompute import recomputation
-from lightning_pipeline.partition.replay import Outcome, Replay
+from lightning_pipeline.partition.replay import Replay
 from lightning_pipeline.partition.stage_config import StageMap
 
 _Forward = Callable[..., Any]
@@ -146,17 +147,19 @@ class Interception:
         ]
 
     def _leaf_call(self, leaf: Leaf, name: str, function: _Forward) -> _Forward:
+        running, called = self._running, self.called
+
         def intercepted(*args: Any, **kwargs: Any) -> Any:
-            replay = self.current
+            replay = running.replay
             if replay is None:
                 return function(*args, **kwargs)
             if replay.inside:
                 replay.nested_call(leaf)
-                self.called[replay.stage].add(leaf.name)
+                called[replay.stage].add(leaf.name)
                 return function(*args, **kwargs)
             result = replay.call(leaf, name, function, args, kwargs)
-            if replay.own:
-                self.called[replay.stage].add(leaf.name)
+            if replay.at == replay.stage:
+                called[replay.stage].add(leaf.name)
             return result
 
         return intercepted

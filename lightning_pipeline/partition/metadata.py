@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 """Functions whose result nobody needs on another stage."""
 
 
+@cache
 def function_name(function: Any) -> str:
     """A torch function's name as events carry it; of a property's getter, the property's."""
     name = getattr(function, "__name__", "") or type(function).__name__

@@ -15,11 +15,19 @@ from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Obje
 
 def batch_size(batch: Any) -> int | None:
     """The number of samples: the most frequent size of the first dimension (the first of several); None without."""
-    sizes = Counter(tensor.shape[0] for tensor in tree.leaves(batch) if tensor.ndim)
-    if sizes:
-        return sizes.most_common(1)[0][0]
+    rows = num_rows(tree.leaves(batch))
+    if rows is not None:
+        return rows
     lists = [len(item) for item in tree.containers(batch) if isinstance(item, list)]
     return lists[0] if lists else None
+
+
+def num_rows(tensors: list[Tensor]) -> int | None:
+    """The most frequent size of the tensors' first dimension (the first of several); None if none has one."""
+    sizes = [tensor.shape[0] for tensor in tensors if tensor.ndim]
+    if len(set(sizes)) > 1:
+        return Counter(sizes).most_common(1)[0][0]
+    return sizes[0] if sizes else None
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
@@ -47,10 +55,13 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     bounds = [0]
     for part in range(parts):
         bounds.append(bounds[-1] + size // parts + (part < size % parts))
-    return [
-        _take(layout, [_rows(t, size, a, b) for t in tensors], size, a, b)
-        for a, b in itertools.pairwise(bounds)
-    ]
+    is_cut = [bool(tensor.ndim) and tensor.shape[0] == size for tensor in tensors]
+    holds_lists = _cut(layout, size, 0, 1) is not layout
+    microbatches = []
+    for start, stop in itertools.pairwise(bounds):
+        rows = [tensor[start:stop] if cut else tensor for tensor, cut in zip(tensors, is_cut, strict=True)]
+        microbatches.append(tree.rebuild(_cut(layout, size, start, stop) if holds_lists else layout, rows))
+    return microbatches
 
 
 def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> list[Any]:
@@ -71,16 +82,8 @@ def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> lis
     return list(found)
 
 
-def _rows(tensor: Tensor, size: int, start: int, stop: int) -> Tensor:
-    return tensor[start:stop] if tensor.ndim and tensor.shape[0] == size else tensor
-
-
-def _take(layout: Layout, tensors: list[Tensor], size: int, start: int, stop: int) -> Any:
-    """Rebuild `layout` with its lists cut."""
-    return tree.rebuild(_cut(layout, size, start, stop), tensors)
-
-
 def _cut(layout: Layout, size: int, start: int, stop: int) -> Layout:
+    """`layout` with its lists cut; the same object if there are none."""
     if isinstance(layout, Slot):
         return layout
     if isinstance(layout, Constant):
@@ -97,7 +100,9 @@ def _cut(layout: Layout, size: int, start: int, stop: int) -> Layout:
             f"split_batch(batch, num_microbatches) on the LightningModule"
         )
     assert isinstance(layout, (Sequence, Dictionary, Object))
-    return layout._replace(items=tuple(_cut(item, size, start, stop) for item in layout.items))
+    items = tuple(_cut(item, size, start, stop) for item in layout.items)
+    is_same = all(new is old for new, old in zip(items, layout.items, strict=True))
+    return layout if is_same else layout._replace(items=items)
 
 
 def _without_tensors(layout: Layout) -> bool:
@@ -109,7 +114,7 @@ def _without_tensors(layout: Layout) -> bool:
 def signature(microbatch: Any) -> tuple[list[Tensor], Layout, tuple[Any, ...]]:
     """The tensors of a micro-batch, its layout, and a key that is equal for micro-batches of one structure."""
     tensors, layout = tree.flatten(microbatch)
-    shapes = tuple((tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad) for t in tensors)
+    shapes = tuple([(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors])
     return tensors, layout, (_structure(layout), shapes)
 
 
@@ -123,4 +128,5 @@ def _structure(layout: Layout) -> Any:
     keys = getattr(layout, "keys", ()) if isinstance(layout, Dictionary) else getattr(layout, "names", ())
     if isinstance(layout, Sequence) and all(isinstance(item, Constant) for item in layout.items):
         return (layout.type.__qualname__, "constants")
-    return (layout.type.__qualname__, tuple(map(str, keys)), tuple(_structure(item) for item in layout.items))
+    items = tuple([item.number if type(item) is Slot else _structure(item) for item in layout.items])
+    return (layout.type.__qualname__, tuple(map(str, keys)), items)

@@ -72,7 +72,8 @@ class Streams:
         self._seed = seed
         self.counts = {}
         self._frames = []
-        self._plant(seed)
+        for generator in self._generators:
+            generator.manual_seed(seed)
         if observing or self._python_draws:
             random.seed(seed)
             if "numpy" in sys.modules:

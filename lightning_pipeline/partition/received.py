@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from lightning_pipeline.partition.absent import ValueId, fill
+from lightning_pipeline.partition.absent import Absent, ValueId, fill
 
 
 class Received:
@@ -22,7 +22,7 @@ class Received:
 
     _anchor = torch.empty(0, requires_grad=True)
 
-    def __init__(self, values: dict[ValueId, Tensor], requires_grad: set[ValueId]) -> None:
+    def __init__(self, values: dict[ValueId, Tensor], requires_grad: Collection[ValueId]) -> None:
         self.gradients: dict[ValueId, Tensor] = {}
         """After backward: gradients of the values that have one."""
         self.backward_allowed = False
@@ -41,7 +41,7 @@ class Received:
             place = places.get(value)
             if place is None:
                 continue
-            if isinstance(place, nn.Parameter):
+            if type(place) is not Absent and isinstance(place, nn.Parameter):
                 places[value] = data
                 continue
             fill(place, data)
@@ -49,8 +49,7 @@ class Received:
                 attach.append(place)
                 self._attached.append(value)
         if attach:
-            with torch.enable_grad():  # the stage may begin where the step has gradients off for a while
-                _attach(self, self._anchor, *attach)
+            _attach(self, self._anchor, attach)
             self._node = attach[0].grad_fn
         self._values = {}
 
@@ -58,6 +57,10 @@ class Received:
         """Where the values with gradients are in the graph, which is let go."""
         node, self._node = self._node, None
         return [GradientEdge(node, number) for number in range(len(self._attached))] if node is not None else []
+
+    def let_go_of_graph(self) -> None:
+        """Nobody will ask for the edges."""
+        self._node = None
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Take the gradients of the values, in the order of their `edges`; None where there is none."""
@@ -87,4 +90,16 @@ class _Attach(torch.autograd.Function):
         return (None, None, *[None] * len(gradients))
 
 
-_attach = _Attach.apply  # taken here, as a running replay makes every other use of a Function an event
+# Taken here, as a running replay makes every other use of a Function an event. The second is what the first calls in
+# the end: its part in Python is for functorch's transforms, and takes longer than all the rest.
+_apply = _Attach.apply
+_apply_plain = super(torch.autograd.Function, _Attach).apply
+
+
+def _attach(received: Received, anchor: Tensor, tensors: list[Tensor]) -> None:
+    apply = _apply if torch._C._are_functorch_transforms_active() else _apply_plain
+    if torch.is_grad_enabled():
+        apply(received, anchor, *tensors)
+    else:
+        with torch.enable_grad():  # the stage may begin where the step has gradients off for a while
+            apply(received, anchor, *tensors)

@@ -52,6 +52,8 @@ class Event:
         hooked: calls of forward hooks inside the leaf: module name, arguments, keyword arguments and output.
         draws: it drew random numbers from the stream of the code between modules.
         dynamic: its result holds numbers, or has a shape, that depends on data.
+        takes_arguments: its result is made with tensors of the arguments.
+        has_side_effects: it does something beside its result that is not a write into a tensor.
     """
 
     name: str
@@ -63,11 +65,13 @@ class Event:
     hooked: tuple[tuple[str, Layout], ...] = ()
     draws: bool = False
     dynamic: bool = False
+    takes_arguments: bool = field(init=False, compare=False)
+    has_side_effects: bool = field(init=False, compare=False)
 
-    @property
-    def takes_arguments(self) -> bool:
-        """Whether the result is made with tensors of the arguments."""
-        return bool(self.writes) or any(isinstance(m, Alias) and m.argument is not None for m in self.tensors)
+    def __post_init__(self) -> None:  # as every replay asks
+        aliases = (meta for meta in self.tensors if isinstance(meta, Alias))
+        self.takes_arguments = bool(self.writes) or any(alias.argument is not None for alias in aliases)
+        self.has_side_effects = bool(self.filled or self.attributes or self.hooked)
 
 
 @dataclass(slots=True)

@@ -8,51 +8,28 @@ runs as it always does, on plain tensors. The call that reaches the next stage's
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils.checkpoint import checkpoint
+from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.absent import Absent, ValueId
 from lightning_pipeline.partition.answers import Answers
-from lightning_pipeline.partition.crossing import Crossing
+from lightning_pipeline.partition.crossing import Crossing, Kept
 from lightning_pipeline.partition.hooks import HookCall
 from lightning_pipeline.partition.leaves import Leaf
 from lightning_pipeline.partition.metadata import METADATA, PRINTED, function_name, users_line
+from lightning_pipeline.partition.native import checkpointed, grad_within_stage, pop_mode, push_mode, run_without
 from lightning_pipeline.partition.observer import Observer
+from lightning_pipeline.partition.outcome import DivergenceError, Outcome, StageEnd
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.received import Received
 from lightning_pipeline.partition.record import Record
 
 BATCH = -1
 """The event number of the batch's tensors."""
-
-
-class StageEnd(BaseException):
-    """Unwinds the user's step at the end of the stage. No Exception, so that no handler of the user's catches it."""
-
-
-class DivergenceError(RuntimeError):
-    """A step whose events differ from the record."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a stage's part of a step came to.
-
-    Attributes:
-        result: what the step returned; None before the last stage.
-        outputs: the values that cross to the next stage, in the order of the plan (or, rehearsing, all that may).
-        passed: how the data went past this stage without a call of its modules; empty if it did not.
-    """
-
-    result: Any = None
-    outputs: dict[ValueId, Tensor] = field(default_factory=dict)
-    passed: str = ""
 
 
 class Replay(TorchFunctionMode):
@@ -64,7 +41,7 @@ class Replay(TorchFunctionMode):
         record: the events before this stage and, unless an observer is given, those of this stage.
         received: the values of earlier stages.
         batch: the tensors of the micro-batch, absent ones where they were not delivered.
-        crossing: values that go to the next stage, in order.
+        crossing: the values that go to the next stage; not asked for with an observer.
         observer: notes this stage's events (the first time a structure is seen); None where they are known.
         modules: the modules inside leaves, by name.
         term: what error messages call a stage.
@@ -80,7 +57,7 @@ class Replay(TorchFunctionMode):
         record: Record,
         received: Received,
         batch: list[Tensor],
-        crossing: tuple[ValueId, ...] = (),
+        crossing: Crossing | None,
         observer: Observer | None = None,
         modules: dict[str, nn.Module],
         term: str = "stage",
@@ -106,7 +83,10 @@ class Replay(TorchFunctionMode):
         self._observer = observer
         places = {(BATCH, index): tensor for index, tensor in enumerate(batch)}
         self._answers = Answers(places, modules, device)
-        self._crossing = Crossing(crossing, self._start, self._events, modules)
+        self.replaced = self._answers.replaced
+        """Attributes of leaves that were set for events of earlier stages, with their former values."""
+        self._crossing = crossing
+        self._kept: Kept = {}
         self._alive: dict[ValueId, Tensor] = {}
         self._at_leaf = "the start of the step"
 
@@ -124,7 +104,7 @@ class Replay(TorchFunctionMode):
             self._begin("the step")
         self._on_stack = not self._free
         if self._on_stack:
-            _push_mode(self)
+            push_mode(self)
         try:
             result = step(*args)
             self._go_to(self._num_stages - 1, None)
@@ -132,23 +112,27 @@ class Replay(TorchFunctionMode):
             result = None
         finally:
             if self._on_stack:
-                _pop_mode()
+                pop_mode()
         if self._observer is not None:
             if self.last:
                 self.uses(result)
                 self._observer.alive()
             return Outcome(result, self._alive, self._passed)
-        return Outcome(result, self._crossing.outputs(), self._passed)
+        outputs = self._crossing.outputs(self._kept) if self._crossing is not None else {}
+        return Outcome(result, outputs, self._passed)
 
     def call(self, leaf: Leaf, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a leaf module."""
-        self._move(leaf)
+        stage = leaf.stage_when_called(self.at)
+        if stage != self.at:
+            self._move(leaf, stage)
+        self._at_leaf = leaf.name
         if self.at < self.stage:
             return self._absent(name, None, args, kwargs)
         if self._free:
             return function(*args, **kwargs)
         if self.checkpointed and torch.is_grad_enabled():
-            return self._own(name, _checkpointed(function), args, kwargs, leaf.module)
+            return self._own(name, checkpointed(function), args, kwargs, leaf.module)
         return self._own(name, function, args, kwargs, leaf.module)
 
     def function(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -172,23 +156,19 @@ class Replay(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA:
             return func(*args, **(kwargs or {}))
-        name = _name(func)
+        name = function_name(func)
         if func is torch.autograd.grad:
-            func = _grad_within_stage
+            func = grad_within_stage
         if name in PRINTED:
             return Absent.__repr__(args[0]) if isinstance(args[0], Absent) else func(*args, **(kwargs or {}))
         if self.at < self.stage:
             return self._absent(name, func, args, kwargs or {})
         if self._observer is not None:
             return self._own(name, func, args, kwargs or {}, None)
-        number = self.number
-        self.number = number + 1
-        if not self.last and (number >= len(self._events) or self._events[number].name != name):
-            self._diverged(number, name)
+        number = self._next(name)
         result = func(*args, **(kwargs or {}))
-        if number in self._crossing:
-            with torch._C.DisableTorchFunction():
-                self._crossing.keep(number, result, args, kwargs or {})
+        if self._crossing is not None and number in self._crossing:
+            self._crossing.keep(self._kept, number, result, args, kwargs or {})
         return result
 
     def uses(self, value: Any) -> None:
@@ -198,19 +178,13 @@ class Replay(TorchFunctionMode):
                 self._observer.use(tree.leaves(value))
 
     @property
-    def replaced(self) -> list[tuple[str, str, Any]]:
-        """Attributes of leaves that were set for events of earlier stages, with their former values."""
-        return self._answers.replaced
-
-    @property
     def own(self) -> bool:
         """Whether the step is in this stage now."""
         return self.at == self.stage
 
     # -- stages -----------------------------------------------------------------------------------------------------
 
-    def _move(self, leaf: Leaf) -> None:
-        stage = leaf.stage_when_called(self.at)
+    def _move(self, leaf: Leaf, stage: int) -> None:
         if stage < self.at:
             raise ValueError(
                 f"{self._term}s are out of order: {leaf.name!r} is on {self._term} {stage} and is called after "
@@ -218,9 +192,7 @@ class Replay(TorchFunctionMode):
                 f"or move the cut; a module that is called twice in a step is called once, on its inputs put together "
                 f"({users_line()})"
             )
-        if stage > self.at:
-            self._go_to(stage, leaf.name)
-        self._at_leaf = leaf.name
+        self._go_to(stage, leaf.name)
 
     def _go_to(self, stage: int, leaf: str | None) -> None:
         """Go on to `stage`, past those before it, for a call of `leaf`, or (None) for the end of the step."""
@@ -252,7 +224,8 @@ class Replay(TorchFunctionMode):
         if self._observer is not None:
             self._observer.begin(self.number, places)
         else:
-            self._crossing.pass_through(places)
+            if self._crossing is not None:
+                self._crossing.pass_through(self._kept, places)
             if self.last and not self.checkpointed:
                 self._set_free()
         places.clear()  # or the stage's inputs would outlive their use
@@ -260,9 +233,9 @@ class Replay(TorchFunctionMode):
     def _set_free(self) -> None:
         """Leave the rest of the step alone: nobody after the last stage has to know what it does."""
         if self._on_stack:
-            top = _pop_mode()
+            top = pop_mode()
             if top is not self:  # the user's code has put a mode of its own on top of this one
-                _push_mode(top)
+                push_mode(top)
                 return
             self._on_stack = False
         self._free = self.inside = True
@@ -270,11 +243,10 @@ class Replay(TorchFunctionMode):
     # -- events -----------------------------------------------------------------------------------------------------
 
     def _own(self, name: str, function: Any, args: Any, kwargs: Any, module: nn.Module | None) -> Any:
-        number = self.number
-        self.number = number + 1
         if self._observer is None:
-            if not self.last and (number >= len(self._events) or self._events[number].name != name):
-                self._diverged(number, name)
+            number = self._next(name)
+            if self._crossing is None or number not in self._crossing:
+                return self._run_native(function, args, kwargs)
             calls: list[HookCall] = []
             handles = self._crossing.watch(number, calls)
             try:
@@ -282,10 +254,10 @@ class Replay(TorchFunctionMode):
             finally:
                 for handle in handles:
                     handle.remove()
-            if number in self._crossing:
-                with torch._C.DisableTorchFunction():
-                    self._crossing.keep(number, result, args, kwargs, calls)
+            self._crossing.keep(self._kept, number, result, args, kwargs, calls)
             return result
+        number = self.number
+        self.number = number + 1
         with torch._C.DisableTorchFunction():
             look = self._observer.before(name, args, kwargs, module)
         try:
@@ -299,38 +271,25 @@ class Replay(TorchFunctionMode):
 
     def _absent(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of an event of an earlier stage."""
-        number = self.number
-        self.number = number + 1
-        if number >= len(self._events) or self._events[number].name != name:
-            self._diverged(number, name)
+        number = self._next(name)
         with torch._C.DisableTorchFunction():
             return self._answers.answer(number, self._events[number], function, args, kwargs)
 
     def _run_native(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call `function` without this mode; modes that the user's code has put on top of it stay in force.
-
-        While the mode answers a torch function, torch has already taken it off the stack.
-        """
-        above = []
-        found = False
-        while not found and torch._C._len_torch_function_stack():
-            mode = _pop_mode()
-            found = mode is self
-            if not found:
-                above.append(mode)
-        for other in reversed(above):
-            _push_mode(other)
+        """Call `function` without this mode, and leave alone what it calls."""
         self.inside = True
         try:
-            return function(*args, **kwargs)
+            return run_without(self, function, args, kwargs)
         finally:
             self.inside = False
-            if found:
-                for _ in above:
-                    _pop_mode()
-                _push_mode(self)
-                for other in reversed(above):
-                    _push_mode(other)
+
+    def _next(self, name: str) -> int:
+        """The number of the event that comes next. Nobody after the last stage has to know what it does."""
+        number = self.number
+        self.number = number + 1
+        if self.at < self._num_stages - 1 and (number >= len(self._events) or self._events[number].name != name):
+            self._diverged(number, name)
+        return number
 
     def _diverged(self, number: int, name: str) -> None:
         expected = self._events[number].name if number < len(self._events) else "the end of the step"
@@ -339,32 +298,3 @@ class Replay(TorchFunctionMode):
             f"seen; the code between modules must run the same way on every stage and for every micro-batch of one "
             f"structure, so let it depend on neither rank nor counters ({users_line()})"
         )
-
-
-_names: dict[Any, str] = {}
-
-
-def _name(function: Any) -> str:
-    name = _names.get(function)
-    if name is None:
-        name = _names[function] = function_name(function)
-    return name
-
-
-def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-    return run
-
-
-def _grad_within_stage(*args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad, whose graph ends where the stage begins."""
-    try:
-        return torch.autograd.grad(*args, **kwargs)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"torch.autograd.grad failed on one stage of a pipeline ({error}); values and parameters of earlier stages "
-            f"are not in its graph, which is on another device. Differentiate with respect to values of this stage, or "
-            f"cut the model elsewhere ({users_line()})"
-        ) from error

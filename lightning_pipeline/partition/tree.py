@@ -9,7 +9,7 @@ and objects that keep tensors in their attributes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ Layout = Slot | Constant | Sequence | Dictionary | Object
 
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type, range, slice)
 _MAX_DEPTH = 16
+_SLOTS = tuple(Slot(number) for number in range(64))  # those that most values need
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Layout]:
@@ -79,7 +80,7 @@ def rebuild(layout: Layout, tensors: list[Any] | tuple[Any, ...]) -> Any:
     if kind is Constant:
         return layout.value  # type: ignore[union-attr]
     if isinstance(layout, Sequence):
-        items = [rebuild(item, tensors) for item in layout.items]
+        items = [tensors[item.number] if type(item) is Slot else rebuild(item, tensors) for item in layout.items]
         if layout.type is list:
             return items
         return layout.type(*items) if hasattr(layout.type, "_fields") else layout.type(items)
@@ -122,30 +123,46 @@ def containers(value: Any) -> Iterator[list[Any] | MutableMapping[Any, Any]]:
 
 def _flatten(value: Any, tensors: list[Tensor], seen: dict[int, Slot], depth: int) -> Layout:
     if isinstance(value, Tensor):
-        if id(value) not in seen:
-            seen[id(value)] = Slot(len(tensors))
-            tensors.append(value)
-        return seen[id(value)]
+        return _slot(value, tensors, seen)
     if isinstance(value, (_ATOMS, nn.Module)) or depth > _MAX_DEPTH:
         return Constant(value)
     before = len(tensors) + len(seen)
     if isinstance(value, (list, tuple)):
-        items = tuple(_flatten(item, tensors, seen, depth + 1) for item in value)
+        items = _flatten_all(value, tensors, seen, depth + 1)
         if type(value) in (list, tuple) or hasattr(value, "_fields") or _holds_slot(items):
             return Sequence(type(value), items)
         return Constant(value)
     if isinstance(value, Mapping):
         keys = tuple(value.keys())
-        items = tuple(_flatten(value[key], tensors, seen, depth + 1) for key in keys)
+        items = _flatten_all([value[key] for key in keys], tensors, seen, depth + 1)
         return Dictionary(type(value), keys, items, _mapping_attributes(value))
     attributes = getattr(value, "__dict__", None)
     if not attributes or callable(value) or isinstance(value, torch.Generator):
         return Constant(value)
     names = tuple(attributes)
-    items = tuple(_flatten(attributes[name], tensors, seen, depth + 1) for name in names)
+    items = _flatten_all([attributes[name] for name in names], tensors, seen, depth + 1)
     if dataclasses.is_dataclass(value) or len(tensors) + len(seen) > before or _holds_slot(items):
         return Object(type(value), names, items)
     return Constant(value)
+
+
+def _flatten_all(values: Iterable[Any], tensors: list[Tensor], seen: dict[int, Slot], depth: int) -> tuple[Layout, ...]:
+    items: list[Layout] = []
+    for value in values:
+        if type(value) is Tensor:
+            items.append(_slot(value, tensors, seen))
+        else:
+            items.append(_flatten(value, tensors, seen, depth))
+    return tuple(items)
+
+
+def _slot(tensor: Tensor, tensors: list[Tensor], seen: dict[int, Slot]) -> Slot:
+    slot = seen.get(id(tensor))
+    if slot is None:
+        number = len(tensors)
+        slot = seen[id(tensor)] = _SLOTS[number] if number < len(_SLOTS) else Slot(number)
+        tensors.append(tensor)
+    return slot
 
 
 def _holds_slot(items: tuple[Layout, ...]) -> bool:

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.absent import Absent, ValueMeta
+from lightning_pipeline.partition.absent import Absent
 from lightning_pipeline.partition.replay import BATCH
+from lightning_pipeline.runtime.microbatch import Arriving
+from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.structure import Structure
-from lightning_pipeline.runtime.transport import Channel, PendingReceive, TensorMeta, Transport
-
-Shapes = Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]]
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.transport import Transport
 
 
 class BatchDelivery:
@@ -46,10 +47,9 @@ class BatchDelivery:
         self._peers = range(1, num_ranks)
         self._device = device
         self._sent_whole: dict[int, bool] = {}
-        self._whole: dict[int, PendingReceive] | None = None
-        self._columns: list[Sequence[Tensor] | None] = []
-        self._pending: dict[int, dict[int, PendingReceive]] = {}
-        self._there: dict[int, list[Tensor | None]] = {}
+        self._whole: dict[int, Arriving] | None = None
+        self._pending: dict[int, dict[int, Arriving]] = {}
+        self._there: dict[int, Sequence[Tensor | None]] = {}
 
     def begin(self) -> None:
         """Before the schedule: send, or make room for, what travels whole."""
@@ -85,85 +85,84 @@ class BatchDelivery:
             return
         assert self._transport is not None
         structure = self._structures[microbatch]
-        shapes = batch_shapes(structure)
         pending = self._pending[microbatch] = {}
         for index in _used(structure, self._rank):
-            shape, stride, dtype, _ = shapes[index]
-            meta = TensorMeta.of(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+            look = structure.batch_metas[index]
+            meta = TensorMeta.of(torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta"))
             pending[index] = self._transport.recv(meta, 0, Channel.BATCH)
 
     def take(self, microbatch: int, stage: int) -> list[Tensor]:
         """A micro-batch's tensors for one of this rank's stages, absent ones where the rank has no use for them."""
+        shared = stage != self._last  # what a stage does to a tensor's object must not be seen by the next one
         if self._tensors is not None:
-            tensors: Sequence[Tensor | None] = self._tensors[microbatch]
-        else:
-            tensors = self._arrived(microbatch, f"the batch of micro-batch {microbatch} ({stage}F{microbatch})")
-        if stage == self._last:
-            self._let_go(microbatch)
-        else:  # what a stage does to a tensor's object must not be seen by the next one
-            tensors = [tensor.detach() if tensor is not None else None for tensor in tensors]
-        return [
-            tensor if tensor is not None else self._absent(microbatch, index) for index, tensor in enumerate(tensors)
-        ]
+            tensors = self._tensors[microbatch]
+            if shared:
+                return [tensor.detach() for tensor in tensors]
+            self._tensors[microbatch] = []
+            return tensors
+        metas = self._structures[microbatch].batch_metas
+        made: list[Tensor] = []
+        for index, tensor in enumerate(self._arrived(microbatch, stage)):
+            if tensor is None:
+                absent = Absent.make(metas[index], self._device, (BATCH, index), f"the batch (tensor {index})")
+                made.append(absent)
+            else:
+                made.append(tensor.detach() if shared else tensor)
+        if not shared:
+            self._there.pop(microbatch, None)
+        return made
 
-    def _absent(self, microbatch: int, index: int) -> Absent:
-        """Stands for a tensor that is not here."""
-        meta = ValueMeta(*batch_shapes(self._structures[microbatch])[index])
-        return Absent.make(meta, self._device, (BATCH, index), f"the batch (tensor {index})")
-
-    def _arrived(self, microbatch: int, what: str) -> Sequence[Tensor | None]:
+    def _arrived(self, microbatch: int, stage: int) -> Sequence[Tensor | None]:
         """A micro-batch's tensors on a rank that gets them, None where it has no use for one."""
-        if self._whole is not None:
-            if not self._columns:
-                self._columns = [self._parts(index, what) for index in range(len(batch_shapes(self._structures[0])))]
-            return [parts[microbatch] if parts is not None else None for parts in self._columns]
         if microbatch not in self._there:
-            pending, self._pending[microbatch] = self._pending[microbatch], {}
-            there = {index: receive.wait(what) for index, receive in pending.items()}
-            count = len(batch_shapes(self._structures[microbatch]))
-            self._there[microbatch] = [there.get(index) for index in range(count)]
+            what = f"the batch of micro-batch {microbatch} ({stage}F{microbatch})"
+            if self._whole is not None:
+                self._divide(what)
+            else:
+                pending, self._pending[microbatch] = self._pending[microbatch], {}
+                there = {index: receive.wait(what) for index, receive in pending.items()}
+                count = len(self._structures[microbatch].batch_metas)
+                self._there[microbatch] = [there.get(index) for index in range(count)]
         return self._there[microbatch]
 
-    def _let_go(self, microbatch: int) -> None:
-        if self._tensors is not None:
-            self._tensors[microbatch] = []
-        self._there.pop(microbatch, None)
-
-    def _parts(self, index: int, what: str) -> Sequence[Tensor] | None:
-        """The micro-batches' parts of a tensor that came whole."""
+    def _divide(self, what: str) -> None:
+        """Give each micro-batch its parts of what came whole."""
         assert self._whole is not None
-        pending = self._whole.get(index)
-        if pending is None:
-            return None
-        return pending.wait(what).split([batch_shapes(structure)[index][0][0] for structure in self._structures])
-
-
-def batch_shapes(structure: Structure) -> Shapes:
-    """Shape, strides, dtype and requires_grad of each tensor of the micro-batch."""
-    return structure.key[1][1]  # type: ignore[index]
+        whole, self._whole = self._whole, {}
+        nothing = [None] * len(self._structures)
+        columns: list[Sequence[Tensor | None]] = []
+        for index in range(len(self._structures[0].batch_metas)):
+            if index in whole:
+                sizes = [structure.batch_metas[index].shape[0] for structure in self._structures]
+                columns.append(whole[index].wait(what).split(sizes))
+            else:
+                columns.append(nothing)
+        self._there = {microbatch: [column[microbatch] for column in columns] for microbatch in range(len(nothing))}
 
 
 def whole_batch(structures: Sequence[Structure], rank: int) -> dict[int, tuple[tuple[int, ...], torch.dtype]] | None:
     """Shape and dtype of each tensor that `rank` uses, over all micro-batches; None where each travels by itself."""
-    if not all(structure.settled for structure in structures):
+    kinds = list({structure.number: structure for structure in structures}.values())
+    if not all(structure.settled for structure in kinds):
         return None
-    used = {tuple(_used(structure, rank)) for structure in structures}
+    used = {tuple(_used(structure, rank)) for structure in kinds}
     if len(used) > 1:
         return None
     layout = {}
     for index in used.pop():
-        shapes = [batch_shapes(structure)[index] for structure in structures]
-        shape, _, dtype, _ = shapes[0]
-        if not shape or any((other[0][1:], other[2]) != (shape[1:], dtype) for other in shapes):
+        shape, _, dtype, _ = kinds[0].batch_metas[index]
+        others = (structure.batch_metas[index] for structure in kinds)
+        if not shape or any((other.shape[1:], other.dtype) != (shape[1:], dtype) for other in others):
             return None
-        layout[index] = ((sum(other[0][0] for other in shapes), *shape[1:]), dtype)
+        size = sum(structure.batch_metas[index].shape[0] for structure in structures)
+        layout[index] = ((size, *shape[1:]), dtype)
     return layout
 
 
 def _used(structure: Structure, rank: int) -> Iterable[int]:
     if structure.fixed:
         return structure.batch_of_rank[rank]
-    return range(len(batch_shapes(structure)))
+    return range(len(structure.batch_metas))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

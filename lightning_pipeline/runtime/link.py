@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_pipeline.runtime.transport import Channel, PendingReceive, TensorMeta, Transport
+from lightning_pipeline.runtime.endpoint import PendingReceive, StagedReceive
+from lightning_pipeline.runtime.routes import Channel
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.transport import Transport
 
 _SIZES = (16, 1 << 20)
 """Numbers of four bytes: one message says the latency, the other what a byte adds."""
@@ -62,7 +65,7 @@ def measure_link(transport: Transport | None, device: torch.device) -> Link | No
     return Link(small, num_bytes / max(large - small, 1e-9), min(messages))
 
 
-def _wait(arriving: PendingReceive) -> torch.Tensor:
+def _wait(arriving: PendingReceive | StagedReceive) -> torch.Tensor:
     value = arriving.wait("a measurement of the link")
     if value.device.type != "cpu":
         torch.get_device_module(value.device).synchronize()

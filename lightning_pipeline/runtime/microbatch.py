@@ -15,7 +15,7 @@ from lightning_pipeline.partition.record import Record
 from lightning_pipeline.partition.split_backward import SplitBackward
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.structure import Structure
-from lightning_pipeline.runtime.transport import TensorMeta
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
 
 
 class Arriving(Protocol):

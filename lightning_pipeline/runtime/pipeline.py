@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition.interception import Interception
-from lightning_pipeline.partition.microbatch import batch_size, signature
+from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.delivery import BatchDelivery
 from lightning_pipeline.runtime.executor import Program, Span
 from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.site import stage_term
 from lightning_pipeline.runtime.stage import Stage
 from lightning_pipeline.runtime.structure import Report, Structure
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.runtime.work import LiveCount, Work, stage_term
+from lightning_pipeline.runtime.work import LiveCount, Work
 from lightning_pipeline.schedules import Schedule, forward_only, lower
 
 MAX_STRUCTURES = 64
@@ -285,7 +286,7 @@ class Pipeline:
             elif not _same(layout, self._layouts[number]):
                 announcement.layouts[index] = layout
             announcement.numbers.append(number)
-            announcement.sizes.append(batch_size(microbatch) or 1)
+            announcement.sizes.append(num_rows(tensors) or batch_size(microbatch) or 1)
             all_tensors.append(tensors)
         return announcement, all_tensors
 
@@ -300,4 +301,3 @@ def _same(layout: Layout, other: Layout) -> bool:
         return bool(layout == other)
     except (RuntimeError, ValueError):  # constants that compare elementwise, such as arrays
         return False
-

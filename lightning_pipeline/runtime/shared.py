@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.fully_sharded import local_part
-from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
+from lightning_pipeline.runtime.routes import Channel
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.transport import Transport
 
 EXACT_BYTES = 1 << 20
 """Up to this size a shared parameter's gradients are added up micro-batch by micro-batch."""

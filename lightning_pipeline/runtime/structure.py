@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_pipeline.partition.absent import ValueId
+from torch import nn
+
+from lightning_pipeline.partition.absent import ValueId, ValueMeta
+from lightning_pipeline.partition.crossing import Crossing
 from lightning_pipeline.partition.observer import Usage
 from lightning_pipeline.partition.record import Record
-from lightning_pipeline.runtime.transport import TensorMeta
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
 
 
 @dataclass(slots=True)
@@ -47,6 +50,21 @@ class Report:
         self.passed = other.passed
 
 
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What crosses one boundary in every micro-batch of a fixed structure.
+
+    Attributes:
+        values: with how they look, in the order in which they travel.
+        requires_grad: those of them that require grad.
+        gradients: the values whose gradients come back, likewise in order.
+    """
+
+    values: tuple[tuple[ValueId, TensorMeta], ...]
+    requires_grad: frozenset[ValueId]
+    gradients: tuple[tuple[ValueId, TensorMeta], ...]
+
+
 @dataclass(slots=True)
 class Structure:
     """One structure of micro-batch, as a rank knows it. Stages here are virtual ones, counted along the data.
@@ -62,6 +80,8 @@ class Structure:
         gradients: for each boundary, those of them whose gradient comes back.
         batch: for each stage, numbers of the batch's tensors that it uses.
         batch_of_rank: for each rank, numbers of those that one of its stages uses.
+        batch_metas: how the micro-batch's tensors look.
+        fixed: micro-batches cross boundaries without a record: settled, and not dynamic.
     """
 
     key: Hashable
@@ -72,8 +92,15 @@ class Structure:
     gradients: list[tuple[ValueId, ...]] = field(default_factory=list)
     batch: list[tuple[int, ...]] = field(default_factory=list)
     batch_of_rank: list[tuple[int, ...]] = field(default_factory=list)
+    batch_metas: list[ValueMeta] = field(init=False)
     settled: bool = False
     dynamic: bool = False
+    fixed: bool = False
+    _boundaries: dict[int, Boundary] = field(default_factory=dict)
+    _crossings: dict[int, Crossing] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.batch_metas = [ValueMeta(*meta) for meta in self.key[1][1]]  # type: ignore[index]
 
     def settle(self, reports: list[Report], placement: Sequence[int]) -> None:
         """Work out from the stages' reports what crosses each boundary. `placement`: the rank of each stage."""
@@ -92,8 +119,27 @@ class Structure:
         # What only the last stage's own code depends on, nobody else has to know.
         self.dynamic = any(report.dynamic for report in reports[:-1])
         self.settled = True
+        self.fixed = not self.dynamic
 
-    @property
-    def fixed(self) -> bool:
-        """Whether micro-batches of this structure cross boundaries without a record."""
-        return self.settled and not self.dynamic
+    def boundary(self, stage: int) -> Boundary:
+        """Of a fixed structure, what crosses the boundary after a stage."""
+        found = self._boundaries.get(stage)
+        if found is None:
+            found = self._boundaries[stage] = Boundary(
+                tuple((value, self.metas[value][0]) for value in self.crossing[stage]),
+                frozenset(value for value in self.crossing[stage] if self.metas[value][1]),
+                tuple((value, self.metas[value][0]) for value in self.gradients[stage]),
+            )
+        return found
+
+    def crossing_after(self, stage: int, modules: dict[str, nn.Module]) -> Crossing | None:
+        """Of a fixed structure, what keeps these values while a stage of this rank runs; None after the last one."""
+        if stage == len(self.crossing):
+            return None
+        found = self._crossings.get(stage)
+        if found is None:
+            record = self.records[stage]
+            found = self._crossings[stage] = Crossing(
+                self.crossing[stage], record.starts.get(stage, 0), record.events, modules
+            )
+        return found

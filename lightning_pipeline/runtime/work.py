@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +45,3 @@ class LiveCount:
     def add(self) -> None:
         self.now += 1
         self.peak = max(self.peak, self.now)
-
-
-def stage_term(placement: Sequence[int]) -> str:
-    """What users call a part of the model: ranks that hold several of them hold virtual stages."""
-    return "virtual stage" if len(placement) > max(placement) + 1 else "stage"

@@ -115,7 +115,9 @@ class LoggedValues:
                 kwargs["metric_attribute"] = metric
             value = value._forward_cache if _has_one_element(value._forward_cache) else None
         key = (name, metric, tuple(kwargs.items()))
-        captured = self._captured.setdefault(key, _Captured(name, kwargs, metric))
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._captured[key] = _Captured(name, kwargs, metric)
         captured.values.append(None if value is None and metric else _as_loggable(name, value))
         captured.weights.append(num_samples if batch_size is None else int(batch_size))
 
@@ -215,9 +217,9 @@ def _has_one_element(value: Any) -> bool:
 
 def _as_loggable(name: str, value: Any) -> torch.Tensor | float:
     """A number, or a detached 0-d copy in the dtype that Lightning accumulates in."""
-    if isinstance(value, numbers.Number):
-        return float(value)  # type: ignore[arg-type]
     if not isinstance(value, torch.Tensor):
+        if isinstance(value, numbers.Number):
+            return float(value)  # type: ignore[arg-type]
         raise ValueError(
             f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
         )

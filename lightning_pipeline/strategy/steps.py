@@ -6,14 +6,16 @@ import inspect
 import pickle
 import zlib
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.engine import backward_from_loss
 from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.runtime.microbatch import Microbatch
@@ -28,6 +30,7 @@ from lightning_pipeline.strategy.signals import Signals, merge
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
+_LOG_OPTIONS = frozenset(_LOG_SIGNATURE.parameters) - {"self", "name", "value"}
 _NEW, _LOSS, _OUTPUTS, _SIGNALS = range(4)
 
 
@@ -106,13 +109,14 @@ class Steps:
             weighted = self._weighted(loss, state, accumulate)
             return weighted if scale is None else scale(weighted)
 
+        is_plain = type(self._module).backward is LightningModule.backward and "backward" not in vars(self._module)
         work = Work(
             kind=("train", self._module.training),
             step=self._step_function(self._module.training_step, args[1:], context),
             loss_of=loss_of,
-            run_backward=self._module.backward,
+            run_backward=backward_from_loss if is_plain else self._module.backward,
             after_backward=after_backward,
-            can_split=type(self._module).backward is LightningModule.backward,
+            can_split=is_plain,
             seed=mix(self._seed, 0, number),
         )
         report = self._run(work, args[0])
@@ -170,10 +174,13 @@ class Steps:
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[[Microbatch, Any], Any]:
         attributes = vars(self._module)
+        plain = _does_nothing(context)
 
         def run(state: Microbatch, batch: Any) -> Any:
             attributes["log"] = lambda *a, **k: self._capture(state.num_samples, *a, **k)
             try:
+                if plain:
+                    return function(batch, *args)
                 with context():
                     return function(batch, *args)
             finally:
@@ -185,12 +192,16 @@ class Steps:
         replay = self._pipeline.interception.current
         if replay is None or not replay.own:
             return
-        bound = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
-        bound.pop("self")
-        name, value = bound.pop("name"), bound.pop("value")
+        if len(args) == 2 and kwargs.keys() <= _LOG_OPTIONS:  # as it is written, nearly always
+            name, value = args
+            options = kwargs
+        else:
+            options = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
+            options.pop("self")
+            name, value = options.pop("name"), options.pop("value")
         replay.uses(value)
         with torch._C.DisableTorchFunction():
-            self._logged.capture(name, value, bound, num_samples)
+            self._logged.capture(name, value, options, num_samples)
 
     def _finish(self, kind: Hashable, report: StepReport, *, loss: Tensor, has_outputs: bool) -> list[list[float]]:
         """Exchange what every stage has to know, settle what was new, log."""
@@ -245,6 +256,14 @@ class Steps:
 
     def _reported(self, losses: list[Tensor], sizes: list[int]) -> Tensor:
         return mean_loss(losses, sizes) if self._mean else torch.stack(losses).sum()
+
+
+def _does_nothing(context: Callable[[], AbstractContextManager[Any]]) -> bool:
+    """Whether a precision's context around a step is Lightning's own for full precision, and need not be entered."""
+    precision, name = getattr(context, "__self__", None), getattr(context, "__name__", "")
+    if not isinstance(precision, Precision) or getattr(type(precision), name, None) is not getattr(Precision, name):
+        return False
+    return type(precision.forward_context()) is nullcontext
 
 
 def _loss_in(result: Any, module: str) -> Tensor:

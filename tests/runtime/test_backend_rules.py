@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeline.runtime import backend_rules
-from lightning_pipeline.runtime.transport import Channel, Route, routes_along
+from lightning_pipeline.runtime.routes import Channel, Route, routes_along
 from tests.launching import launch
 
 

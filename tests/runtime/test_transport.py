@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.runtime.link import measure_link
+from lightning_pipeline.runtime.routes import Channel, Route, routes_along
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, wire_layout
 from lightning_pipeline.runtime.topology import Topology
-from lightning_pipeline.runtime.transport import Channel, Route, TensorMeta, Transport, routes_along, wire_layout
+from lightning_pipeline.runtime.transport import Transport
 
 TIMEOUT = timedelta(seconds=20)
 FORWARD, BACKWARD, BATCH = Channel.FORWARD, Channel.BACKWARD, Channel.BATCH

@@ -1,0 +1,174 @@
+"""This rank's end of a route: what is underway on it, and waiting for it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeline.runtime.backend_rules import flat
+from lightning_pipeline.runtime.failure import FailureNotice
+from lightning_pipeline.runtime.topology import Topology
+
+
+class Connection:
+    """What the ends of all routes of a rank have in common.
+
+    Attributes:
+        notice: tells of failures.
+        receives: those that are underway.
+    """
+
+    def __init__(self, topology: Topology, timeout: timedelta, notice: FailureNotice) -> None:
+        self.notice = notice
+        self.receives: set[PendingReceive] = set()
+        self.timeout = timeout
+        self._topology = topology
+
+    def broken(self, error: RuntimeError, peer: int, what: str, preposition: str, waited: float | None) -> NoReturn:
+        """Raise what there is to say of an `error` in dealing with the stage `peer`, after so many seconds' wait."""
+        rank = self._topology.pipeline_ranks[peer]
+        limit = self.timeout.total_seconds()
+        timed_out = waited is not None and waited >= 0.99 * limit
+        raise self.notice.explain(
+            error,
+            waiting_for=f"{what} {preposition} {self._topology.describe(rank)}",
+            peer=rank,
+            timed_out_after=limit if timed_out else None,
+        ) from None  # which quotes what is of use in it
+
+
+class Endpoint:
+    """One route's end on this rank. What is being sent stays alive in `underway`.
+
+    Args:
+        group: the route's process group.
+        peer: the stage at the other end.
+        name: what errors call what is sent.
+        window: how many sends may be underway before the oldest is waited for; None for no bound.
+    """
+
+    __slots__ = ("_connection", "group", "is_gloo", "name", "peer", "underway", "window")
+
+    def __init__(
+        self,
+        connection: Connection,
+        group: dist.ProcessGroup,
+        peer: int,
+        name: str,
+        *,
+        is_gloo: bool,
+        window: int | None,
+    ) -> None:
+        # Gloo's own send and receive rather than the group's, which go through the dispatcher of torch's operators:
+        # that takes a third of the time that posting a small message does.
+        self.group: Any = group._get_backend(torch.device("cpu")) if is_gloo else group
+        self.peer = peer
+        self.name = name
+        self.is_gloo = is_gloo
+        self.window = window
+        self.underway: deque[tuple[dist.Work, Tensor]] = deque()
+        self._connection = connection
+
+    def send(self, tensor: Tensor) -> None:
+        """Send a contiguous tensor. Returns at once, unless the window is full."""
+        underway = self.underway
+        try:
+            underway.append((self.group.send([tensor], self.peer, 0), tensor))
+        except RuntimeError as error:
+            self._connection.broken(error, self.peer, f"the receipt of {self.name}", "by", None)
+        if self.window is not None:
+            if len(underway) > self.window:
+                self.finish_oldest()
+        elif not self.is_gloo:
+            while underway and underway[0][0].is_completed():
+                underway.popleft()
+
+    def receive(self, buffer: Tensor, what: str) -> PendingReceive:
+        """Post the receive of the next message into `buffer`, a dense tensor."""
+        try:
+            work = self.group.recv([flat(buffer)], self.peer, 0)
+        except RuntimeError as error:
+            self._connection.broken(error, self.peer, what, "from", None)
+        receive = PendingReceive(self._connection, self, work, buffer)
+        self._connection.receives.add(receive)
+        return receive
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+        while self.underway:
+            self.finish_oldest()
+
+    def finish_oldest(self) -> None:
+        """Wait until the oldest message that is underway has left."""
+        underway = self.underway  # no local for the work: in a traceback it would keep its connection open
+        self.wait(underway[0][0], f"the receipt of an earlier send ({self.name})", "by")
+        underway.popleft()
+
+    def wait(self, work: dist.Work, what: str, preposition: str) -> None:
+        """Wait for `work`; on an accelerator the current stream waits."""
+        connection = self._connection
+        started = time.monotonic()
+        try:
+            if self.is_gloo:
+                work.wait(connection.timeout)
+            else:  # the stream waits, not this thread
+                work.wait()
+                if connection.notice.failure is not None:
+                    raise RuntimeError("aborted")
+        except RuntimeError as error:
+            del work  # the traceback would keep its connection open
+            connection.broken(error, self.peer, what, preposition, time.monotonic() - started)
+
+    def close(self) -> None:
+        """Let go of the connection and all that is underway on it."""
+        self.underway.clear()
+        self.group = None
+
+
+class PendingReceive:
+    """A tensor underway."""
+
+    __slots__ = ("_buffer", "_connection", "_endpoint", "_work")
+
+    def __init__(self, connection: Connection, endpoint: Endpoint, work: dist.Work | None, buffer: Tensor) -> None:
+        self._connection = connection
+        self._endpoint = endpoint
+        self._work = work
+        self._buffer = buffer
+
+    def wait(self, what: str) -> Tensor:
+        """The tensor, once it is there. `what` names it in errors: ``"the activations of micro-batch 3 (2F3)"``.
+
+        Raises:
+            PipelineTimeoutError: nothing came within the timeout.
+            PeerFailedError: this peer, or another rank before it, failed.
+        """
+        if self._work is not None:
+            self._endpoint.wait(self._work, what, "from")
+            self._work = None
+            self._connection.receives.discard(self)
+        return self._buffer
+
+    def abandon(self) -> None:
+        """Let go of the connection; nobody will wait."""
+        self._work = None
+
+
+class StagedReceive:
+    """A tensor underway to host memory, for a device whose tensors the backend does not take."""
+
+    __slots__ = ("_device", "_receive")
+
+    def __init__(self, receive: PendingReceive, device: torch.device) -> None:
+        self._receive = receive
+        self._device = device
+
+    def wait(self, what: str) -> Tensor:
+        """The tensor on the device, once it is there; else as `PendingReceive.wait`."""
+        return self._receive.wait(what).to(self._device)

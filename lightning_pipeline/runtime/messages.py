@@ -1,0 +1,77 @@
+"""Objects and small vectors between the stages of a pipeline, by way of host memory."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.runtime.endpoint import Endpoint
+
+FRAME = 1024
+"""Bytes of an object's first message, its length included: most need no second one."""
+_LENGTH = 8  # bytes
+CONTROL_WINDOW = 64  # objects to one peer that may be underway before the oldest is waited for
+
+
+class Messages:
+    """What the stages of a pipeline tell one another beside tensors.
+
+    Args:
+        stage: this stage, of `num_stages`.
+    """
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        self.stage = stage
+        self._num_stages = num_stages
+        self._control: dict[int, Endpoint] = {}
+
+    def send_object(self, obj: Any, peer: int) -> None:
+        """Pickle `obj` and send it without waiting, in order with the other objects to `peer`."""
+        self._send_bytes(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), peer)
+
+    def recv_object(self, peer: int, what: str) -> Any:
+        """The next object from `peer`. `what` names it in errors."""
+        endpoint = self._control[peer]
+        frame = endpoint.receive(torch.empty(FRAME, dtype=torch.uint8), what).wait(what).numpy().tobytes()
+        size = int.from_bytes(frame[:_LENGTH], "little")
+        payload = frame[_LENGTH : _LENGTH + size]
+        if size > len(payload):
+            rest = endpoint.receive(torch.empty(size - len(payload), dtype=torch.uint8), what).wait(what)
+            payload += rest.numpy().tobytes()
+        return pickle.loads(payload)
+
+    def broadcast_object(self, obj: Any, source: int, what: str) -> Any:
+        """`obj` of the stage `source`, on every stage. What the other stages pass is ignored."""
+        if self.stage != source:
+            return self.recv_object(source, what)
+        payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+        for peer in self._control:
+            self._send_bytes(payload, peer)
+        return obj
+
+    def all_gather_vector(self, values: Tensor, what: str) -> Tensor:
+        """Every stage's `values` (float64, [n], the same n everywhere), as [num_stages, n] on the CPU."""
+        # Point to point rather than a collective: an error then names the peer, and none is left running at exit.
+        values = values.detach().to("cpu", torch.float64, copy=True)
+        gathered = values.new_empty(self._num_stages, len(values))
+        gathered[self.stage] = values
+        pending = [endpoint.receive(gathered[peer], what) for peer, endpoint in self._control.items()]
+        for endpoint in self._control.values():
+            endpoint.send(values)
+        for receive in pending:
+            receive.wait(what)
+        return gathered
+
+    def barrier(self, what: str) -> None:
+        """Return once every stage of this pipeline has called this."""
+        self.all_gather_vector(torch.zeros(1, dtype=torch.float64), what)
+
+    def _send_bytes(self, payload: bytes, peer: int) -> None:
+        endpoint = self._control[peer]
+        frame = len(payload).to_bytes(_LENGTH, "little") + payload[: FRAME - _LENGTH]
+        endpoint.send(torch.frombuffer(bytearray(frame.ljust(FRAME, b"\0")), dtype=torch.uint8))
+        if rest := payload[FRAME - _LENGTH :]:
+            endpoint.send(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
