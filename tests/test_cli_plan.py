@@ -75,7 +75,10 @@ def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
         (["--memory", "64 parsecs"], "--memory takes a size such as 64GiB"),
         (["--memory", "1GiB,2GiB,3GiB", "--stages", "2"], "--memory has 3 sizes for 2 devices"),
         (["--speeds", "1,0", "--stages", "2"], "--speeds takes one number above 0 for each of 2 devices"),
+        (["--speeds", "1,nan", "--stages", "2"], "--speeds takes one number above 0 for each of 2 devices"),
+        (["--memory", "."], "--memory takes a size such as 64GiB"),
         (["--draw", "timeline.pdf"], "cannot draw timeline.pdf"),
+        (["--draw", "new.svg", "--from-timeline", "old.json"], "leave one of them out"),
         (["-s", "2f2b"], "schedule is one of"),
     ],
 )
