@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,12 @@ LONG = ["zoo", "launcher", "replicas", "survival", "launchers", "resume", "autom
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the tests of a file share."""
+    return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture(scope="module", autouse=True)

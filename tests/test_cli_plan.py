@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 
 from lightning_pipeline.cli import app
 from lightning_pipeline.partition.stage_config import read_stage_config
+from lightning_pipeline.schedules import Action, build, save_chrome_trace, simulate
 
 SCRIPT = """
 import sys
@@ -61,6 +65,30 @@ def test_one_schedule_with_unequal_devices(tmp_path: Path) -> None:
     options = ["-s", "1f1b", "--speeds", "1,3", "--stages", "2"]
     result = runner.invoke(app, ["plan", str(write(tmp_path)), "8", *options], catch_exceptions=False)
     assert "{'net.blocks.2': 1}" in result.output
+
+
+def recorded(path: Path, times: list[float]) -> Path:
+    """What PipelineTimeline writes of two stages with these times in milliseconds, whose sends take none."""
+    spans = simulate(build("1f1b", 2, 8), times, times, times).spans
+    sent = {"0F": "0SEND_F", "1B": "1SEND_B"}
+    rows: list[list[Any]] = [[], []]
+    for action, start, stop in chain(*spans):
+        rows[action.stage].append((action, start, stop))
+        if str(action)[:2] in sent:
+            rows[action.stage].append((Action.parse(f"{sent[str(action)[:2]]}{action.microbatch}"), stop, stop))
+    return save_chrome_trace(rows, path, unit=1e-3)
+
+
+def test_modules_to_move_by_the_timeline_of_a_run(tmp_path: Path) -> None:
+    """Stage 0 has one block of six and takes a fifth of the other's time."""
+    path, saved = write(tmp_path, config="{'net.blocks.1': 1}"), tmp_path / "better.yaml"
+    timeline = recorded(tmp_path / "timeline.json", [1.0, 5.0])
+    result = runner.invoke(app, ["plan", str(path), "6", "--from-timeline", str(timeline), "-o", str(saved)])
+    assert result.exit_code == 0, result.output
+    moved = r"move net\.blocks\.1 to net\.blocks\.3\S* from stage 1 to stage 0: expects 8\S+ ms a step in place of 123,"
+    assert re.search(moved, result.output)
+    (name,) = read_stage_config(torch.nn.Linear(1, 1), saved) or {}
+    assert name.startswith("net.blocks.3")
 
 
 def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ class CommandError(Exception):
 @contextmanager
 def told_to_the_user(*others: type[Exception]) -> Iterator[None]:
     """Print faults in schedules, files and requests, and those of the other kinds given, and end with exit code 2."""
+    kinds: tuple[type[Exception], ...] = (CommandError, ScheduleError, ModuleNotFoundError, *others)
     try:
         yield
-    except (CommandError, ScheduleError, ModuleNotFoundError, *others) as error:
+    except kinds as error:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)

@@ -212,11 +212,6 @@ def alone(world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("folders")
-
-
-@pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
     return launch(write_all, WORLD, folder, world=WORLD)
 
