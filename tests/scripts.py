@@ -18,7 +18,6 @@ from typing import Any
 from tests.launching import PRELOADED
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
-ROOT = Path(__file__).parents[1]
 
 
 class Host:
@@ -32,11 +31,14 @@ class Host:
         self._processes: list[Any] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def start(self, launcher: Sequence[str], arguments: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, launcher: Sequence[str], arguments: Sequence[str], cwd: Path | None = None, **variables: str
+    ) -> subprocess.Popen[str]:
         """`python` with a launcher's options, the script, and the script's arguments."""
         address = str(self._listener.address)
         return subprocess.Popen(
             [sys.executable, *launcher, STAND_IN, *arguments],
+            cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", "SCRIPTS_HOST": address, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -83,6 +85,7 @@ def _run(script: str, environment: dict[str, str], argv: list[str], folder: str,
     sys.argv = argv  # the stand-in's, so that a launcher in the script starts another one
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = script
+    sys.path.insert(0, os.path.dirname(script))
     for number, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), number)
         output.close()

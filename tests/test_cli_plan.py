@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+import resource
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typer.testing import CliRunner
 from lightning_pipeline.cli import app
 from lightning_pipeline.partition.stage_config import read_stage_config
 from lightning_pipeline.schedules import Action, build, save_chrome_trace, simulate
+from tests.launching import launch
 
 SCRIPT = """
 import sys
@@ -124,17 +123,15 @@ def test_a_script_without_fit(tmp_path: Path) -> None:
     assert "ended without a call of Trainer.fit" in result.output
 
 
+def planned(path: str) -> tuple[str, int]:
+    """What is printed, and this process's peak memory in KiB."""
+    result = runner.invoke(app, ["plan", path, "12", "-s", "1f1b"], catch_exceptions=False)
+    return result.output, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.multiprocess
 def test_a_model_that_fits_nowhere_takes_little_memory(tmp_path: Path) -> None:
     """Twelve blocks of width 4096 have 2.4 billion parameters, 4.8 GB."""
-    path = write(tmp_path, width=4096)
-    code = (
-        "import resource, sys; from lightning_pipeline.cli import app\n"
-        "app(['plan', *sys.argv[1:], '-s', '1f1b'], standalone_mode=False)\n"
-        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    command = [sys.executable, "-c", code, str(path), "12"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "2.42 billion parameters" in done.stdout
-    assert int(done.stdout.split("peak ")[-1]) < 1.5e6  # KiB
+    [(output, peak)] = launch(planned, str(write(tmp_path, width=4096)), world=1)
+    assert "2.42 billion parameters" in output
+    assert peak < 1.5e6
