@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -59,7 +61,8 @@ class Host:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
-        with connection:
+        # A stand-in that is killed takes no answers.
+        with connection, suppress(OSError, EOFError):
             environment, argv, folder = connection.recv()
             outputs = [Connection(recv_handle(connection), readable=False) for _ in (1, 2)]
             arguments = (str(self._script), environment, argv, folder, outputs)
@@ -69,7 +72,7 @@ class Host:
             for output in outputs:
                 output.close()
             connection.send(process.pid)
-            # Whoever kills the one kills the other.
+            # Its end, the stand-in's, or too long.
             if process.sentinel not in wait([process.sentinel, connection], self._timeout):
                 process.kill()
             process.join()
@@ -78,6 +81,7 @@ class Host:
 
 def _run(script: str, environment: dict[str, str], argv: list[str], folder: str, outputs: list[Connection]) -> None:
     """The script as an interpreter runs it from start to end, under the name and with what its stand-in has."""
+    gc.freeze()  # as in tests.launching
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).with_name("faulty_script.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1")
-WITHIN_S = 10.0
+WITHIN_S = 20.0  # on a busy machine; what waits here would wait for a minute
 TIMEOUT = 150.0
 
 
