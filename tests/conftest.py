@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-# Files that take long, first, so that no worker is left with one of them at the end.
-LONG = ["zoo", "launcher", "replicas", "survival", "launchers", "resume", "automatic"]
+# Seconds that files take, about, on one of two workers: the longest go first, so that no worker is left with one at the
+# end.
+SECONDS = {
+    "models/test_zoo": 62,
+    "training/test_survival": 40,
+    "training/test_replicas": 36,
+    "training/test_resume": 30,
+    "models/test_architectures": 25,
+    "training/test_distributed_checkpoint": 23,
+    "training/test_loops": 21,
+    "training/test_checkpoints": 20,
+    "training/test_inference": 20,
+    "errors/test_errors": 19,
+    "training/test_automatic": 18,
+    "training/test_bits": 17,
+    "training/test_memory": 17,
+    "training/test_schedules": 17,
+    "training/test_virtual_stages": 16,
+    "training/test_launchers": 12,
+    "training/test_nodes": 12,
+    "training/test_loss_scaling": 11,
+    "runtime/test_failure": 10,
+    "schedules/test_soundness": 10,
+    "training/test_tensor_parallel": 10,
+}
+TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {f"test_{name}": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+    items.sort(key=lambda item: -SECONDS.get(item.path.relative_to(TESTS).with_suffix("").as_posix(), 0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the tests of a file share."""
+    return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture(scope="module", autouse=True)

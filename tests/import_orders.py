@@ -52,6 +52,7 @@ def registers(order: str) -> None:
 
 if __name__ == "__main__":
     passed = [in_a_fork(imports_neither_torch_nor_lightning)]
+    import torch._dynamo  # noqa: F401
     import torchmetrics  # noqa: F401
 
     passed += [in_a_fork(registers, order) for order in ORDERS]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import re
+import resource
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 
 from lightning_pipeline.cli import app
 from lightning_pipeline.partition.stage_config import read_stage_config
+from lightning_pipeline.schedules import Action, build, save_chrome_trace, simulate
+from tests.launching import launch
 
 SCRIPT = """
 import sys
@@ -63,6 +66,30 @@ def test_one_schedule_with_unequal_devices(tmp_path: Path) -> None:
     assert "{'net.blocks.2': 1}" in result.output
 
 
+def recorded(path: Path, times: list[float]) -> Path:
+    """What PipelineTimeline writes of two stages with these times in milliseconds, whose sends take none."""
+    spans = simulate(build("1f1b", 2, 8), times, times, times).spans
+    sent = {"0F": "0SEND_F", "1B": "1SEND_B"}
+    rows: list[list[Any]] = [[], []]
+    for action, start, stop in chain(*spans):
+        rows[action.stage].append((action, start, stop))
+        if str(action)[:2] in sent:
+            rows[action.stage].append((Action.parse(f"{sent[str(action)[:2]]}{action.microbatch}"), stop, stop))
+    return save_chrome_trace(rows, path, unit=1e-3)
+
+
+def test_modules_to_move_by_the_timeline_of_a_run(tmp_path: Path) -> None:
+    """Stage 0 has one block of six and takes a fifth of the other's time."""
+    path, saved = write(tmp_path, config="{'net.blocks.1': 1}"), tmp_path / "better.yaml"
+    timeline = recorded(tmp_path / "timeline.json", [1.0, 5.0])
+    result = runner.invoke(app, ["plan", str(path), "6", "--from-timeline", str(timeline), "-o", str(saved)])
+    assert result.exit_code == 0, result.output
+    moved = r"move net\.blocks\.1 to net\.blocks\.3\S* from stage 1 to stage 0: expects 8\S+ ms a step in place of 123,"
+    assert re.search(moved, result.output)
+    (name,) = read_stage_config(torch.nn.Linear(1, 1), saved) or {}
+    assert name.startswith("net.blocks.3")
+
+
 def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     result = runner.invoke(app, ["plan", str(write(tmp_path)), "6", "--stages", "2", "--memory", "100KiB"])
     assert result.exit_code == 2
@@ -75,7 +102,10 @@ def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
         (["--memory", "64 parsecs"], "--memory takes a size such as 64GiB"),
         (["--memory", "1GiB,2GiB,3GiB", "--stages", "2"], "--memory has 3 sizes for 2 devices"),
         (["--speeds", "1,0", "--stages", "2"], "--speeds takes one number above 0 for each of 2 devices"),
+        (["--speeds", "1,nan", "--stages", "2"], "--speeds takes one number above 0 for each of 2 devices"),
+        (["--memory", "."], "--memory takes a size such as 64GiB"),
         (["--draw", "timeline.pdf"], "cannot draw timeline.pdf"),
+        (["--draw", "new.svg", "--from-timeline", "old.json"], "leave one of them out"),
         (["-s", "2f2b"], "schedule is one of"),
     ],
 )
@@ -93,17 +123,15 @@ def test_a_script_without_fit(tmp_path: Path) -> None:
     assert "ended without a call of Trainer.fit" in result.output
 
 
+def planned(path: str) -> tuple[str, int]:
+    """What is printed, and this process's peak memory in KiB."""
+    result = runner.invoke(app, ["plan", path, "12", "-s", "1f1b"], catch_exceptions=False)
+    return result.output, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.multiprocess
 def test_a_model_that_fits_nowhere_takes_little_memory(tmp_path: Path) -> None:
     """Twelve blocks of width 4096 have 2.4 billion parameters, 4.8 GB."""
-    path = write(tmp_path, width=4096)
-    code = (
-        "import resource, sys; from lightning_pipeline.cli import app\n"
-        "app(['plan', *sys.argv[1:], '-s', '1f1b'], standalone_mode=False)\n"
-        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    command = [sys.executable, "-c", code, str(path), "12"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "2.42 billion parameters" in done.stdout
-    assert int(done.stdout.split("peak ")[-1]) < 1.5e6  # KiB
+    [(output, peak)] = launch(planned, str(write(tmp_path, width=4096)), world=1)
+    assert "2.42 billion parameters" in output
+    assert peak < 1.5e6

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_pipeline.strategy.launcher import PipelineLauncher
 from tests.launching import launch
+from tests.scripts import Host
+
+TIMEOUT = 100.0
 
 HYDRA_SCRIPT = """
 import json, os, sys
@@ -53,9 +57,10 @@ if __name__ == "__main__":
     main()
 """
 
+
 def run(*args: str, cwd: Path) -> str:
     """Runs Python in ``cwd`` and returns its output; a failure shows it."""
-    done = subprocess.run([sys.executable, *args], cwd=cwd, text=True, capture_output=True, timeout=100)
+    done = subprocess.run([sys.executable, *args], cwd=cwd, text=True, capture_output=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -84,7 +89,10 @@ def project(tmp_path: Path) -> Path:
 def test_a_sweep_runs_each_job_once_with_its_own_processes(project: Path) -> None:
     flags = ["--config-name", "other", "--config-dir", "more"]
     sweep = ["-m", "+extra=blue", "value=1,2", "hydra.sweep.dir=sweep", "hydra.job.chdir=true"]
-    run("job/train.py", *flags, *sweep, cwd=project)
+    with closing(Host(project / "job/train.py", TIMEOUT)) as host:
+        process = host.start([], [*flags, *sweep], cwd=project)
+        output = process.communicate(timeout=TIMEOUT)[0]
+    assert process.returncode == 0, output
 
     ports = set()
     for job, value in enumerate((1, 2)):

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,10 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lightning_pipeline.schedules import SCHEDULE_NAMES, build, default_virtual_stages, placement_of, simulate
+from lightning_pipeline.schedules import build, default_virtual_stages, placement_of, simulate
+from processes import SCHEDULES, argument_parser, environment, torchrun
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 NUM_RANKS = 2
 
 
@@ -59,19 +57,15 @@ def record(schedule: str, num_microbatches: int, num_steps: int, folder: Path) -
 
 def measure(schedule: str, num_microbatches: int, num_steps: int) -> list[dict[str, float]]:
     """The timeline's metrics of each counted step."""
-    path = os.pathsep.join([str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
     with tempfile.TemporaryDirectory() as folder:
         task = json.dumps([schedule, num_microbatches, num_steps, folder])
-        subprocess.run([*launcher, __file__, "--record", task], env=environment, check=True, capture_output=True)
+        command = [*torchrun(NUM_RANKS), __file__, "--record", task]
+        subprocess.run(command, env=environment(), check=True, capture_output=True)
         return json.loads((Path(folder) / "steps.json").read_text())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    names = [name for name in SCHEDULE_NAMES if name != "forward"]
-    parser.add_argument("--schedules", nargs="+", default=names, choices=names, metavar="NAME")
+    parser = argument_parser(__doc__, SCHEDULES)
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--num-steps", type=int, default=15)
     parser.add_argument("--record", help=argparse.SUPPRESS)

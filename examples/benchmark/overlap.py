@@ -5,7 +5,6 @@ One run with overlap in every other step. In the other steps all buckets of grad
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,20 +15,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_pipeline.schedules import SCHEDULE_NAMES
+from processes import HERE, argument_parser, environment, torchrun
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-SCHEDULES = tuple(name for name in SCHEDULE_NAMES if name != "forward")
 # A network namespace has a loopback interface of its own, which may be slowed without rights and without harm.
 IN_NAMESPACE = ("unshare", "--map-root-user", "--net", "sh", "-c")
 SLOWED = 'ip link set lo up && tc qdisc add dev lo root tbf rate {mbit}mbit burst 256kb limit 64mb && exec "$@"'
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    default = ("1f1b", "interleaved_1f1b")
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=default, metavar="NAME")
+    parser = argument_parser(__doc__, ("1f1b", "interleaved_1f1b"))
     parser.add_argument("--num-stages", type=int, default=2)
     parser.add_argument("--num-replicas", type=int, default=2)
     parser.add_argument("--num-microbatches", type=int, default=8)
@@ -45,15 +39,12 @@ def parse_arguments() -> argparse.Namespace:
 def measure(schedule: str, settings: dict[str, Any], folder: Path) -> list[list[dict[str, Any]]]:
     """What each rank noted of each counted step."""
     num_ranks = settings["num_stages"] * settings["num_replicas"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(num_ranks), str(HERE / "overlap_worker.py")]
-    command += [schedule, json.dumps(settings), str(folder)]
+    worker = [str(HERE / "overlap_worker.py"), schedule, json.dumps(settings), str(folder)]
+    command = [*torchrun(num_ranks, "--local-addr", "127.0.0.1"), *worker]
     if settings["link_mbit"]:
         command = [*IN_NAMESPACE, SLOWED.format(mbit=settings["link_mbit"]), "sh", *command]
-    path = os.pathsep.join([str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
     try:
-        subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        subprocess.run(command, env=environment(GLOO_SOCKET_IFNAME="lo"), check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         hint = "; a slowed link needs unshare, ip and tc, and --link-mbit 0 does not" if settings["link_mbit"] else ""
         sys.exit(f"{getattr(error, 'stderr', '')}\n{schedule} failed: {error}{hint}")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,19 +11,16 @@ from typing import Any
 from rich.console import Console
 
 from contenders import Contender, line_up
-from lightning_pipeline.schedules import SCHEDULE_NAMES, ScheduleError
+from lightning_pipeline.schedules import ScheduleError
+from processes import HERE, argument_parser, environment, torchrun
 from report import gpt_table, ideal_share, linear_table
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 WORKLOADS = ("gpt", "linear")
-SCHEDULES = tuple(name for name in SCHEDULE_NAMES if name != "forward")
 DEFAULT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=DEFAULT_SCHEDULES, help="to compare")
+    parser = argument_parser(__doc__, DEFAULT_SCHEDULES)
     parser.add_argument("--num-stages", type=int, default=2, help="processes, which schedules that interleave cut in 2")
     parser.add_argument("--num-microbatches", type=int, default=8, help="of the GPT's batch")
     parser.add_argument("--num-linear-microbatches", type=int, default=64, help="of the Linear's batch, a sample each")
@@ -69,16 +65,12 @@ def take_turns(
 
 def run_turn(contender: Contender, settings: dict[str, Any]) -> dict[str, Any]:
     """One turn, in processes of its own with one thread each."""
-    path = os.pathsep.join([str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    launcher = [] if contender.schedule is None else ["-m", "torch.distributed.run", "--standalone"]
-    if launcher:
-        launcher += ["--nproc-per-node", str(settings["num_stages"])]
+    python = [sys.executable] if contender.schedule is None else torchrun(settings["num_stages"])
     turn = {**settings, "who": contender.who, "schedule": contender.schedule}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "results.json"
-        command = [sys.executable, *launcher, str(HERE / "worker.py"), json.dumps(turn), str(output)]
-        subprocess.run(command, env=environment, check=True)
+        command = [*python, str(HERE / "worker.py"), json.dumps(turn), str(output)]
+        subprocess.run(command, env=environment(), check=True)
         return json.loads(output.read_text())
 
 

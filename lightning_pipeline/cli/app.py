@@ -8,7 +8,7 @@ from lightning_pipeline.cli import checkpoint, draw, plan, rank_table, simulate
 
 app = typer.Typer(
     name="lightning-pipeline",
-    help="Pipeline schedules: what they cost and what they look like, before a run. And checkpoints, after it.",
+    help="Before a run: what schedules cost and look like, where to cut a model, rank tables. After it: checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -21,27 +21,27 @@ def checkpoint() -> None:
 @app.command()
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A folder that save_distributed_checkpoint=True has written, or a .ckpt file.")
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A folder that save_distributed_checkpoint=True has written, or a .ckpt file."
+        ),
     ],
-    destination: Annotated[Path, typer.Argument(help="Where to write the other kind.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace what DESTINATION is.")] = False,
+    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="Where to write the other kind.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace what is at DESTINATION.")] = False,
     weights_only: Annotated[
         bool,
         typer.Option(help="Refuse objects other than tensors and builtins. Otherwise SOURCE can run code of its own."),
     ] = True,
 ) -> None:
     """Turn a checkpoint folder into one plain Lightning file, or a file into a folder. One process does it."""
-    with told_to_the_user():
+    with told_to_the_user(ValueError):
         if os.path.lexists(destination) and not force:
             raise CommandError(f"{destination} exists: choose another DESTINATION, or replace it with --force")
         if source.resolve() == destination.resolve():
             raise CommandError(f"SOURCE and DESTINATION are both {source}")
         from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
 
-        try:
-            done = convert_checkpoint(source, destination, weights_only=weights_only)
-        except ValueError as error:
-            raise CommandError(str(error)) from error
+        done = convert_checkpoint(source, destination, weights_only=weights_only)
     from rich.console import Console
     from rich.filesize import decimal
     from rich.markup import escape

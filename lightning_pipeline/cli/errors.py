@@ -15,11 +15,12 @@ class CommandError(Exception):
 
 
 @contextmanager
-def told_to_the_user() -> Iterator[None]:
-    """Print faults in schedules, files and requests, and end with exit code 2."""
+def told_to_the_user(*others: type[Exception]) -> Iterator[None]:
+    """Print faults in schedules, files and requests, and those of the other kinds given, and end with exit code 2."""
+    kinds: tuple[type[Exception], ...] = (CommandError, ScheduleError, ModuleNotFoundError, *others)
     try:
         yield
-    except (CommandError, ScheduleError, ModuleNotFoundError) as error:
+    except kinds as error:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)

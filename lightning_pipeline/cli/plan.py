@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lightning_pipeline.cli.errors import CommandError, told_to_the_user
+from lightning_pipeline.cli.tables import bare_table, wide_console
 from lightning_pipeline.schedules import save_chrome_trace, save_picture
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
@@ -23,22 +24,51 @@ _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1
 
 
 def plan(
-    script: Annotated[Path, typer.Argument(help="A training script: it runs until it calls Trainer.fit.", exists=True)],
-    overrides: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    script: Annotated[
+        Path,
+        typer.Argument(metavar="SCRIPT", help="A training script: it runs until it calls Trainer.fit.", exists=True),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's own arguments.")
+    ] = None,
     stages: Annotated[int, typer.Option("--stages", "-p", min=2, help="Devices that share one copy of the model.")] = 2,
     microbatches: Annotated[
         int | None,
-        typer.Option("--microbatches", "-m", min=1, show_default="the script's, else 4 for each stage"),
+        typer.Option(
+            "--microbatches",
+            "-m",
+            min=1,
+            help="Micro-batches in one step.",
+            show_default="the script's, else 4 for each stage",
+        ),
     ] = None,
     schedule: Annotated[
-        list[str] | None, typer.Option("--schedule", "-s", show_default="all", help="May be given several times.")
+        list[str] | None,
+        typer.Option(
+            "--schedule",
+            "-s",
+            metavar="NAME",
+            show_default="all",
+            help="A schedule to plan for. May be given several times.",
+        ),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="Of a device, such as 64GiB; several with commas between.")] = None,
-    device_tflops: Annotated[float, typer.Option(min=1e-6, help="Reached in matrix products, not the peak.")] = 100.0,
-    device_gbps: Annotated[float, typer.Option(min=1e-6, help="GB/s of a device's memory.")] = 1000.0,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of a device, such as 64GiB; or of each, as in 64GiB,32GiB.",
+            show_default="no limit",
+        ),
+    ] = None,
+    device_tflops: Annotated[
+        float, typer.Option(min=1e-6, help="Tflop/s that matrix products reach, not the peak.")
+    ] = 100.0,
+    device_gbps: Annotated[float, typer.Option(min=1e-6, help="GB/s to and from a device's memory.")] = 1000.0,
     link_gbps: Annotated[float, typer.Option(min=1e-6, help="Gbit/s between two devices.")] = 100.0,
     link_latency: Annotated[float, typer.Option(min=0, help="Microseconds of any transfer.")] = 20.0,
-    speeds: Annotated[str, typer.Option(help="How fast each device is, such as 1,1,0.5.", show_default="equal")] = "",
+    speeds: Annotated[
+        str, typer.Option(metavar="FACTORS", help="How fast each device is, such as 1,1,0.5.", show_default="equal")
+    ] = "",
     replicas: Annotated[int, typer.Option(min=1, help="Copies of the pipeline that sum their gradients.")] = 1,
     from_timeline: Annotated[
         Path | None,
@@ -48,51 +78,51 @@ def plan(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the best plan as YAML, for stage_config=FILE.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the best plan as YAML, for stage_config=FILE."),
     ] = None,
     draw: Annotated[
-        Path | None, typer.Option(help="Write its timeline: a picture (.svg, .png) or a trace (.json).")
+        Path | None, typer.Option(metavar="FILE", help="Write its timeline: a picture (.svg, .png) or a trace (.json).")
     ] = None,
 ) -> None:
     """Plan without devices: where to cut, and time, bubble and peak memory of each stage under each schedule.
 
     The script builds its model without memory for its parameters, and its step runs on tensors without data.
     """
-    with told_to_the_user():
+    with told_to_the_user(ValueError):
         limits = [_bytes(part) for part in memory.split(",")] if memory else []
         if len(limits) not in (0, 1, stages):
             raise CommandError(f"--memory has {len(limits)} sizes for {stages} devices; give one, or one for each")
         factors = _factors(speeds, stages)
         if draw is not None and draw.suffix not in (".svg", ".png", ".json"):
             raise CommandError(f"cannot draw {draw}; its ending chooses the format: .svg, .png or .json")
+        if draw is not None and from_timeline is not None:
+            raise CommandError("--draw shows a new plan, and --from-timeline makes none: leave one of them out")
         from lightning_pipeline.partition.work import DeviceSpeed
         from lightning_pipeline.strategy.paper_plan import plan_on_paper, rebalance_on_paper
 
         speed = DeviceSpeed(device_tflops * 1e12, device_gbps * 1e9, _LAUNCH_S)
-        try:
-            if from_timeline is not None:
-                found = rebalance_on_paper(script, overrides or [], load_chrome_trace(from_timeline), speed=speed)
-                typer.echo(str(found))
-                if output is not None:
-                    typer.echo(f"written: {found.better.save(output)}")
-                return
-            plans = plan_on_paper(
-                script,
-                overrides or [],
-                num_stages=stages,
-                num_microbatches=microbatches,
-                schedules=schedule or [],
-                speed=speed,
-                machine=Machine(
-                    memory=None if not limits else limits[0] if len(limits) == 1 else limits,
-                    speeds=factors,
-                    bytes_per_second=link_gbps * 1e9 / 8,
-                    latency=link_latency * 1e-6,
-                    replicas=replicas,
-                ),
-            )
-        except ValueError as error:
-            raise CommandError(str(error)) from error
+        if from_timeline is not None:
+            found = rebalance_on_paper(script, overrides or [], load_chrome_trace(from_timeline), speed=speed)
+            typer.echo(str(found))
+            if output is not None:
+                typer.echo(f"written: {found.better.save(output)}")
+            return
+        plans = plan_on_paper(
+            script,
+            overrides or [],
+            num_stages=stages,
+            num_microbatches=microbatches,
+            schedules=schedule or [],
+            speed=speed,
+            machine=Machine(
+                memory=None if not limits else limits[0] if len(limits) == 1 else limits,
+                speeds=factors,
+                bytes_per_second=link_gbps * 1e9 / 8,
+                latency=link_latency * 1e-6,
+                replicas=replicas,
+            ),
+        )
         _show(plans)
         name, best = next(iter(plans.plans.items()))
         spans = plans.simulations[name].spans
@@ -104,14 +134,10 @@ def plan(
 
 
 def _show(plans: PaperPlans) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from lightning_pipeline.partition.plan_table import print_plan, size
 
     best = next(iter(plans.plans.values()))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = bare_table()
     table.add_column("schedule")
     for header in ("virtual stages", "step", "bubble", "peak memory by rank"):
         table.add_column(header, justify="right")
@@ -119,9 +145,7 @@ def _show(plans: PaperPlans) -> None:
         virtual = len(made.stages) // made.num_stages
         peaks = " ".join(map(size, made.peak_bytes))
         table.add_row(name, str(virtual), f"{made.step_seconds * 1e3:.4g} ms", f"{made.bubble:.1%}", peaks)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000
+    console = wide_console()
     typer.echo(
         f"{plans.model}: {plans.num_parameters / 1e9:.3g} billion parameters, {plans.batch_size} samples a batch, "
         f"{best.num_microbatches} micro-batches\n"
@@ -157,9 +181,9 @@ def _draw(spans: Timeline, path: Path, name: str) -> None:
 
 
 def _bytes(text: str) -> float:
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else ""
-    if match is None or unit not in _UNITS or match[1].count(".") > 1:
+    if match is None or unit not in _UNITS:
         raise CommandError(f"--memory takes a size such as 64GiB, got {text!r}")
     return float(match[1]) * _UNITS[unit]
 
@@ -169,6 +193,6 @@ def _factors(text: str, stages: int) -> list[float]:
         factors = [float(part) for part in text.split(",")] if text else []
     except ValueError:
         factors = [0.0]
-    if len(factors) not in (0, stages) or any(factor <= 0 for factor in factors):
+    if len(factors) not in (0, stages) or not all(0 < factor < float("inf") for factor in factors):
         raise CommandError(f"--speeds takes one number above 0 for each of {stages} devices, got {text!r}")
     return factors

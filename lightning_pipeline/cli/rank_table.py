@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -17,8 +16,11 @@ from lightning_pipeline.accelerators.rank_table_hosts import is_this_host
 from lightning_pipeline.accelerators.rank_table_placement import check_placement, place_stages, renumber
 from lightning_pipeline.accelerators.rank_table_rules import Finding, check_rank_table
 from lightning_pipeline.cli.errors import CommandError, told_to_the_user
+from lightning_pipeline.cli.tables import bare_table, wide_console
 
-app = typer.Typer(help="Rank tables of Ascend machines: check, make and convert them.", no_args_is_help=True)
+app = typer.Typer(
+    help="Rank tables of Ascend machines: check, make, convert and start from them.", no_args_is_help=True
+)
 
 
 class Format(str, Enum):
@@ -45,14 +47,16 @@ Machine = Annotated[
         "--generation", help="What the servers are; what only 910A servers forbid is a warning where it is not known."
     ),
 ]
-Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: the terminal.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write there.", show_default="the terminal")
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file that --output names.")]
 
 
 @app.command()
 def check(file: File, stages: Stages = None, generation: Machine = None) -> None:
     """Check a rank table, and show where its ranks and the stages of a pipeline sit."""
-    with _told():
+    with told_to_the_user(RankTableError):
         table = read_rank_table(file)
         findings = _findings(table, generation)
         # Placed as they are numbered, which has a meaning only where the numbers have.
@@ -71,20 +75,22 @@ def make(
     servers: Annotated[
         list[str],
         typer.Argument(
-            metavar="SERVER...",
-            help="server_id of each server, which is best its address. Then, on several servers, = and the addresses "
-            "of its devices (10.0.0.1=192.168.1.1,192.168.1.2) or a copy of its hccn.conf (10.0.0.1=conf/hccn1.conf).",
+            metavar="SERVER",
+            help="server_id of each server, best its address. With several servers, then = and the addresses of its "
+            "devices (10.0.0.1=192.168.1.1,192.168.1.2) or a copy of its hccn.conf (10.0.0.1=conf/hccn1.conf).",
         ),
     ],
-    devices: Annotated[str, typer.Option(help="Devices of each server, such as 0-7 or 0,1,4,5.")] = "0-7",
-    to: Annotated[Format, typer.Option("--to", help="Format.")] = Format.V1_0,
+    devices: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Devices of each server, such as 0-7 or 0,1,4,5.")
+    ] = "0-7",
+    to: Annotated[Format, typer.Option("--to", help="Format of the file.")] = Format.V1_0,
     output: Output = None,
     stages: Stages = None,
     generation: Machine = None,
     force: Force = False,
 ) -> None:
     """Make a rank table: ranks go through the servers in the order of their ids, and there through the devices."""
-    with _told():
+    with told_to_the_user(RankTableError):
         ids = _numbers(devices)
         made = [_server(text, ids) for text in servers]
         _finish(renumber(RankTable(tuple(made))), to, output, stages, generation, force=force)
@@ -93,7 +99,7 @@ def make(
 @app.command()
 def convert(
     file: File,
-    to: Annotated[Format, typer.Option("--to", help="Format.", show_default="that of FILE")] = None,  # type: ignore[assignment]
+    to: Annotated[Format, typer.Option("--to", help="Format of the file.", show_default="that of FILE")] = None,  # type: ignore[assignment]
     renumbered: Annotated[
         bool, typer.Option("--renumber", help="Number the ranks by server_id and device_id instead of keeping them.")
     ] = False,
@@ -103,7 +109,7 @@ def convert(
     force: Force = False,
 ) -> None:
     """Write a rank table in another format, with other ranks, or both."""
-    with _told():
+    with told_to_the_user(RankTableError):
         table = read_rank_table(file)
         if renumbered:
             table = renumber(table)
@@ -114,11 +120,14 @@ def convert(
 def processes(
     file: File,
     server: Annotated[
-        str | None, typer.Option(help="server_id.", show_default="this machine's, by its address or as the only one")
+        str | None,
+        typer.Option(
+            metavar="SERVER_ID", help="The server.", show_default="this machine's, by its address or as the only one"
+        ),
     ] = None,
 ) -> None:
     """Print the variables of each process of a server, a line for each: `env $LINE python train.py` starts one."""
-    with _told():
+    with told_to_the_user(RankTableError):
         table = read_rank_table(file)
         _report(_findings(table, None))
         chosen = _chosen(table, server)
@@ -154,15 +163,6 @@ def _finish(
     if stages is not None:
         _print_stages(table, stages)
     typer.echo(f"Wrote {output} ({to.value}).")
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    with told_to_the_user():
-        try:
-            yield
-        except RankTableError as error:
-            raise CommandError(str(error)) from error
 
 
 def _findings(table: RankTable, generation: Generation | None) -> list[Finding]:
@@ -270,19 +270,12 @@ def _print_stages(table: RankTable, num_stages: int) -> None:
 
 
 def _print(headers: list[str], rows: list[list[str]]) -> None:
-    from rich import box
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    shown = bare_table()
     for header in headers:
         shown.add_column(header)
     for row in rows:
         shown.add_row(*map(escape, row))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # Nothing is to be wrapped at the width of a terminal that is not there.
-        console.width = 1000
-    console.print(shown)
+    wide_console().print(shown)
     typer.echo()

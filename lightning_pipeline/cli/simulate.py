@@ -21,6 +21,7 @@ from lightning_pipeline.cli.options import (
     VirtualStages,
     WeightGrad,
 )
+from lightning_pipeline.cli.tables import bare_table, wide_console
 from lightning_pipeline.schedules import Schedule
 
 
@@ -89,12 +90,8 @@ def _row(schedule: Schedule, costs: Costs) -> Row:
 
 
 def _print_table(rows: list[Row], costs: Costs) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     counts = {f"{row.num_ranks} ranks, {row.num_microbatches} micro-batches" for row in rows}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = bare_table()
     table.add_column("\nschedule", no_wrap=True)
     if len(counts) > 1:
         table.add_column("\nranks", justify="right")
@@ -113,9 +110,5 @@ def _print_table(rows: list[Row], costs: Costs) -> None:
             " ".join(str(peak) for peak in row.peak_live),
             " ".join(f"{peak:.3g}" for peak in row.peak_microbatches),
         )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # Nothing is to be wrapped at the width of a terminal that is not there.
-        console.width = 1000
     typer.echo(f"{counts.pop()}; {costs}\n" if len(counts) == 1 else f"{costs}\n")
-    console.print(table)
+    wide_console().print(table)

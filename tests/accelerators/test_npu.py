@@ -72,11 +72,6 @@ def test_the_device_chooses_the_backend() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("machines")
-
-
-@pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[Any, Any]:
     return dict(zip(machines.SCENES, launch(machines.scene, folder, world=len(machines.SCENES)), strict=True))
 

@@ -157,11 +157,6 @@ def one_device(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("npu")
-
-
-@pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
     return launch(two_stages, folder, world=2)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from .conftest import ROOT
@@ -128,22 +130,36 @@ def test_what_cannot_run_is_told_before_it_starts(
 
 PROGRAM = """
 #!/usr/bin/env bash
-# Stands in for the interpreter: rank 1 fails, the others wait.
+# Stands in for the interpreter: rank $FAILS fails, the others wait.
 if [ "$2" = lightning_pipeline ]; then exec "$REAL" "$@"; fi
-[ "$RANK_ID" = 1 ] && { until [ -s waiting.pid ]; do sleep 0.02; done; echo "rank 1 is lost"; exit 7; }
-echo $$ > waiting.pid
+[ "$RANK_ID" = "$FAILS" ] && { until [ -s 0.pid ]; do sleep 0.02; done; echo "rank 1 is lost"; exit 7; }
+echo $$ > "$RANK_ID.pid"
 exec sleep 60
 """
 
 
+def start_two(folder: Path, fails: str) -> subprocess.Popen[str]:
+    (folder / "cifar-10-binary.tar.gz").touch()
+    variables = {"PYTHON": stand_in(folder, PROGRAM), "REAL": sys.executable, "FAILS": fails}
+    return start(folder, ".", "CPU", **variables, RANK_TABLE_FILE=str(TABLE), LOG_DIR="out")
+
+
 def test_a_process_that_fails_ends_the_others(tmp_path: Path) -> None:
-    (tmp_path / "cifar-10-binary.tar.gz").touch()
-    variables = {"PYTHON": stand_in(tmp_path, PROGRAM), "REAL": sys.executable}
-    variables |= {"RANK_TABLE_FILE": str(TABLE), "LOG_DIR": "out"}
-    process = start(tmp_path, ".", "CPU", **variables)
+    process = start_two(tmp_path, fails="1")
     output = ended(process)
     assert process.returncode == 7
     assert "a process failed with exit code 7" in output
     assert "rank 1 is lost" in output
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "waiting.pid").read_text()), 0)
+    assert not psutil.pid_exists(int((tmp_path / "0.pid").read_text()))
+
+
+def test_an_interrupt_ends_all(tmp_path: Path) -> None:
+    process = start_two(tmp_path, fails="none")
+    notes, deadline = [tmp_path / "0.pid", tmp_path / "1.pid"], time.monotonic() + 60
+    while not all(note.exists() and note.read_text() for note in notes):
+        assert time.monotonic() < deadline, ended(process)
+        time.sleep(0.05)
+    process.terminate()
+    ended(process)
+    assert process.returncode == 130
+    assert not any(psutil.pid_exists(int(note.read_text())) for note in notes)

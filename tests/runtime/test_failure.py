@@ -5,11 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
+from tests.launching import PRELOADED, free_port
 
 pytestmark = pytest.mark.multiprocess
 
@@ -41,11 +42,9 @@ class Ended(NamedTuple):
 
 def run(body: Callable[[Transport], None], *, stages: int, timeout: float = 30.0, num_stopped: int = 0) -> list[Ended]:
     """Run `body` on every stage, until all processes but the stopped ones have ended."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "lightning_pipeline.runtime.transport"])  # imported once
+    context.set_forkserver_preload(PRELOADED)
     fault = context.Value("d", 0.0)
     pipes = [context.Pipe(duplex=False) for _ in range(stages)]
     processes = [
@@ -198,15 +197,19 @@ def test_killed_process(body: Callable[[Transport], None], culprit: int, stages:
     assert all(end.exit_code == 1 and end.seconds < 12 for end in ended)
 
 
-@pytest.mark.parametrize(("body", "stopped"), [(stop_first, 0), (stop_last, 1)])
-def test_stopped_process(body: Callable[[Transport], None], stopped: int) -> None:
-    end = run(body, stages=2, timeout=3.0, num_stopped=1)[1 - stopped]
-    assert end.kind == "PipelineTimeoutError"
-    what = "activations" if stopped == 0 else "gradients"
-    assert f"stage {1 - stopped} (rank {1 - stopped}) waited 3 s for the {what} of micro-batch 2" in end.message
-    assert f"from stage {stopped} (rank {stopped})" in end.message
-    assert end.exit_code == 1
-    assert 3 <= end.seconds < 13
+def test_stopped_process() -> None:
+    def run_until_the_other_ends(body: Callable[[Transport], None]) -> list[Ended]:
+        return run(body, stages=2, timeout=3.0, num_stopped=1)
+
+    with ThreadPoolExecutor(2) as threads:  # both at once, as they wait
+        runs = threads.map(run_until_the_other_ends, (stop_first, stop_last))
+    for stopped, what, ended in zip((0, 1), ("activations", "gradients"), runs, strict=True):
+        end = ended[1 - stopped]
+        assert end.kind == "PipelineTimeoutError"
+        assert f"stage {1 - stopped} (rank {1 - stopped}) waited 3 s for the {what} of micro-batch 2" in end.message
+        assert f"from stage {stopped} (rank {stopped})" in end.message
+        assert end.exit_code == 1
+        assert 3 <= end.seconds < 13
 
 
 def test_failure_during_exchange_and_during_sends() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import pickle
-import socket
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,61 +18,32 @@ from lightning_pipeline.runtime.routes import Channel, Route, routes_along
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, wire_layout
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
+from tests.launching import launch
 
 TIMEOUT = timedelta(seconds=20)
 FORWARD, BACKWARD, BATCH = Channel.FORWARD, Channel.BACKWARD, Channel.BATCH
 
 
-def launch(body: Callable[[Transport], None], *, stages: int, replicas: int = 1, **options: Any) -> None:
-    """Run `body` on every rank of a grid; the first error of any rank fails the test."""
-    world = stages * replicas
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "lightning_pipeline.runtime.transport"])  # imported once
-    errors = context.SimpleQueue()
-    processes = [
-        context.Process(target=_process, args=(rank, world, stages, port, body, options, errors), daemon=True)
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-    assert errors.empty(), errors.get()
-    assert [process.exitcode for process in processes] == [0] * world
+def run(body: Callable[[Transport], None], *, stages: int, replicas: int = 1, **options: Any) -> None:
+    """Run `body` on every rank of a grid; an error of any rank fails the test."""
+    launch(_run, body, stages, options, world=stages * replicas, timeout=60)
 
 
-def _process(
-    rank: int, world: int, stages: int, port: int, body: Callable[..., None], options: dict[str, Any], errors: Any
-) -> None:
-    torch.set_num_threads(1)
+def _run(body: Callable[[Transport], None], stages: int, options: dict[str, Any]) -> None:
+    rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = options.pop("backend", "gloo")
+    if backend != "gloo":
+        register_backend(backend)
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=TIMEOUT)
+    topology = Topology(num_ranks_per_pipeline=stages, world_size=world, rank=rank)
+    store = dist.distributed_c10d._get_default_store()
+    transport = Transport(topology, torch.device("cpu"), TIMEOUT, store, **options)
     try:
-        if "backend" in options:
-            register_backend(options["backend"])
-        dist.init_process_group(
-            options.pop("backend", "gloo"),
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=world,
-            timeout=TIMEOUT,
-        )
-        topology = Topology(num_ranks_per_pipeline=stages, world_size=world, rank=rank)
-        store = dist.distributed_c10d._get_default_store()
-        transport = Transport(topology, torch.device("cpu"), TIMEOUT, store, **options)
-        try:
-            body(transport)
-        except BaseException as error:
-            transport.notice.fail(error)
-            raise
-        transport.close()
-    except BaseException:
-        errors.put(f"rank {rank}:\n{traceback.format_exc()}")
+        body(transport)
+    except BaseException as error:
+        transport.notice.fail(error)
         raise
+    transport.close()
 
 
 def register_backend(name: str) -> None:
@@ -243,23 +212,23 @@ def another_backend(transport: Transport) -> None:
 
 @pytest.mark.multiprocess
 def test_two_stages() -> None:
-    launch(two_stages, stages=2)
+    run(two_stages, stages=2)
 
 
 @pytest.mark.multiprocess
 def test_three_stages() -> None:
-    launch(three_stages, stages=3)
+    run(three_stages, stages=3)
 
 
 @pytest.mark.multiprocess
 def test_replicas() -> None:
-    launch(replicas_stay_apart, stages=2, replicas=2)
+    run(replicas_stay_apart, stages=2, replicas=2)
 
 
 @pytest.mark.multiprocess
 def test_backend_other_than_gloo() -> None:
     loop = [Route(FORWARD, 1, 0), Route(BACKWARD, 0, 1)]
-    launch(another_backend, stages=2, backend="other", routes=[*routes_along(range(2)), *loop])
+    run(another_backend, stages=2, backend="other", routes=[*routes_along(range(2)), *loop])
 
 
 def test_one_process_needs_nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
+from tests.launching import free_port
 
 
 class CountingTransport(Transport):
@@ -46,12 +46,6 @@ def _child(function: Callable[..., Any], stage: int, num_stages: int, port: int,
         results.put((stage, traceback.format_exc(), None))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
 def run_stages() -> Callable[..., list[Any]]:
     """``run_stages(function, num_stages)`` calls ``function(stage, transport)`` in one process a stage.
@@ -62,7 +56,7 @@ def run_stages() -> Callable[..., list[Any]]:
     def run(function: Callable[..., Any], num_stages: int) -> list[Any]:
         context = multiprocessing.get_context("fork")
         results = context.Queue()
-        port = _free_port()
+        port = free_port()
         processes = [
             context.Process(target=_child, args=(function, stage, num_stages, port, results), daemon=True)
             for stage in range(num_stages)

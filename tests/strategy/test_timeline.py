@@ -73,11 +73,6 @@ def two_rank_runs(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("timelines")
-
-
-@pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[dict[str, Any]]:
     return launch(two_rank_runs, str(folder), world=2)
 

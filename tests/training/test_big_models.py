@@ -170,11 +170,6 @@ def run_whole(model: GPT2LMHeadModel, folder: Path) -> tuple[list[float], list[s
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights")
-
-
-@pytest.fixture(scope="module")
 def results(folder: Path) -> dict[Any, Any]:
     model = write_weights(folder)
     [(loaded, errors)] = launch(run_whole, model, folder, world=1)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multiprocess
 BATCH_SIZE = 8
 # Five optimizer steps an epoch, of two batches each; in the ragged runs the ninth batch has 5 samples and steps alone.
 EVEN, RAGGED = 10 * BATCH_SIZE, 8 * BATCH_SIZE + 5
-TRAINING = {"accumulate_grad_batches": 2, "max_epochs": 4, "gradient_clip_val": 0.5}
+TRAINING = {"accumulate_grad_batches": 2, "max_epochs": 2, "gradient_clip_val": 0.5}
 SHORT = {**TRAINING, "max_epochs": 1}
 
 Run = dict[str, Any]
@@ -76,7 +76,7 @@ def stages(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Any]]:
 @pytest.mark.parametrize(("name", "schedule"), SPLIT)
 def test_losses_and_weights_are_those_of_one_stage(name: str, schedule: str, one_stage: Any, stages: Any) -> None:
     expected, found = one_stage[name], stages[0][name, schedule]
-    assert found["steps"] == expected["steps"] == (20 if RUNS[name]["trainer"] is TRAINING else 5)
+    assert found["steps"] == expected["steps"] == (10 if RUNS[name]["trainer"] is TRAINING else 5)
     assert found["losses"] == expected["losses"]
     assert not differing(found["weights"], expected["weights"])
 
@@ -97,7 +97,7 @@ def test_the_runs_train_and_differ(one_stage: Any) -> None:
 def test_plain_lightning_accumulating_over_the_micro_batches_gets_the_same_bits(one_stage: Any) -> None:
     plain = launch(run_plain, world=1)[0]
     ours = one_stage["plain"]
-    assert plain["steps"] == ours["steps"] == 20
+    assert plain["steps"] == ours["steps"] == 10
     assert not differing(plain["weights"], ours["weights"])
     # Lightning's own losses are divided by the number of batches that it accumulates over.
     assert torch.tensor(plain["losses"]).reshape(-1, NUM_MICROBATCHES).sum(1).tolist() == ours["losses"]

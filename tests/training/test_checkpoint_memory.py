@@ -24,8 +24,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads and resets the kernel's count of a process's memory"),
 ]
 
-pytest.importorskip("lightning_pipeline.strategy.checkpoint_io")  # writes a file as a stream and maps it to read
-
 M_MMAP_THRESHOLD = -3  # of malloc.h
 WIDTH = 2048
 LAYERS = 4  # of a stage

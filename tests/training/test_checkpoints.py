@@ -88,11 +88,6 @@ def validate_loaded(file: Path) -> float:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, Any]:
     """Plain Lightning's uninterrupted run."""
     return launch(write, PLAIN, folder / "plain", world=1)[0]

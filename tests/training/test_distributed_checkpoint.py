@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import time
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,12 +128,12 @@ def write_by_callback(world: int, folder: Path, layout: dict[str, Any]) -> dict[
     options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [AsyncCheckpointIO()]}
     trainer = trainer_of(world, layout, callbacks=[best], **options)
     fit(trainer, layout)
-    with slow_writes():
+    with held_writes():
         trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
         in_background = not (folder / "weights.ckpt").exists()
         for parameter in trainer.lightning_module.parameters():  # training goes on
             parameter.data.add_(1)
-        trainer.strategy.remove_checkpoint(folder / "absent.ckpt")  # waits for the folder
+    trainer.strategy.remove_checkpoint(folder / "absent.ckpt")  # waits for the folder
     assert (folder / "weights.ckpt").exists()
     for parameter in trainer.lightning_module.parameters():
         parameter.data.sub_(1)
@@ -143,16 +143,20 @@ def write_by_callback(world: int, folder: Path, layout: dict[str, Any]) -> dict[
 
 
 @contextmanager
-def slow_writes() -> Generator[None, None, None]:
-    write = dcp.FileSystemWriter.write_data
+def held_writes() -> Generator[None, None, None]:
+    """Folders are written when the body is over; or after a while, where the body waits for them."""
+    write, is_over = dcp.FileSystemWriter.write_data, threading.Event()
 
     def write_later(*arguments: Any) -> Any:
-        time.sleep(0.3)
+        is_over.wait(5)
         return write(*arguments)
 
     dcp.FileSystemWriter.write_data = write_later  # type: ignore[method-assign]
-    yield
-    dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        is_over.set()
+        dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
 
 
 def fail_to_write(world: int, folder: Path, layout: dict[str, Any]) -> list[str]:
@@ -209,11 +213,6 @@ def alone(world: int, folder: Path) -> dict[str, Any]:
             found[case] = f"{type(error).__name__}: {error}"
     found["unchanged"] = equal([module.double().state_dict() for module in modules], before)
     return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("folders")
 
 
 @pytest.fixture(scope="module")

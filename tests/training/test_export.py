@@ -84,11 +84,6 @@ def run(world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("export")
-
-
-@pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
     return launch(run, 4, folder, world=4)[0]
 

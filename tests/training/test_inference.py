@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -21,7 +21,7 @@ from torchmetrics import SumMetric
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.schedules import Kind, forward_only, simulate
+from lightning_pipeline.schedules import Kind
 from lightning_pipeline.strategy.outputs import combine, sendable
 from tests.launching import launch
 from tests.training.runs import QUIET, pipeline_trainer, plain_trainer
@@ -369,7 +369,7 @@ def test_writers_of_replicas_get_what_the_sampler_gave_them(four: Any) -> None:
             batches = [(ids, numbers) for place, ids, numbers in found["batches"] if place[1] == loader]
             assert [number for _, numbers in batches for number in numbers] == list(range(NUM_SAMPLES))[replica::2]
             assert all(ids == numbers and len(ids) <= size for ids, numbers in batches)
-        (ids, numbers), = found["epochs"]
+        [(ids, numbers)] = found["epochs"]
         assert ids == numbers
 
 
@@ -390,14 +390,12 @@ def test_stages_work_at_once_and_go_on_with_the_next_batch(two: Any) -> None:
     assert [len(times) for times in first] == [len(times) for times in last] == [8] * 4
     for ends, starts in zip(first, last, strict=True):
         assert all(start >= end for (_, end), (start, _) in zip(ends, starts, strict=True))
-    # Batches follow one another as if they were one; after the rehearsal, which is the first.
-    num_forwards = sum(map(len, last[1:]))
-    planned = simulate(forward_only(2, num_forwards)).makespan * SLEEP
-    assert planned == pytest.approx((num_forwards + 1) * SLEEP)
-    assert last[-1][-1][1] - first[1][0][0] < 1.4 * planned  # one stage after the other would take twice the time
-    # The shortest break, as the machine may be busy with something else for a while.
-    breaks = [later[0][0] - earlier[-1][1] for earlier, later in pairwise(last[1:])]
-    assert min(breaks) < SLEEP / 2  # if the first stage waited for the end of the batch before, it would be longer
+    # After the rehearsal, which is the first batch; mostly, as the machine may be busy with something else for a while.
+    ahead, behind = (list(chain(*batches[1:])) for batches in (first, last))
+    together = [a[0] < b[1] and b[0] < a[1] for a, b in zip(ahead[1:], behind, strict=False)]
+    assert sum(together) > len(together) / 2
+    goes_on = [later[0][0] < earlier[-1][1] for earlier, later in zip(last[1:], first[2:], strict=False)]
+    assert any(goes_on)
 
 
 # -- putting outputs together -----------------------------------------------------------------------------------------

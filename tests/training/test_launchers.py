@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,22 @@ import torch
 from torch import Tensor
 
 from tests.launching import launch
+from tests.scripts import Host
 from tests.training.measured import LitMeasured, measured_stages, point_loader
 from tests.training.runs import pipeline_trainer
 
 pytestmark = pytest.mark.multiprocess
 
 SCRIPT = Path(__file__).with_name("script.py")
-ROOT = SCRIPT.parents[2]
+LIGHTNING: tuple[str, ...] = ()
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-
-
-def start(folder: Path, module: str, *launcher: str) -> subprocess.Popen[str]:
-    folder.mkdir()
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(SCRIPT), str(folder), module],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+TIMEOUT = 90.0
 
 
 def ended(process: subprocess.Popen[str], folder: Path) -> str:
     """Its output, once it and the process of the other rank are gone."""
     try:
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=TIMEOUT)[0]
     finally:
         process.kill()
     running = {int(file.read_text()) for file in folder.glob("*.pid")}
@@ -55,11 +45,12 @@ def ended(process: subprocess.Popen[str], folder: Path) -> str:
 
 
 def test_lightnings_launcher_and_torchrun_run_a_script(tmp_path: Path) -> None:
-    processes = {
-        "lightning": start(tmp_path / "lightning", "Split"),
-        "torchrun": start(tmp_path / "torchrun", "Split", *TORCHRUN),
-    }
-    outputs = {name: ended(process, tmp_path / name) for name, process in processes.items()}
+    processes = {}
+    with closing(Host(SCRIPT, TIMEOUT)) as host:
+        for name, launcher in (("lightning", LIGHTNING), ("torchrun", TORCHRUN)):
+            (tmp_path / name).mkdir()
+            processes[name] = host.start(launcher, [str(tmp_path / name), "Split"])
+        outputs = {name: ended(process, tmp_path / name) for name, process in processes.items()}
     results = {}
     for name, process in processes.items():
         assert process.returncode == 0, outputs[name]
@@ -70,13 +61,13 @@ def test_lightnings_launcher_and_torchrun_run_a_script(tmp_path: Path) -> None:
     assert first["loss"] == second["loss"] > 0
 
 
-@pytest.mark.slow
 def test_a_refusal_ends_both_processes_of_a_script(tmp_path: Path) -> None:
-    process = start(tmp_path / "manual", "Manual")
-    output = ended(process, tmp_path / "manual")
+    with closing(Host(SCRIPT, TIMEOUT)) as host:
+        process = host.start(LIGHTNING, [str(tmp_path), "Manual"])
+        output = ended(process, tmp_path)
     assert process.returncode != 0
     assert output.count("ValueError: Manual sets automatic_optimization=False") == 2
-    assert not list((tmp_path / "manual").glob("*.json"))
+    assert not list(tmp_path.glob("*.json"))
 
 
 class ManualOptimization(LitMeasured):

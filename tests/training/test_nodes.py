@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import closing
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +14,14 @@ import pytest
 import torch
 
 from lightning_pipeline import PipelineStrategy
-from tests.launching import PRELOADED, free_port, launch
+from tests.launching import free_port, launch
+from tests.scripts import Host
 from tests.training.measured import LitMeasured, measured_stages, point_loader
 from tests.training.runs import QUIET, Losses
 
 pytestmark = pytest.mark.multiprocess
 
-STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+SCRIPT = Path(__file__)
 NODES, DEVICES = 2, 2
 WORLD = NODES * DEVICES
 TIMEOUT = 60.0
@@ -69,73 +65,20 @@ def place_of(trainer: L.Trainer) -> dict[str, int]:
     }
 
 
-def script() -> None:
-    """What the user's script does. Arguments: an address, and the folder for results."""
-    torch.set_num_threads(1)
-    found = train(NODES, DEVICES)
-    Path(sys.argv[2], f"{found['rank']}.json").write_text(json.dumps(found))
-
-
-def run_script(environment: dict[str, str], argv: list[str]) -> None:
-    """`script` in a process that was forked with Lightning imported, as if it was started by a launcher."""
-    import __main__
-
-    __main__.__spec__ = None  # started as a file, not with -m
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = argv
-    script()
-
-
-class Host:
-    """Runs `script` for each process that stands in for it, until closed."""
-
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
-        self._listener = Listener(family="AF_UNIX")
-        self._processes: list[Any] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return str(self._listener.address)
-
-    def close(self) -> None:
-        self._listener.close()
-        for process in self._processes:
-            process.kill()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: Connection) -> None:
-        process = self._context.Process(target=run_script, args=connection.recv())
-        self._processes.append(process)
-        process.start()
-        process.join(TIMEOUT)
-        connection.send(process.exitcode)
-
-
-def under_torchrun(arguments: list[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+def under_torchrun() -> Iterator[tuple[list[str], dict[str, str]]]:
     port = str(free_port())
     for node in range(NODES):
         options = ["--nnodes", NODES, "--node-rank", node, "--nproc-per-node", DEVICES]
         where = ["--master-addr", "127.0.0.1", "--master-port", port]
-        yield ["-m", "torch.distributed.run", *map(str, options), *where, *arguments], {}
+        yield ["-m", "torch.distributed.run", *map(str, options), *where], {}
 
 
-def under_slurm(arguments: list[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+def under_slurm() -> Iterator[tuple[list[str], dict[str, str]]]:
     """As srun starts them; the environment derives the port from the job's id."""
     port = next(port for port in iter(free_port, None) if 15_000 <= port < 25_000)
     for rank in range(WORLD):
         yield (
-            arguments,
+            [],
             {
                 "SLURM_JOB_ID": f"11{port - 15_000:04}",
                 "SLURM_JOB_NAME": "train",
@@ -151,11 +94,11 @@ def under_slurm(arguments: list[str]) -> Iterator[tuple[list[str], dict[str, str
         )
 
 
-def under_lightning(arguments: list[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+def under_lightning() -> Iterator[tuple[list[str], dict[str, str]]]:
     """One process a node is started by hand; it starts the others."""
     port = str(free_port())
     for node in range(NODES):
-        yield arguments, {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        yield [], {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 LAUNCHERS = {
@@ -170,17 +113,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     """By environment, what each rank found; all at once."""
     folders = {name: tmp_path_factory.mktemp(name) for name in LAUNCHERS}
     started = []
-    with closing(Host()) as host:
+    with closing(Host(SCRIPT, TIMEOUT)) as host:
         for name, launcher in LAUNCHERS.items():
-            for command, environment in launcher([STAND_IN, host.address, str(folders[name])]):
-                process = subprocess.Popen(
-                    [sys.executable, *command],
-                    env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-                started.append((name, process))
+            for options, environment in launcher():
+                started.append((name, host.start(options, [str(folders[name])], **environment)))
         try:
             for name, process in started:
                 output = process.communicate(timeout=TIMEOUT)[0]
@@ -223,7 +159,7 @@ def test_losses_are_those_of_one_node(runs: Any) -> None:
 
 
 def test_devices_and_nodes_that_are_not_those_started_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, environment = next(under_slurm([]))
+    _, environment = next(under_slurm())
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for options, words in (
@@ -234,3 +170,9 @@ def test_devices_and_nodes_that_are_not_those_started_are_told(monkeypatch: pyte
         trainer = L.Trainer(strategy=strategy, **{**QUIET, "devices": DEVICES, "num_nodes": NODES, **options})
         with pytest.raises(ValueError, match=words):
             trainer.fit(LitMeasured(), point_loader(8))
+
+
+if __name__ == "__main__":  # the script that the launchers run; its argument is the folder for results
+    torch.set_num_threads(1)
+    here = train(NODES, DEVICES)
+    Path(sys.argv[1], f"{here['rank']}.json").write_text(json.dumps(here))

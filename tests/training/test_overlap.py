@@ -93,11 +93,6 @@ def run_all(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("overlap")
-
-
-@pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
     return launch(run_all, str(folder), world=WORLD)
 

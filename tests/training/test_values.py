@@ -94,11 +94,6 @@ def measure(world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("values")
-
-
-@pytest.fixture(scope="module")
 def one_process(folder: Path) -> dict[str, Any]:
     return launch(measure, 1, folder, world=1)[0]
 

@@ -191,11 +191,6 @@ def resume_on_one(folder: Path) -> Result:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("virtual_stages")
-
-
-@pytest.fixture(scope="module")
 def one() -> Result:
     return launch(on_one, world=1)[0]
 
