@@ -4,6 +4,7 @@ Each cut of a model is trained for some steps, in turns, several times over, and
 on the machine only ever makes a step slower. By ``--clock wall`` a step is from the first forward to the last backward
 on the first stage. By ``--clock core``, for a machine that has other work to do, each stage's forwards and backwards
 count with the time that they had a core, and the step is what the schedule makes of the medians; transfers are free.
+The memory is the peak of the rank that needs the most.
 """
 
 import argparse
@@ -93,10 +94,12 @@ def by_schedule(times: dict[tuple[str, int], list[float]], num_stages: int) -> f
 def train(model: str, cut: dict[str, int] | str, num_stages: int, num_steps: int, clock: str) -> dict[str, Any]:
     """One turn in this process, one of `num_stages`: the step and, of an automatic cut, its plan."""
     import lightning as L
+    import torch
     from torch.utils.data import DataLoader
 
     from balance_models import MODELS, LitModel
     from lightning_pipeline import PipelineStrategy
+    from step_memory import StepMemory
     from with_lightning import Repeated
 
     num_microbatches = 4 * num_stages
@@ -111,12 +114,13 @@ def train(model: str, cut: dict[str, int] | str, num_stages: int, num_steps: int
         def on_train_batch_end(self, *_: object) -> None:
             steps.append(max(end for _, end in spans) - min(start for start, _ in spans))
 
+    memory = StepMemory(batch_idx=1) if cut == "auto" else None
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_stages,
         strategy=PipelineStrategy(num_stages=num_stages, num_microbatches=num_microbatches),
         max_steps=num_steps,
-        callbacks=[Watch()],
+        callbacks=[Watch(), *([memory] if memory else [])],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -128,8 +132,11 @@ def train(model: str, cut: dict[str, int] | str, num_stages: int, num_steps: int
     plan = trainer.strategy.plan  # type: ignore[attr-defined]
     step = by_schedule(times, num_stages) if clock == "core" else statistics.median(steps[2:])
     found: dict[str, Any] = {"step": step}
-    if plan is not None:
+    if plan is not None and memory is not None:
+        peaks: list[Any] = [None] * num_stages
+        torch.distributed.all_gather_object(peaks, memory.peak_bytes)
         found.update(cut=plan.stage_config, expected=plan.step_seconds)
+        found.update(expected_bytes=max(plan.peak_bytes), peak_bytes=max(peaks))
     return found
 
 
@@ -191,7 +198,10 @@ def main() -> None:
         model, num_stages, num_steps, num_turns, clock, path = json.loads(arguments.record)
         record(model, num_stages, num_steps, num_turns, clock, Path(path))
         return
-    headers = ("auto", "expected", "equal layers", "equal parameters", "best of all", "auto / best", "cut", "best cut")
+    headers = (
+        "auto", "expected", "equal layers", "equal parameters", "best of all", "auto / best", "MiB", "expected MiB",
+        "cut", "best cut",
+    )  # fmt: skip
     table = Table("model", *headers)
     for model in arguments.models:
         found = measure(model, arguments.num_stages, arguments.num_steps, arguments.num_turns, arguments.clock)
@@ -204,6 +214,7 @@ def main() -> None:
             *(f"{steps[name] * 1e3:.1f}" for name in ("equal layers", "equal parameters")),
             f"{steps[best] * 1e3:.1f}",
             f"{steps['auto'] / steps[best]:.2f}",
+            *(f"{found['auto'][key] / 2**20:.1f}" for key in ("peak_bytes", "expected_bytes")),
             " ".join(found["auto"]["cut"]),
             best,
         )

@@ -24,7 +24,8 @@ def cut_tree(root: nn.Module, trace: Trace) -> list[Node]:
 
     A stage can begin with a module that is called once, from forwards of modules that it is inside of and that are
     called once, too. It has parameters, or is the first that its caller calls. In a list, those after it are not called
-    before it: they carry its stage as their lowest.
+    before it: they carry its stage as their lowest. Where elements of a list are left out at random, it is not inside
+    of one: then the element after that one begins the stage, which nobody could tell of a part of it.
     """
     counts = Counter(trace.names)
     modules = dict(root.named_modules())
@@ -34,6 +35,7 @@ def cut_tree(root: nn.Module, trace: Trace) -> list[Node]:
         while name:
             first.setdefault(name, call.start)
             name = name.rpartition(".")[0]
+    lists_with_gaps = {name.rpartition(".")[0] for name in trace.optional}
     firsts_inside: set[tuple[str, ...]] = set()
     nodes: dict[str, Node] = {}
     outermost: list[Node] = []
@@ -45,6 +47,7 @@ def cut_tree(root: nn.Module, trace: Trace) -> list[Node]:
             counts[call.name] > 1
             or call.in_function
             or any(counts[caller] > 1 or not call.name.startswith(f"{caller}.") for caller in call.callers)
+            or any(caller.rpartition(".")[0] in lists_with_gaps for caller in call.callers)
             or not (opens or next(module.parameters(), None) is not None)
             or (hasattr(module, "update") and hasattr(module, "compute"))
             or _is_overtaken(call, modules, first)

@@ -51,6 +51,7 @@ class StepCosts:
         """
         bounds = [0, *(call.start for call in calls), self.trace.num_positions]
         sends, returns, counts = self._crossing()
+        kept = [0.0, *accumulate(self.trace.kept)]
         names = ["", *(call.name for call in calls)]
         found = []
         for index, name in enumerate(names):
@@ -64,7 +65,9 @@ class StepCosts:
                     received=sends[bounds[index]] if index else 0.0,
                     returned=returns[bounds[index]] if index else 0.0,
                     messages=int(counts[bounds[index]]) if index else 0,
-                    kept=sum(self.trace.kept[p] for p in positions),
+                    kept=kept[bounds[index + 1]] - kept[bounds[index]],
+                    forward_peak=max(self.trace.forward_peak[p] for p in positions) - kept[bounds[index]],
+                    backward_peak=max(self.trace.backward_peak[p] for p in positions) - kept[bounds[index]],
                     state={key: state_bytes(key) for key in used},
                     flops=sum(self.trace.forward[p].flops for p in positions)
                     + sum(work.flops for p in positions for work in self.trace.backward[p : p + 1]),
@@ -98,10 +101,12 @@ def between(one: StepCosts, other: StepCosts, share: float) -> StepCosts:
     def mixed(a: float, b: float) -> float:
         return a + (b - a) * share
 
-    trace = replace(one.trace, kept=list(map(mixed, one.trace.kept, other.trace.kept)))
+    trace = replace(one.trace)
+    for name in ("kept", "forward_peak", "backward_peak"):
+        setattr(trace, name, list(map(mixed, getattr(one.trace, name), getattr(other.trace, name))))
     if len(one.trace.values) == len(other.trace.values):
-        sizes = map(mixed, (v.num_bytes for v in one.trace.values), (v.num_bytes for v in other.trace.values))
-        trace.values = [replace(v, num_bytes=size) for v, size in zip(one.trace.values, sizes, strict=True)]
+        num_bytes = map(mixed, (v.num_bytes for v in one.trace.values), (v.num_bytes for v in other.trace.values))
+        trace.values = [replace(v, num_bytes=size) for v, size in zip(one.trace.values, num_bytes, strict=True)]
     forward = list(map(mixed, one.forward, other.forward))
     backward = list(map(mixed, one.backward, other.backward))
     return replace(one, trace=trace, forward=forward, backward=backward)

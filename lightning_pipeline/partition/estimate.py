@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.costs import StepCosts
-from lightning_pipeline.partition.trace import Step, trace_step
+from lightning_pipeline.partition.observed_run import Step
+from lightning_pipeline.partition.trace import trace_step
 from lightning_pipeline.partition.work import DeviceSpeed
 
 

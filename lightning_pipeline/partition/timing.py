@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_pipeline.partition.trace import Step, Trace, called_through, run_backward, without_reentrant
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.observed_run import (
+    Step,
+    called_through,
+    gradients_apart,
+    run_backward,
+    without_reentrant,
+)
+from lightning_pipeline.partition.trace import Trace
 
 MAX_RUNS = 40
 BUDGET_S = 1.0
@@ -52,8 +60,8 @@ def time_step(
 ) -> tuple[list[float], list[float]]:
     """Seconds of the forward and of the backward of each position of `trace`, which another run has given.
 
-    Positions of equal structure share their measurements: the time is the median over them of the fastest of several
-    runs, so that what disturbs a run, or one of them, counts little.
+    Positions of equal structure share their measurements: what counts is the median over them of the fastest of several
+    runs, so that what disturbs a run, or one of them, moves no cut. All together take as long as a typical run.
 
     Raises:
         RuntimeError: no run called the modules that the trace has.
@@ -61,27 +69,36 @@ def time_step(
     runs: list[tuple[list[float], list[float]]] = []
     began = time.perf_counter()
     tried = 0
-    while tried < 2 or (
-        tried < MAX_RUNS
-        and (time.perf_counter() - began) * (tried + 1) / tried < (LIMIT_S if tried < MIN_RUNS else BUDGET_S)
-    ):
-        tried += 1
-        found = _timed_run(root, step, batch, trace, Clock(device))
-        if found is not None:
-            runs.append(found)
+    with gradients_apart(root):
+        while tried < 2 or (
+            tried < MAX_RUNS
+            and (time.perf_counter() - began) * (tried + 1) / tried < (LIMIT_S if tried < MIN_RUNS else BUDGET_S)
+        ):
+            tried += 1
+            found = _timed_run(root, step, batch, trace, Clock(device))
+            if found is not None:
+                runs.append(found)
     if not runs:
         raise RuntimeError("the step calls other modules each time")
     if len(runs) > 2:
         runs = runs[1:]  # the first one warms up
-    fastest = [[min(times) for times in zip(*(run[way] for run in runs), strict=True)] for way in (0, 1)]
     alike = _alike(root, trace)
-    return _shared(fastest[0], alike), _shared(fastest[1], alike)
+    forward, backward = (_typical([run[way] for run in runs], alike) for way in (0, 1))
+    return forward, backward
+
+
+def _typical(runs: Sequence[Sequence[float]], alike: list[Any]) -> list[float]:
+    """The times of positions in a run that takes as long as most, by their shares when nothing disturbs them."""
+    fastest = [min(times) for times in zip(*runs, strict=True)]
+    scale = median(map(sum, runs)) / (sum(fastest) or 1.0)
+    return [scale * seconds for seconds in _shared(fastest, alike)]
 
 
 def _timed_run(
     root: nn.Module, step: Step, batch: Any, trace: Trace, clock: Clock
 ) -> tuple[list[float], list[float]] | None:
     names: list[str] = []
+    batch = tree.replace(batch, Tensor.clone)  # which the step may write into
     sequence = [torch.autograd._get_sequence_nr()]
     is_forward = True
 
@@ -104,7 +121,7 @@ def _timed_run(
             back.append(clock.mark())
             reached.append(position)
 
-        run_backward(root, loss, sequence, reach)
+        run_backward(loss, sequence, reach)
         back.append(clock.mark())
     if names != trace.names:
         return None

@@ -8,24 +8,28 @@ the backward of.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.live_bytes import LiveBytes
 from lightning_pipeline.partition.metadata import METADATA
+from lightning_pipeline.partition.observed_run import (
+    Step,
+    called_through,
+    gradients_apart,
+    run_backward,
+    without_reentrant,
+)
 from lightning_pipeline.partition.work import DeviceSpeed, Work, work_of
-
-Step = Callable[[Any], Tensor | None]
-"""Runs the user's step on a micro-batch and returns the loss that backward starts from; None without a backward."""
 
 
 @dataclass(slots=True)
@@ -70,6 +74,10 @@ class Trace:
         kept: bytes first kept there for backward.
         forward: the forward's work.
         backward: the backward's.
+        forward_peak: the most bytes that the step's tensors take at once during the forward there; those of parameters
+            and gradients do not count.
+        backward_peak: likewise during the backward.
+        optional: names of modules that other runs of the step leave out, or call in addition.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -78,6 +86,9 @@ class Trace:
     kept: list[float] = field(default_factory=lambda: [0])
     forward: list[Work] = field(default_factory=lambda: [Work()])
     backward: list[Work] = field(default_factory=list)
+    forward_peak: list[float] = field(default_factory=lambda: [0])
+    backward_peak: list[float] = field(default_factory=list)
+    optional: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> list[str]:
@@ -96,97 +107,15 @@ def trace_step(root: nn.Module, step: Step, batch: Any, speed: DeviceSpeed) -> T
         batch: the micro-batch, on the device of the parameters; all of them may be fake tensors.
         speed: by which the work of each operation is turned into time.
     """
-    tracer = _Tracer(root, batch, speed)
-    saved = torch.autograd.graph.saved_tensors_hooks(tracer.keep, lambda tensor: tensor)
-    with called_through(root, tracer.call), tracer.functions(), _Operations(tracer), without_reentrant():
-        with saved, tracer:
-            loss = step(batch)
-        tracer.begin_backward()
-        run_backward(root, loss, tracer.sequence, tracer.note_backward)
+    with gradients_apart(root), without_reentrant():
+        tracer = _Tracer(root, batch, speed)
+        saved = torch.autograd.graph.saved_tensors_hooks(tracer.keep, lambda tensor: tensor)
+        with called_through(root, tracer.call), tracer.functions(), _Operations(tracer):
+            with saved, tracer:
+                loss = step(batch)
+            tracer.begin_backward()
+            run_backward(loss, tracer.sequence, tracer.note_backward)
     return tracer.trace
-
-
-def run_backward(
-    root: nn.Module, loss: Tensor | None, sequence: list[int], reached: Callable[[int], None]
-) -> None:
-    """Backward from `loss`, leaving ``.grad`` and what hangs on it alone.
-
-    Autograd runs nodes in the reverse order of their making, so the backwards of positions follow one another.
-
-    Args:
-        sequence: number of the next autograd node at the beginning of each position.
-        reached: called with the position whose backward begins.
-    """
-    if loss is None or loss.grad_fn is None:
-        return
-    first: dict[int, tuple[int, Any]] = {}
-    seen = {loss.grad_fn}
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-        number = node._sequence_nr()
-        if number < (1 << 62):  # those of AccumulateGrad are beyond all others
-            position = bisect_right(sequence, number) - 1
-            if position not in first or first[position][0] < number:
-                first[position] = (number, node)
-    handles = [
-        node.register_prehook(lambda gradients, position=position: reached(position))
-        for position, (_, node) in first.items()
-    ]
-    inputs = [parameter for parameter in root.parameters() if parameter.requires_grad]
-    try:
-        torch.autograd.grad(loss, inputs, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def called_through(root: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """While entered, the forward of each submodule runs as ``call(name, forward, args, kwargs)``."""
-    wrapped: list[tuple[dict[str, Any], Any]] = []
-
-    def through(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: call(name, forward, args, kwargs)
-
-    for name, module in root.named_modules():
-        has_forward = type(module).forward is not nn.Module.forward
-        if name and has_forward and not isinstance(module, torch.jit.ScriptModule):
-            home = vars(module)
-            wrapped.append((home, home.get("forward")))
-            home["forward"] = through(name, module.forward)
-    try:
-        yield
-    finally:
-        for home, before in wrapped:
-            if before is None:
-                home.pop("forward", None)
-            else:
-                home["forward"] = before
-
-
-@contextmanager
-def without_reentrant() -> Iterator[None]:
-    """While entered, checkpointed parts of the reentrant kind are recomputed as the other kind's are.
-
-    In a pipeline each leaf inside of them is checkpointed by itself, and their backward is not one node.
-    """
-    reentrant = torch_checkpoint.CheckpointFunction
-
-    class AsTheOtherKind:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-
-    torch_checkpoint.CheckpointFunction = AsTheOtherKind  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        torch_checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
 
 
 class _Tracer(TorchFunctionMode):
@@ -206,6 +135,8 @@ class _Tracer(TorchFunctionMode):
         self._batch = batch  # or an id might be given out again
         self._values: dict[int, tuple[Value, weakref.ref[Tensor]]] = {}
         self._storages = {p.untyped_storage()._cdata for p in root.parameters()}
+        self._live = LiveBytes(t for p in (*root.parameters(), *root.buffers()) for t in (p, p.grad) if t is not None)
+        self._live.note(tree.leaves(batch))
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -220,6 +151,7 @@ class _Tracer(TorchFunctionMode):
         self.trace.parameters.append({})
         self.trace.kept.append(0)
         self.trace.forward.append(Work())
+        self.trace.forward_peak.append(self._live.now)
         self.sequence.append(torch.autograd._get_sequence_nr())
         self._stack.append(name)
         try:
@@ -290,20 +222,27 @@ class _Tracer(TorchFunctionMode):
     def begin_backward(self) -> None:
         self._is_forward = False
         self.trace.backward = [Work() for _ in range(self.trace.num_positions)]
+        self.trace.backward_peak = [0] * self.trace.num_positions
         self._position = self.trace.num_positions - 1
 
     def note_backward(self, position: int) -> None:
         """The backward of a position begins."""
         self._position = position
 
-    def add(self, work: Work) -> None:
-        """Count work to the position that it is done in."""
-        totals = self.trace.forward if self._is_forward else self.trace.backward
+    def add(self, work: Work, result: Any) -> None:
+        """Count an operation to the position that it is done in."""
+        totals, peaks = (
+            (self.trace.forward, self.trace.forward_peak)
+            if self._is_forward
+            else (self.trace.backward, self.trace.backward_peak)
+        )
         totals[self._position] += work
+        self._live.note(tree_leaves(result))
+        peaks[self._position] = max(peaks[self._position], self._live.now)
 
 
 class _Operations(TorchDispatchMode):
-    """Counts the work of each operation."""
+    """Counts the work of each operation, and what it makes."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -311,5 +250,5 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._tracer.add(work_of(func, args, kwargs or {}, result, self._tracer.speed))
+        self._tracer.add(work_of(func, args, kwargs or {}, result, self._tracer.speed), result)
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -81,15 +81,16 @@ class Gradients:
         self._reducer = None
         return self.sharded.shard([self._module.get_submodule(name) for name in leaves], whole)
 
-    def begin(self, *, first: bool, complete: bool) -> None:
+    def begin(self, *, first: bool, complete: bool, unseen: Container[nn.Parameter] = ()) -> None:
         """Before the schedule.
 
         Args:
             first: the batch begins an accumulation window.
             complete: the batch ends it, so the gradients are summed over replicas.
+            unseen: parameters whose gradients of the last window nobody needs.
         """
         self._complete = complete
-        self._hold.begin([p for p in self._module.parameters() if not p.is_meta], first=first)
+        self._hold.begin([p for p in self._module.parameters() if not p.is_meta], first=first, unseen=unseen)
         if self.sharded is not None:
             self.sharded.gather()
         maybe_shared = self._named(self._maybe_shared)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_pipeline.runtime.transport import Channel, TensorMeta, Transport
+from lightning_pipeline.runtime.transport import Channel, PendingReceive, TensorMeta, Transport
 
 _SIZES = (16, 1 << 20)
 """Numbers of four bytes: one message says the latency, the other what a byte adds."""
@@ -21,10 +21,12 @@ class Link:
     Attributes:
         latency: seconds of any transfer.
         bytes_per_second: of what is sent.
+        message: seconds that a rank spends on a value that it sends or receives.
     """
 
     latency: float
     bytes_per_second: float
+    message: float
 
 
 def measure_link(transport: Transport | None, device: torch.device) -> Link | None:
@@ -36,16 +38,20 @@ def measure_link(transport: Transport | None, device: torch.device) -> Link | No
     if transport is None or transport.stage > 1:
         return None
     seconds = []
+    messages = []
     for size in _SIZES:
         value = torch.zeros(size, device=device)
+        meta = TensorMeta.of(value)
         times = []
         for _ in range(_TIMES):
-            began = time.perf_counter()
+            began, own = time.perf_counter(), time.thread_time()
             if transport.stage == 0:
                 transport.send(value, 1, Channel.FORWARD)
-                _receive(transport, value, 1, Channel.BACKWARD)
+                arriving = transport.recv(meta, 1, Channel.BACKWARD)
+                messages.append((time.thread_time() - own) / 2)
+                _wait(arriving)
             else:
-                transport.send(_receive(transport, value, 0, Channel.FORWARD), 0, Channel.BACKWARD)
+                transport.send(_wait(transport.recv(meta, 0, Channel.FORWARD)), 0, Channel.BACKWARD)
             times.append((time.perf_counter() - began) / 2)
         seconds.append(min(times[1:]))  # the first one connects
     transport.flush()
@@ -53,11 +59,11 @@ def measure_link(transport: Transport | None, device: torch.device) -> Link | No
         return None
     small, large = seconds
     num_bytes = 4 * (_SIZES[1] - _SIZES[0])
-    return Link(small, num_bytes / max(large - small, 1e-9))
+    return Link(small, num_bytes / max(large - small, 1e-9), min(messages))
 
 
-def _receive(transport: Transport, like: torch.Tensor, peer: int, channel: Channel) -> torch.Tensor:
-    value = transport.recv(TensorMeta.of(like), peer, channel).wait("a measurement of the link")
+def _wait(arriving: PendingReceive) -> torch.Tensor:
+    value = arriving.wait("a measurement of the link")
     if value.device.type != "cpu":
         torch.get_device_module(value.device).synchronize()
     return value

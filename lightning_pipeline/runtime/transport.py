@@ -26,6 +26,10 @@ _LENGTH = 8  # bytes
 CONTROL_WINDOW = 64  # objects to one peer that may be underway before the oldest is waited for
 
 
+SEND_WINDOW = 4
+"""Sends to a peer that may be underway, where it cannot be told which have finished."""
+
+
 class Channel(IntEnum):
     """Streams of tensors that do not wait for one another."""
 
@@ -158,7 +162,7 @@ class Transport:
         *,
         notice: FailureNotice | None = None,
         routes: Iterable[Route] | None = None,
-        send_window: int = 4,
+        send_window: int = SEND_WINDOW,
     ) -> None:
         self.topology = topology
         self.store = store

@@ -26,6 +26,8 @@ class Segment:
         received: bytes that a cut before it sends.
         returned: bytes of gradients that come back over that cut.
         kept: bytes kept for the backward.
+        forward_peak: the most bytes that its forward takes of a micro-batch, what it keeps included.
+        backward_peak: likewise its backward.
         state: bytes of each parameter it uses, with gradient and optimizer state. Segments that share one on a rank
             hold it once.
         flops: floating-point operations of forward and backward.
@@ -38,6 +40,8 @@ class Segment:
     received: float = 0.0
     returned: float = 0.0
     kept: float = 0.0
+    forward_peak: float = 0.0
+    backward_peak: float = 0.0
     state: Mapping[str, float] = field(default_factory=dict)
     flops: float = 0.0
     messages: int = 0
@@ -55,6 +59,9 @@ class Machine:
         overhead: seconds that any forward or backward of a stage takes beside its segments.
         message: seconds that a rank spends on any value that it sends or receives.
         replicas: pipelines that sum their gradients at the end of the step.
+        cores: how many of the ranks can work at once; None is all of them (`simulate`).
+        receives_ahead: micro-batches for whose values, and gradients, a rank makes room before they are needed.
+        sends_underway: values, and gradients, that a rank may have sent and cannot let go of yet.
     """
 
     memory: float | Sequence[float] | None = None
@@ -64,6 +71,9 @@ class Machine:
     overhead: float = 0.0
     message: float = 0.0
     replicas: int = 1
+    cores: float | None = None
+    receives_ahead: int = 0
+    sends_underway: int = 0
 
     def speed(self, rank: int) -> float:
         return self.speeds[rank] if self.speeds else 1.0
@@ -124,6 +134,7 @@ class Evaluator:
     Raises:
         ScheduleError: fewer segments than virtual stages.
     """
+
     def __init__(self, segments: Sequence[Segment], schedule: Schedule, machine: Machine) -> None:
         self.segments = list(segments)
         self.schedule = schedule.compute()
@@ -164,13 +175,12 @@ class Evaluator:
             backward[stage] += self.machine.message * sum(crossing)
         # What a split backward's halves take is not known: half each.
         halves = [seconds / 2 for seconds in backward]
-        simulation = simulate(self.schedule, forward, halves, halves, transfer)
-        kept = [self.kept[b] - self.kept[a] + self.segments[a].received for _, (a, b) in stages]
-        memory = peak_bytes(self.schedule, kept)
+        simulation = simulate(self.schedule, forward, halves, halves, transfer, self.machine.cores)
+        memory = peak_bytes(self.schedule, *self._activations(bounds))
         seconds = simulation.makespan
         for rank in range(self.schedule.num_ranks):
             state = self.state([(a, b) for stage, (a, b) in stages if self.placement[stage] == rank])
-            memory[rank] += state
+            memory[rank] += state + self._on_the_way([part for stage, part in stages if self.placement[stage] == rank])
             ends = simulation.spans[rank][-1].end if simulation.spans[rank] else 0.0
             seconds = max(seconds, ends + self._reduction(state))
         excess = max(max(0.0, used - self.machine.limit(rank)) for rank, used in enumerate(memory))
@@ -180,6 +190,27 @@ class Evaluator:
     def work(self, totals: Sequence[float], stage: int, start: int, stop: int) -> float:
         """Seconds of a row of segments on the rank of a stage; `totals` is `forward` or `backward`."""
         return (totals[stop] - totals[start]) / self.machine.speed(self.placement[stage]) + self.machine.overhead
+
+    def _activations(self, bounds: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
+        """Bytes that each stage keeps of a micro-batch, and the most that its forward and its backward take."""
+        kept, forward, backward = [], [], []
+        for a, b in pairwise(bounds):
+            received = self.segments[a].received
+            kept.append(self.kept[b] - self.kept[a] + received)
+            before = [received + self.kept[number] - self.kept[a] for number in range(a, b)]
+            segments = self.segments[a:b]
+            forward.append(max(kept[-1], *(x + s.forward_peak for x, s in zip(before, segments, strict=True))))
+            backward.append(max(kept[-1], *(x + s.backward_peak for x, s in zip(before, segments, strict=True))))
+        return kept, forward, backward
+
+    def _on_the_way(self, parts: Sequence[tuple[int, int]]) -> float:
+        """Bytes of what a rank's stages send and receive beside what they work on, whichever of them is the largest."""
+        starts = [self.segments[start] for start, _ in parts if start]
+        ends = [self.segments[stop] for _, stop in parts if stop < len(self.segments)]
+        arriving = max((s.received for s in starts), default=0.0) + max((s.returned for s in ends), default=0.0)
+        leaving = max((s.received / max(1, s.messages) for s in ends), default=0.0)
+        leaving += max((s.returned / max(1, s.messages) for s in starts), default=0.0)
+        return self.machine.receives_ahead * arriving + self.machine.sends_underway * leaving
 
     def state(self, parts: Sequence[tuple[int, int]]) -> float:
         """Bytes of parameters, gradients and optimizer state of rows of segments on one rank."""

@@ -45,6 +45,7 @@ def simulate(
     input_grad: Cost = 1.0,
     weight_grad: Cost = 1.0,
     transfer: Cost = 0.0,
+    cores: float | None = None,
 ) -> Simulation:
     """Run the schedule on paper: each rank starts its next action as soon as it is free and the inputs are there.
 
@@ -55,6 +56,8 @@ def simulate(
         weight_grad: time of W, likewise.
         transfer: time until a value arrives on another rank, one number or one for each virtual stage but the last, for
             the boundary after it.
+        cores: how many ranks can work at once at full speed; more of them share, each as slow as the others. None is
+            one for each rank.
 
     Raises:
         ScheduleError: if the schedule deadlocks, or a list of costs has not one number for each virtual stage.
@@ -66,7 +69,14 @@ def simulate(
     )
     costs = {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: [a + b for a, b in zip(i, w, strict=True)]}
     between = transfer if isinstance(transfer, Sequence) else [transfer] * (schedule.num_stages - 1)
-    spans = _spans(schedule, costs, _per_stage("transfer", [*between, 0.0], schedule.num_stages))
+    arrivals = _Arrivals(schedule, _per_stage("transfer", [*between, 0.0], schedule.num_stages))
+    if cores is not None and cores < schedule.num_ranks:
+        spans = _spans_on_cores(arrivals, costs, cores)
+    else:
+        spans = _spans(arrivals, costs)
+    stuck = {rank: len(done) for rank, done in enumerate(spans) if len(done) < len(schedule.orders[rank])}
+    if stuck:
+        raise _deadlock(schedule, stuck, arrivals.ready)
     makespan = max((order[-1].end for order in spans if order), default=0.0)
     busy = sum(span.end - span.start for order in spans for span in order)
     bubble = 1 - busy / (makespan * schedule.num_ranks) if makespan else 0.0
@@ -74,33 +84,86 @@ def simulate(
     return Simulation(makespan, bubble, peaks, spans)
 
 
-def _spans(schedule: Schedule, costs: dict[Kind, list[float]], transfer: list[float]) -> list[list[Span]]:
-    spans: list[list[Span]] = [[] for _ in schedule.orders]
-    ready: dict[Action, float] = {}
+class _Arrivals:
+    """When the inputs of actions are there.
+
+    Args:
+        transfer: for each virtual stage, the time that a value takes over the boundary after it.
+    """
+
+    def __init__(self, schedule: Schedule, transfer: list[float]) -> None:
+        self.schedule = schedule
+        self.ready: dict[Action, float] = {}
+        self._transfer = transfer
+
+    def of(self, action: Action, rank: int) -> float | None:
+        """When the last input is there; None if it is not known yet."""
+        latest = 0.0
+        for value in needs(action, self.schedule.num_stages):
+            if value not in self.ready:
+                return None
+            elsewhere = self.schedule.placement[value.stage] != rank
+            # A forward's value crosses the boundary after its stage, a gradient the one before it.
+            boundary = value.stage if value.kind is Kind.F else value.stage - 1
+            latest = max(latest, self.ready[value] + self._transfer[boundary] * elsewhere)
+        return latest
+
+    def done(self, action: Action, end: float) -> None:
+        self.ready.update(dict.fromkeys(yields(action), end))
+
+
+def _spans(arrivals: _Arrivals, costs: dict[Kind, list[float]]) -> list[list[Span]]:
+    spans: list[list[Span]] = [[] for _ in arrivals.schedule.orders]
     progress = True
     while progress:
         progress = False
-        for rank, order in enumerate(schedule.orders):
+        for rank, order in enumerate(arrivals.schedule.orders):
             done = spans[rank]
             while len(done) < len(order):
                 action = order[len(done)]
-                inputs = needs(action, schedule.num_stages)
-                if any(value not in ready for value in inputs):
+                there = arrivals.of(action, rank)
+                if there is None:
                     break
-                start = done[-1].end if done else 0.0
-                for value in inputs:
-                    elsewhere = schedule.placement[value.stage] != rank
-                    # A forward's value crosses the boundary after its stage, a gradient the one before it.
-                    boundary = value.stage if value.kind is Kind.F else value.stage - 1
-                    start = max(start, ready[value] + transfer[boundary] * elsewhere)
-                end = start + costs[action.kind][action.stage]
-                done.append(Span(action, start, end))
-                ready.update(dict.fromkeys(yields(action), end))
+                start = max(there, done[-1].end if done else 0.0)
+                done.append(Span(action, start, start + costs[action.kind][action.stage]))
+                arrivals.done(action, done[-1].end)
                 progress = True
-    stuck = {rank: len(done) for rank, done in enumerate(spans) if len(done) < len(schedule.orders[rank])}
-    if stuck:
-        raise _deadlock(schedule, stuck, ready)
     return spans
+
+
+def _spans_on_cores(arrivals: _Arrivals, costs: dict[Kind, list[float]], cores: float) -> list[list[Span]]:
+    """All ranks move on together, from one moment in which something begins or ends to the next."""
+    spans: list[list[Span]] = [[] for _ in arrivals.schedule.orders]
+    running: dict[int, tuple[Action, float]] = {}  # by rank, what it does and since when
+    left: dict[int, float] = {}  # by rank, work that is still to be done
+    now = 0.0
+    while True:
+        next_start = float("inf")
+        for rank, order in enumerate(arrivals.schedule.orders):
+            if rank in running or len(spans[rank]) == len(order):
+                continue
+            action = order[len(spans[rank])]
+            there = arrivals.of(action, rank)
+            if there is not None and there <= now:
+                running[rank] = action, now
+                left[rank] = costs[action.kind][action.stage]
+            elif there is not None:
+                next_start = min(next_start, there)
+        if not running:
+            if next_start == float("inf"):
+                return spans
+            now = next_start
+            continue
+        pace = min(1.0, cores / len(running))
+        work = min(min(left.values()), (next_start - now) * pace)
+        now = next_start if work < min(left.values()) else now + work / pace
+        for rank in list(running):
+            left[rank] -= work
+            if left[rank] <= 1e-12 * now:
+                action, start = running.pop(rank)
+                del left[rank]
+                spans[rank].append(Span(action, start, now))
+                arrivals.done(action, now)
 
 
 def _deadlock(schedule: Schedule, stuck: dict[int, int], ready: dict[Action, float]) -> ScheduleError:

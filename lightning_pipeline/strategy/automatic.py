@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -16,16 +16,19 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.partition.costs import StepCosts, between
 from lightning_pipeline.partition.microbatch import batch_size, split_batch
+from lightning_pipeline.partition.observed_run import Step
 from lightning_pipeline.partition.plan import EFFORT, StagePlan, plan_stages
 from lightning_pipeline.partition.plan_table import print_plan
-from lightning_pipeline.partition.trace import Step
+from lightning_pipeline.runtime.executor import RECEIVES_AHEAD
 from lightning_pipeline.runtime.link import measure_link
-from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.overhead import measure_overhead
+from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.dataloading import sample_batch
+from lightning_pipeline.strategy.joint_measurement import described, relative_speeds, restored, shared_cores
 from lightning_pipeline.strategy.lightning_private import training_loader
-from lightning_pipeline.strategy.measuring import estimate_training_step, loss_step, measure_step, unnoticed
+from lightning_pipeline.strategy.measuring import SeededStep, estimate_training_step, loss_step, measure_step, unnoticed
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
 from lightning_pipeline.strategy.trial import fault_of_cut
@@ -36,10 +39,6 @@ _PLAN = "_automatic_plan"
 _USABLE = 0.9
 """The share of a device's memory that parameters and activations may take; allocators and libraries take some, too."""
 
-_OVERHEAD = 0.3e-3
-"""Seconds of a forward or backward that are not the model's: replay, messages. As on two CPU processes."""
-_MESSAGE = 0.1e-3
-"""Seconds of any value that a rank sends or receives, likewise."""
 _FACTORS = (1, 2, 4, 8)
 """With num_microbatches="auto", micro-batches for each stage."""
 
@@ -76,7 +75,13 @@ class AutomaticCut:
         self._num_stages = num_stages
         self._device = device
         self._num_microbatches = num_microbatches
-        self._machine = Machine(memory=_memory_of(device), overhead=_OVERHEAD, message=_MESSAGE, replicas=replicas)
+        self._machine = Machine(
+            memory=_memory_of(device),
+            replicas=replicas,
+            cores=shared_cores(device, num_stages, num_stages * replicas // module.trainer.num_nodes),
+            receives_ahead=RECEIVES_AHEAD,
+            sends_underway=SEND_WINDOW if device.type == "cpu" else 1,
+        )
 
     @property
     def num_virtual_stages(self) -> int:
@@ -94,22 +99,45 @@ class AutomaticCut:
         transport: Transport | None,
         is_first: bool,
     ) -> StagePlan:
-        """The plan for a step, the same on all ranks, which must all call it. Rank 0 makes it.
+        """The plan for a step, the same on all ranks, which must all call it. All measure, and rank 0 decides.
 
         Raises:
             ValueError: the step cannot be cut into as many stages, or no cut fits the memory.
         """
-        function = getattr(self._module, name)
+        batch, *others = arguments
+        has_backward = name == "training_step"
+        began = time.perf_counter()
         link = measure_link(transport, self._device)
-        if link is not None:
-            self._machine = replace(self._machine, **asdict(link))
-        plan = with_everybody(
-            lambda: self._plan(function, arguments, context, optimizers, has_backward=name == "training_step"),
-            broadcast,
-            decides=is_first,
+        parts = with_everybody(lambda: described(self._microbatches(batch)), broadcast, decides=is_first)
+        microbatches = restored(parts, self._device)
+        step = loss_step(
+            getattr(self._module, name), tuple(others), context, self._device, has_backward=has_backward
         )
+        measured: dict[int, StepCosts] = {}
+        failure: Exception | None = None
+        with unnoticed(self._module, self._device):
+            try:
+                measured = {count: self._costs(step, micro, has_backward) for count, micro in microbatches.items()}
+            except Exception as error:  # the first rank's is told by all, below
+                failure = error
+            costs = measured[max(measured)] if measured else None
+            seconds = sum(costs.times) if costs is not None and costs.is_measured else float("nan")
+            speeds = relative_speeds(seconds, transport)
+
+            def plan() -> StagePlan:
+                if failure is not None:
+                    raise failure
+                if link is not None:
+                    overhead = measure_overhead(self._device)
+                    self._machine = replace(self._machine, **asdict(link), speeds=speeds, overhead=overhead)
+                return self._plan(measured, step, microbatches, optimizers, self._counts(batch))
+
+            found = with_everybody(plan, broadcast, decides=is_first)
         self.is_cut = True
-        return plan
+        if is_first and (has_backward or self._module.trainer.state.fn != TrainerFn.FITTING):
+            rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
+            print_plan(found)
+        return found
 
     def decide_at_start(self, broadcast: Callable[[Any], Any], *, is_first: bool) -> StagePlan | None:
         """The plan for a module that must not be whole on a rank, by estimate; None for one that may, to be measured.
@@ -145,43 +173,37 @@ class AutomaticCut:
         print_plan(plan)
         return plan
 
+    def _microbatches(self, batch: Any) -> dict[int, Any]:
+        """To be measured: one of each size, or of the smallest and the largest."""
+        counts = self._counts(batch)
+        split = getattr(self._module, "split_batch", None) or split_batch
+        return {count: split(batch, count)[0] for count in {counts[0], counts[-1]}}
+
     def _plan(
         self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        context: Callable[[], AbstractContextManager[Any]],
+        measured: Mapping[int, StepCosts],
+        step: Step,
+        microbatches: Mapping[int, Any],
         optimizers: Sequence[Optimizer],
-        *,
-        has_backward: bool,
+        counts: Sequence[int],
     ) -> StagePlan:
-        """Measure a step on the first micro-batch of its batch, and search. The module stays as it is."""
-        batch, *others = arguments
-        split = getattr(self._module, "split_batch", None) or split_batch
-        counts = self._counts(batch)
-        microbatches = {count: split(batch, count)[0] for count in {counts[0], counts[-1]}}
-        step = loss_step(function, tuple(others), context, self._device, has_backward=has_backward)
-        began = time.perf_counter()
-        with unnoticed(self._module, self._device):
-            measured = {count: self._costs(step, micro, has_backward) for count, micro in microbatches.items()}
-            state_bytes = bytes_with_state(self._module, optimizers)
-            found = [
-                plan_stages(
-                    between(measured[counts[0]], measured[counts[-1]], _share(count, counts)),
-                    self._schedules(count),
-                    self._machine,
-                    state_bytes,
-                    fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[counts[0]]),
-                    effort=EFFORT / len(counts),
-                )[0]
-                for count in counts
-            ]
-        plan = min(found, key=lambda plan: plan.step_seconds)
-        if has_backward or self._module.trainer.state.fn != TrainerFn.FITTING:
-            rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
-            print_plan(plan)
-        return plan
+        """The best one for any of these numbers of micro-batches."""
+        few, many = counts[0], counts[-1]
+        state_bytes = bytes_with_state(self._module, optimizers)
+        found = [
+            plan_stages(
+                between(measured[few], measured[many], _share(count, counts)),
+                self._schedules(count),
+                self._machine,
+                state_bytes,
+                fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[few]),
+                effort=EFFORT / len(counts),
+            )[0]
+            for count in counts
+        ]
+        return min(found, key=lambda plan: plan.step_seconds)
 
-    def _costs(self, step: Step, microbatch: Any, has_backward: bool) -> StepCosts:
+    def _costs(self, step: SeededStep, microbatch: Any, has_backward: bool) -> StepCosts:
         try:
             return measure_step(self._module, step, microbatch, self._device)
         except torch.OutOfMemoryError:

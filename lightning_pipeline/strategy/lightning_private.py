@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
     _destroy_dist_connection,
     _init_dist_connection,
     _set_num_threads_if_needed,
@@ -60,11 +59,6 @@ def connect_processes(
 def share_threads(num_processes: int) -> None:
     """Let each of several processes on a machine compute with its share of the cores, as Lightning's launchers do."""
     _set_num_threads_if_needed(num_processes=num_processes)
-
-
-def gather_over(group: dist.ProcessGroup, tensor: Tensor, *, sync_grads: bool) -> Tensor:
-    """A group's tensors as Lightning's `all_gather` stacks them."""
-    return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
 
 def checkpoint_io_or(given: CheckpointIO | None, default: Callable[[], CheckpointIO]) -> CheckpointIO:

@@ -6,30 +6,40 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.estimate import estimate_step
+from lightning_pipeline.partition.observed_run import called_names
 from lightning_pipeline.partition.random import Streams, generators
 from lightning_pipeline.partition.timing import time_step
-from lightning_pipeline.partition.trace import Step, trace_step
+from lightning_pipeline.partition.trace import trace_step
 from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
+from lightning_pipeline.runtime.replicas import Replicas
+
+SeededStep = Callable[..., Tensor | None]
+"""A `Step` that takes a `seed`, too."""
+
+_OTHER_SEEDS = (1, 2, 3)
 
 
 @contextmanager
 def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
-    """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers."""
+    """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers, and not
+    other ranks, which may run them more often, or not at all."""
     trainer = module.trainer
     loggers = trainer.loggers
-    with left_as_it_was(module), Streams(device).kept():
+    with left_as_it_was(module), Streams(device).kept(), _by_itself(trainer.strategy):
         trainer.loggers = [DummyLogger() for _ in loggers]
         vars(module)["log"] = lambda *args, **kwargs: None
         try:
@@ -39,6 +49,23 @@ def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
             vars(module).pop("log", None)
 
 
+@contextmanager
+def _by_itself(strategy: Strategy) -> Iterator[None]:
+    """While entered, what a step exchanges with replicas is what it would be if all were like this one."""
+    replicas: Replicas | None = strategy.replicas  # type: ignore[attr-defined]
+
+    def all_gather(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if replicas is None else torch.stack([tensor] * replicas.num_replicas)
+
+    alone = {"all_gather": all_gather, "reduce": lambda tensor, *args, **kwargs: tensor, "barrier": lambda *args: None}
+    vars(strategy).update(alone)
+    try:
+        yield
+    finally:
+        for name in alone:
+            vars(strategy).pop(name, None)
+
+
 def loss_step(
     function: Callable[..., Any],
     others: tuple[Any, ...],
@@ -46,10 +73,10 @@ def loss_step(
     device: torch.device,
     *,
     has_backward: bool,
-) -> Step:
+) -> SeededStep:
     """One of the user's steps as a function from a micro-batch to the loss that backward starts from.
 
-    It draws the same random numbers each time, so that layers that are left out at random are the same ones.
+    With the same seed it draws the same random numbers, so that layers that are left out at random are the same ones.
 
     Args:
         others: its arguments after the batch.
@@ -58,8 +85,8 @@ def loss_step(
 
     drawn_from = generators(device)
 
-    def step(microbatch: Any) -> Tensor | None:
-        _plant_seeds(drawn_from)
+    def step(microbatch: Any, seed: int = 0) -> Tensor | None:
+        _plant_seeds(drawn_from, seed)
         with context():
             result = function(microbatch, *others)
         loss = result if isinstance(result, Tensor) or result is None else result["loss"]
@@ -68,9 +95,12 @@ def loss_step(
     return step
 
 
-def measure_step(module: LightningModule, step: Step, microbatch: Any, device: torch.device) -> StepCosts:
+def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> StepCosts:
     """Run it a few times, on the device where the whole module is."""
     trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), measured_speed(device, dtype_of(module)))
+    for seed in _OTHER_SEEDS:
+        names = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
+        trace.optional |= names.symmetric_difference(trace.names)
     forward, backward = time_step(module, step, microbatch, trace, device)
     return StepCosts(module, trace, forward, backward, is_measured=True)
 
@@ -88,9 +118,9 @@ def dtype_of(module: torch.nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _plant_seeds(drawn_from: list[torch.Generator]) -> None:
+def _plant_seeds(drawn_from: list[torch.Generator], seed: int) -> None:
     for generator in drawn_from:  # torch.manual_seed asks every kind of device, which is longer than a small layer
-        generator.manual_seed(0)
-    random.seed(0)
+        generator.manual_seed(seed)
+    random.seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
+        sys.modules["numpy"].random.seed(seed)

@@ -44,6 +44,7 @@ from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
 from lightning_pipeline.strategy.stage_runner import StageRunner
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 from lightning_pipeline.strategy.weights import Weights
+from lightning_pipeline.strategy.zeroing import zeroed_unseen
 
 REGISTERED = {
     "pipeline": "1f1b",
@@ -394,6 +395,7 @@ class PipelineStrategy(CheckpointingStrategy):
         arguments = (*args, *kwargs.values())
         self._cut_before_step("training_step", arguments, self.precision_plugin.train_step_context)
         assert self.pipeline is not None and self._runner is not None
+        is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         scaler = getattr(self.precision_plugin, "scaler", None)
         advising = nullcontext() if self._advisor is None else self._advisor.watching(self.pipeline, self._transport)
         with observed(self.pipeline, *self.observers), advising:
@@ -401,8 +403,9 @@ class PipelineStrategy(CheckpointingStrategy):
                 arguments,
                 number=total_batches(trainer),
                 accumulate=trainer.accumulate_grad_batches,
-                is_first=trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0,
+                is_first=is_first,
                 is_last=not self._accumulating,
+                unseen=zeroed_unseen(self.lightning_module, self.optimizers) if is_first else (),
                 context=self.precision_plugin.train_step_context,
                 scale=scaler.scale if scaler is not None else None,
                 observe_buckets=self.observe_buckets,

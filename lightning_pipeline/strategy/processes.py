@@ -28,6 +28,7 @@ from lightning_pipeline.accelerators.rank_table_environment import (
 )
 from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
+from lightning_pipeline.runtime.all_gather import all_gather
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.meeting import meet
 from lightning_pipeline.runtime.replicas import Replicas
@@ -35,7 +36,7 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.dataloading import has_length
 from lightning_pipeline.strategy.facts import evaluation_of, settings_of, training_of, versions
 from lightning_pipeline.strategy.launcher import PipelineLauncher
-from lightning_pipeline.strategy.lightning_private import connect_processes, gather_over
+from lightning_pipeline.strategy.lightning_private import connect_processes
 
 EVEN = (
     "give all ranks the same data, checkpoint and optimizers; replicas that read data of their own may need "
@@ -256,7 +257,7 @@ class ProcessStrategy(ParallelStrategy):
         """Over replicas: [num_replicas, ...], or the tensor as it is where there is one."""
         if self._replicas is None:
             return tensor
-        return gather_over(self._replicas.group, tensor, sync_grads=sync_grads)
+        return all_gather(tensor, self._replicas.group, sync_grads=sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:

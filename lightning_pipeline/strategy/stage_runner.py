@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -146,6 +146,7 @@ class StageRunner:
         accumulate: int,
         is_first: bool,
         is_last: bool,
+        unseen: Container[nn.Parameter],
         context: Callable[[], AbstractContextManager[Any]],
         scale: Callable[[Tensor], Tensor] | None,
         observe_buckets: Callable[[int, float, float], None] | None,
@@ -155,10 +156,11 @@ class StageRunner:
         Args:
             is_first: the batch begins an accumulation window.
             is_last: the batch ends it, so the gradients are summed over replicas.
+            unseen: parameters whose gradients of the last window nobody needs.
             observe_buckets: gets what `PipelineGradReducer.observe` does.
         """
         self._gradients.observe_buckets = observe_buckets
-        self._gradients.begin(first=is_first, complete=is_last)
+        self._gradients.begin(first=is_first, complete=is_last, unseen=unseen)
         self.is_stepping = True
         try:
             result = self._steps.train(

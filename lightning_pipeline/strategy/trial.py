@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
+from lightning_pipeline.partition.observed_run import Step
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.replay import Outcome, Replay
 from lightning_pipeline.partition.stage_config import StageMap, resolve
-from lightning_pipeline.partition.trace import Step
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.work import Work

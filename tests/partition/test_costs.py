@@ -87,11 +87,53 @@ def test_an_estimate_on_fake_tensors_counts_the_same() -> None:
     estimated = estimate_step(fake, fake, x, SPEED)
     assert all(parameter.is_meta for parameter in fake.parameters())
     found, expected = estimated.trace, traced(real).trace
-    for name in ("calls", "values", "parameters", "kept"):
+    for name in ("calls", "values", "parameters", "kept", "forward_peak", "backward_peak"):
         assert getattr(found, name) == getattr(expected, name), name
     assert [work.flops for work in found.forward] == [work.flops for work in expected.forward]
     assert [work.flops for work in found.backward] == [work.flops for work in expected.backward]
     assert estimated.forward == pytest.approx(traced(real).forward, rel=1e-3)
+
+
+def test_no_stage_begins_inside_of_a_layer_that_may_be_left_out() -> None:
+    costs = traced(Net())
+    assert "layers.2.second" in [call.name for call in costs.candidates(0.1)]
+    costs.trace.optional.add("layers.1")
+    assert [call.name for call in costs.candidates(0.1)] == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
+
+
+class Wide(nn.Module):
+    """Its forward takes four times what it is given, for a moment, and keeps nothing of that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.ones(4 * ROWS, WIDTH).sum()
+        return x * 2
+
+
+def test_peaks_are_what_is_alive_at_once() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Wide(), nn.Linear(WIDTH, WIDTH, bias=False))
+    trace = trace_step(net, lambda x: net(x).square().sum(), torch.ones(ROWS, WIDTH), SPEED)
+    batch, number = SIZE, 4
+    # The batch and the first layer's result, then Wide's moment on top, then what two layers keep and the loss.
+    assert trace.forward_peak[1:3] == [2 * batch, 2 * batch + 4 * SIZE + number]
+    assert trace.kept[1:] == [batch, 0, 2 * SIZE]
+    # Backward of the last layer: batch, its input and output, two gradients and the one of its weight.
+    weight = WIDTH * WIDTH * 4
+    assert trace.backward_peak[3] >= 3 * SIZE + SIZE + weight
+    assert trace.backward_peak[1] <= batch + SIZE + weight + 3 * number
+
+
+def test_measuring_leaves_gradients_and_their_hooks_alone() -> None:
+    net, called = Net(), []
+    weight = net.head.weight
+    weight.grad = torch.full_like(weight, 3.0)
+    weight.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter))
+    costs = traced(net)
+    time_step(net, net, torch.ones(ROWS, WIDTH), costs.trace, torch.device("cpu"))
+    assert not called
+    assert weight.grad.eq(3.0).all() and net.layers[0].first.weight.grad is None
+    net(torch.ones(ROWS, WIDTH)).backward()
+    assert called == [weight]
 
 
 def test_large_modules_are_replaced_by_those_inside() -> None:

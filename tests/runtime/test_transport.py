@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeline.runtime.link import measure_link
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Channel, Route, TensorMeta, Transport, routes_along, wire_layout
 
@@ -195,7 +196,16 @@ def objects_and_vectors(transport: Transport) -> None:
         transport.send(torch.zeros(1), stage, FORWARD)
 
 
+def speed_of_the_link(transport: Transport) -> None:
+    link = measure_link(transport, transport.device)
+    assert (link is None) == (transport.stage > 0)
+    if link is not None:
+        assert 0 < link.message < 0.05 and 0 < link.latency < 5  # a value each way; a busy machine may take its time
+        assert 1e6 < link.bytes_per_second < 1e12
+
+
 def two_stages(transport: Transport) -> None:
+    speed_of_the_link(transport)
     exchange(transport)
     many_underway(transport)
     sends_hold_little_memory(transport)

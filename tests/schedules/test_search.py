@@ -115,6 +115,28 @@ def test_memory_is_what_is_live() -> None:
     assert max(peak_bytes(both, [1.0] * 4)) == max(simulate(both).peak_live)
 
 
+def test_memory_counts_what_is_taken_while_it_works() -> None:
+    schedule = build("1f1b", 2, 4)  # rank 0 holds one more while it works on a forward or a backward
+    assert peak_bytes(schedule, [3.0, 5.0], [4.0, 5.0], [3.0, 9.0]) == [3.0 + 4.0, 9.0]
+    assert peak_bytes(schedule, [3.0, 5.0], [3.0, 5.0], [8.0, 5.0]) == [3.0 + 8.0, 5.0]
+    # A peak counts from the beginning of its segment, and what the segments before it keep comes on top.
+    segments = [
+        Segment(str(i), 1.0, 1.0, received=2.0 * (i > 0), kept=4.0, backward_peak=peak)
+        for i, peak in enumerate((5, 7, 4))
+    ]
+    assert evaluate(segments, build("gpipe", 2, 2), (2,)).memory == [2 * 8.0 + 4.0 - 1.0, 2 * 6.0]
+
+
+def test_memory_counts_what_is_on_its_way() -> None:
+    segments = [Segment(str(i), 1.0, 1.0, received=6.0, returned=10.0, messages=2) for i in range(3)]
+    idle, busy = (
+        evaluate(segments, build("gpipe", 3, 3), (1, 2), Machine(receives_ahead=ahead, sends_underway=sends)).memory
+        for ahead, sends in ((0, 0), (2, 4))
+    )
+    comes, goes = 2 * 6.0 + 4 * 10.0 / 2, 2 * 10.0 + 4 * 6.0 / 2
+    assert [b - i for b, i in zip(busy, idle, strict=True)] == [goes, comes + goes, comes]
+
+
 def test_too_few_segments() -> None:
     with pytest.raises(ScheduleError, match="2 segments cannot be cut into 3 stages"):
         best_plan(random_segments(random.Random(0), 2), build("1f1b", 3, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
+from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.strategy import automatic
 from tests.launching import launch
+from tests.models.lit import LayerDrop
 from tests.training.models import LitGPT, token_loader, tokens
 from tests.training.runs import Losses, differing, pipeline_trainer, weights
 
@@ -179,6 +182,36 @@ def out_of_memory(world: int) -> dict[str, Any]:
         automatic.measure_step = before
 
 
+def unequal(world: int) -> dict[str, Any]:
+    """The second rank's device is three times as slow as the first one's."""
+    if world == 1:
+        return {}
+    before = automatic.measure_step
+
+    def slower(*args: Any) -> StepCosts:
+        costs = before(*args)
+        forward, backward = ([3 * seconds for seconds in way] for way in (costs.forward, costs.backward))
+        return replace(costs, forward=forward, backward=backward)
+
+    if torch.distributed.get_rank():
+        automatic.measure_step = slower
+    try:
+        L.seed_everything(1, verbose=False)
+        return fit(LitGPT(), world, {}, max_steps=1)
+    finally:
+        automatic.measure_step = before
+
+
+def layers_left_out(world: int) -> dict[str, Any]:
+    """Half of the layers are, at random: a cut inside of one would be missed."""
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = pipeline_trainer("auto" if world > 1 else {}, world=world, callbacks=[losses], max_steps=12)  # type: ignore[arg-type]
+    data = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
+    trainer.fit(LayerDrop(), DataLoader(TensorDataset(data, torch.arange(48) % 4), batch_size=8))
+    return {"losses": losses.values, "cut": trainer.strategy.plan and trainer.strategy.plan.stage_config}
+
+
 def badly_cut(world: int) -> dict[str, Any]:
     """A run with an uneven cut is told of a better one, and goes on with its own."""
     if world == 1:
@@ -223,6 +256,8 @@ def run_all(world: int, folder: str) -> dict[str, Any]:
         "saved": saved_and_read(world, folder),
         "meta": on_meta(world),
         "out of memory": out_of_memory(world),
+        "left out": layers_left_out(world),
+        "unequal": unequal(world),
         "badly cut": badly_cut(world),
         "stopped": stopped_before_it_is_cut(world),
     }
@@ -307,6 +342,19 @@ def test_a_module_on_the_meta_device_is_cut_before_it_is_made(ranks: Any) -> Non
 
 def test_what_does_not_fit_to_be_measured_is_estimated(ranks: Any) -> None:
     assert [rank["out of memory"]["plan"]["is_measured"] for rank in ranks] == [False, False]
+
+
+def test_layers_that_are_left_out_at_random(one: Any, ranks: Any) -> None:
+    assert len(one["left out"]["losses"]) == 12
+    for rank in ranks:
+        assert rank["left out"]["losses"] == one["left out"]["losses"]
+        assert all(name.count(".") < 2 for name in rank["left out"]["cut"])
+
+
+def test_a_slower_device_gets_less_to_do(ranks: Any) -> None:
+    times = [stage["forward"] + stage["backward"] for stage in ranks[0]["unequal"]["plan"]["stages"]]
+    equal = [stage["forward"] + stage["backward"] for stage in ranks[0]["runs"]["1f1b"]["plan"]["stages"]]
+    assert times[1] / times[0] < 0.6 < equal[1] / equal[0]
 
 
 def test_a_run_says_which_modules_to_move(ranks: Any) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import sys
+import weakref
 from typing import Any
 
 import lightning as L
@@ -63,9 +64,48 @@ def peaks() -> list[int]:
     return found
 
 
-def live_microbatches(world: int) -> dict[tuple[str, int], int]:
+class LitWatchful(LitGPT):
+    """Counts in each step how many gradients of the step before are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.last = [weakref.ref(p.grad) for p in self.parameters() if p.grad is not None]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx:
+            self.alive.append(sum(gradient() is not None for gradient in self.last))
+        return super().training_step(batch, batch_idx)
+
+
+class LooksAtZeroed(L.Callback):
+    """Counts the gradients that it is shown before they are zeroed."""
+
+    def __init__(self) -> None:
+        self.shown = 0
+
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.shown = sum(p.grad is not None for p in pl_module.parameters())
+
+
+def last_gradients(world: int) -> dict[str, Any]:
+    """How many of the last step's gradients are alive during a step, without and with a callback that is shown them."""
+    found: dict[str, Any] = {}
+    for callback in (None, LooksAtZeroed()):
+        module = LitWatchful()
+        callbacks = [callback] if callback else []
+        trainer = pipeline_trainer(gpt_stages(world), world=world, callbacks=callbacks, max_steps=3)
+        trainer.fit(module, token_loader(24, 8))
+        found["watched" if callback else "unseen"] = {"alive": module.alive, "last": len(module.last)}
+    return {**found, "shown": callback.shown if callback else 0}
+
+
+def live_microbatches(world: int) -> dict[Any, Any]:
     """The executor's count of micro-batches that were live at once, for each schedule and number of micro-batches."""
-    found = {}
+    found: dict[Any, Any] = {"gradients": last_gradients(world)}
     for schedule in ("1f1b", "gpipe"):
         for count in (4, 7):
             strategy = {"schedule": schedule, "num_microbatches": count}
@@ -76,10 +116,15 @@ def live_microbatches(world: int) -> dict[tuple[str, int], int]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_live_microbatches_are_as_few_as_the_schedule_says(world: int) -> None:
+def test_live_microbatches_and_gradients_are_as_few_as_can_be(world: int) -> None:
     for rank, found in enumerate(launch(live_microbatches, world, world=world)):
+        gradients = found.pop("gradients")
         for (schedule, count), live in found.items():
             assert live == (min(count, world - rank) if schedule == "1f1b" else count)
+        # Lightning zeroes after training_step; a step would take the memory of two steps' gradients till then.
+        unseen, watched = gradients["unseen"], gradients["watched"]
+        assert unseen["last"] and set(unseen["alive"]) == {0}
+        assert set(watched["alive"]) == {watched["last"]} == {gradients["shown"]}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library's malloc is told to give memory back")

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -278,8 +279,44 @@ def disagree(world: int) -> str:
     return "nothing"
 
 
+class LitContrastive(LitGPT):
+    """Compares each sample with those of all replicas; gradients come back from all of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self(batch[0]).mean(1)
+        everyone = self.all_gather(hidden, sync_grads=True).reshape(-1, hidden.shape[-1])
+        own = self.trainer.distributed_sampler_kwargs["rank"] * len(hidden)
+        return F.cross_entropy(hidden @ everyone.T, own + torch.arange(len(hidden)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def contrasted(world: int, stage_config: Any) -> dict[str, Tensor]:
+    """Weights of stages that are given, or found by measuring, where other ranks must not be waited for."""
+    L.seed_everything(1, verbose=False)
+    strategy = PipelineStrategy(stage_config=stage_config, num_stages=2, num_microbatches=2, timeout=30)
+    trainer = L.Trainer(strategy=strategy, devices=world, **{**QUIET, "max_epochs": 1})
+    module = LitContrastive()
+    trainer.fit(module, DataLoader(tokens(32), batch_size=8))
+    return local_weights(module)
+
+
+def contrasted_by_ddp() -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(strategy="ddp", devices=2, accumulate_grad_batches=2, **{**QUIET, "max_epochs": 1})
+    module = LitContrastive()
+    trainer.fit(module, DataLoader(tokens(32), batch_size=4))
+    return local_weights(module)
+
+
+def local_weights(module: L.LightningModule) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
+
+
 def run_all(world: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"trained": train_all(world, folder), "measured": measure(world)}
+    found["contrasted"] = [contrasted(world, config) for config in ({"net.blocks.2": 1}, "auto")]
     found["seen"] = samples_seen(world)
     found["sharded"] = sharded_twice(world, folder)
     found["disagree"] = disagree(world)
@@ -388,6 +425,15 @@ def test_metrics_and_collectives_act_on_replicas(ranks: Any) -> None:
         first = rank - rank % 2
         assert found["gathered"].tolist() == [first, first + 1]
         assert found["reduced"] == 2 * first + 1
+
+
+def test_gradients_come_back_from_what_all_replicas_gather(ranks: Any) -> None:
+    expected = launch(contrasted_by_ddp, world=2)[0]
+    for cut in (0, 1):  # given, and automatic
+        assert set().union(*(rank["contrasted"][cut] for rank in ranks)) == expected.keys()
+        for rank in ranks:
+            for name, found in rank["contrasted"][cut].items():
+                assert largest_difference(found, expected[name]) < 1e-6, name
 
 
 def test_every_sample_is_seen_once(ranks: Any) -> None:

@@ -1,0 +1,128 @@
+"""Running a step and its backward so that somebody can watch: call by call, and without a trace on the gradients."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+
+Step = Callable[[Any], Tensor | None]
+"""Runs the user's step on a micro-batch and returns the loss that backward starts from; None without a backward."""
+
+
+@contextmanager
+def gradients_apart(root: nn.Module) -> Iterator[None]:
+    """While entered, ``.grad`` of each parameter is a tensor of zeros, to which backwards add, as all but the first of
+    a step's micro-batches do. Afterwards it is what it was. Hooks that wait for a gradient are not called."""
+    parameters = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    before = [(parameter, parameter.grad, parameter._post_accumulate_grad_hooks) for parameter in parameters]
+    hooks = [(own, dict(own)) for _, _, own in before if own]
+    for own, _ in hooks:
+        own.clear()
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        for parameter, gradient, _ in before:
+            parameter.grad = gradient
+        for own, content in hooks:
+            own.update(content)
+
+
+def run_backward(loss: Tensor | None, sequence: list[int], reached: Callable[[int], None]) -> None:
+    """Backward from `loss`.
+
+    Autograd runs nodes in the reverse order of their making, so the backwards of positions follow one another.
+
+    Args:
+        sequence: number of the next autograd node at the beginning of each position.
+        reached: called with the position whose backward begins.
+    """
+    if loss is None or loss.grad_fn is None:
+        return
+    first: dict[int, tuple[int, Any]] = {}
+    seen = {loss.grad_fn}
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+        number = node._sequence_nr()
+        if number < (1 << 62):  # those of AccumulateGrad are beyond all others
+            position = bisect_right(sequence, number) - 1
+            if position not in first or first[position][0] < number:
+                first[position] = (number, node)
+    handles = [
+        node.register_prehook(lambda gradients, position=position: reached(position))
+        for position, (_, node) in first.items()
+    ]
+    try:
+        torch.autograd.backward(loss)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def called_through(root: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """While entered, the forward of each submodule runs as ``call(name, forward, args, kwargs)``."""
+    wrapped: list[tuple[dict[str, Any], Any]] = []
+
+    def through(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: call(name, forward, args, kwargs)
+
+    for name, module in root.named_modules():
+        has_forward = type(module).forward is not nn.Module.forward
+        if name and has_forward and not isinstance(module, torch.jit.ScriptModule):
+            home = vars(module)
+            wrapped.append((home, home.get("forward")))
+            home["forward"] = through(name, module.forward)
+    try:
+        yield
+    finally:
+        for home, before in wrapped:
+            if before is None:
+                home.pop("forward", None)
+            else:
+                home["forward"] = before
+
+
+def called_names(root: nn.Module, step: Step, batch: Any) -> set[str]:
+    """Names of the modules that a run of the step calls."""
+    names: set[str] = set()
+
+    def call(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        names.add(name)
+        return forward(*args, **kwargs)
+
+    with called_through(root, call):
+        step(batch)
+    return names
+
+
+@contextmanager
+def without_reentrant() -> Iterator[None]:
+    """While entered, checkpointed parts of the reentrant kind are recomputed as the other kind's are.
+
+    In a pipeline each leaf inside of them is checkpointed by itself, and their backward is not one node.
+    """
+    reentrant = torch_checkpoint.CheckpointFunction
+
+    class AsTheOtherKind:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+    torch_checkpoint.CheckpointFunction = AsTheOtherKind  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        torch_checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
