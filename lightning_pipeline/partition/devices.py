@@ -1,15 +1,8 @@
-"""What every kind of device has, by the module that torch has for it."""
+"""What every kind of device has, by the module that torch has for it: `torch.cuda`, `torch.npu` and so on."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-
-
-def device_module(device: torch.device) -> Any:
-    """`torch.cuda`, `torch.npu` and so on: what belongs to a kind of device."""
-    return torch.get_device_module(device)
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
@@ -17,12 +10,12 @@ def default_generator(device: torch.device) -> torch.Generator | None:
     if device.type == "cpu":
         return torch.default_generator
     torch.empty(0, device=device)  # a device's generators are made with its context
-    made = getattr(device_module(device), "default_generators", ())
+    made = getattr(torch.get_device_module(device), "default_generators", ())
     return made[device.index or 0] if len(made) else None
 
 
 def free_memory(device: torch.device) -> None:
     """Give memory that the device's allocator holds for later back to the system."""
-    empty_cache = getattr(device_module(device), "empty_cache", None)
+    empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
     if empty_cache is not None:
         empty_cache()

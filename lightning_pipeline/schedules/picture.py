@@ -65,14 +65,14 @@ def save_picture(
 
     Raises:
         ScheduleError: if there are no actions.
-        ModuleNotFoundError: where matplotlib is not installed.
+        ModuleNotFoundError: where matplotlib cannot be imported.
     """
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ModuleNotFoundError(
-            "a picture needs matplotlib, which is not installed: pip install lightning-pipeline[examples]"
+            f"a picture needs matplotlib, which cannot be imported ({error}): pip install lightning-pipeline[examples]"
         ) from error
     path = Path(path)
     begin, end = extent(timeline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -130,7 +131,8 @@ class FolderWriter:
             self._do_on_rank_0(path, lambda: _finish(path))
         except BaseException:
             if dist.get_rank() == 0:
-                remove(unfinished(path))
+                with suppress(OSError):  # others may write to it still; what stays, the next save removes
+                    remove(unfinished(path))
             raise
 
     def _given(

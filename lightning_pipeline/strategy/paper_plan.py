@@ -62,8 +62,8 @@ def plan_on_paper(
     """Estimate the training step of a script and search the best cut for each schedule.
 
     Raises:
-        ValueError: there is no step to estimate, or the model fits with none of the schedules; the message of the one
-            that lacks the least.
+        ValueError: there is no step to estimate, or the model fits with none of the schedules; the message is about
+            the last of them.
         NothingToCutError: the step has too few places to cut.
     """
     made = rehearse_script(script, arguments)
