@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition.costs import StepCosts, between
-from lightning_pipeline.partition.microbatch import batch_size, split_batch
+from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
 from lightning_pipeline.partition.observed_run import Step
 from lightning_pipeline.partition.plan import EFFORT, StagePlan, plan_stages
 from lightning_pipeline.partition.plan_table import print_plan
@@ -32,8 +32,7 @@ from lightning_pipeline.strategy.measuring import SeededStep, estimate_training_
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
 from lightning_pipeline.strategy.trial import fault_of_cut
-
-T = TypeVar("T")
+from lightning_pipeline.strategy.with_everybody import with_everybody
 
 _PLAN = "_automatic_plan"
 _USABLE = 0.9
@@ -167,8 +166,7 @@ class AutomaticCut:
         with unnoticed(self._module, self._device):
             batch = sample_batch(training_loader(trainer))
             count = self._counts(batch)[-1]
-            split = getattr(module, "split_batch", None) or split_batch
-            costs = estimate_training_step(module, split(batch, count)[0], self._device)
+            costs = estimate_training_step(module, microbatches_of(batch, count, module)[0], self._device)
             plan, _ = plan_stages(costs, self._schedules(count), self._machine, bytes_with_state(module, []))
         print_plan(plan)
         return plan
@@ -176,8 +174,7 @@ class AutomaticCut:
     def _microbatches(self, batch: Any) -> dict[int, Any]:
         """To be measured: one of each size, or of the smallest and the largest."""
         counts = self._counts(batch)
-        split = getattr(self._module, "split_batch", None) or split_batch
-        return {count: split(batch, count)[0] for count in {counts[0], counts[-1]}}
+        return {count: microbatches_of(batch, count, self._module)[0] for count in {counts[0], counts[-1]}}
 
     def _plan(
         self,
@@ -256,21 +253,3 @@ def _memory_of(device: torch.device) -> float | None:
     """What a device has for a stage; None where there is no telling."""
     info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
     return _USABLE * info(device)[1] if info is not None else None
-
-
-def with_everybody(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
-    """What rank 0 decides, on all ranks; what it fails with, too."""
-    outcome: Any = None
-    failure: Exception | None = None
-    if decides:
-        try:
-            outcome = decide()
-        except Exception as error:
-            failure = error
-            outcome = f"{type(error).__name__}: {error}"
-    outcome = broadcast(outcome)
-    if failure is not None:
-        raise failure
-    if isinstance(outcome, str):
-        raise ValueError(f"rank 0 found no cut: {outcome}")
-    return outcome
