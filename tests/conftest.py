@@ -26,7 +26,6 @@ SECONDS = {
     "training/test_memory": 17,
     "training/test_schedules": 17,
     "training/test_virtual_stages": 16,
-    "training/test_launchers": 12,
     "training/test_nodes": 12,
     "training/test_loss_scaling": 11,
     "runtime/test_failure": 10,
