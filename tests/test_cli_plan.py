@@ -90,6 +90,14 @@ def test_modules_to_move_by_the_timeline_of_a_run(tmp_path: Path) -> None:
     assert name.startswith("net.blocks.3")
 
 
+def test_a_timeline_of_no_run_is_refused(tmp_path: Path) -> None:
+    spans = simulate(build("1f1b", 2, 8)).spans
+    drawn = save_chrome_trace(spans, tmp_path / "drawn.json", unit=1e-3)
+    result = runner.invoke(app, ["plan", str(write(tmp_path)), "6", "--from-timeline", str(drawn)])
+    assert result.exit_code == 2
+    assert "is of a simulation" in " ".join(result.output.split())
+
+
 def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     result = runner.invoke(app, ["plan", str(write(tmp_path)), "6", "--stages", "2", "--memory", "100KiB"])
     assert result.exit_code == 2

@@ -136,14 +136,21 @@ def _flatten(value: Any, tensors: list[Tensor], seen: dict[int, Slot], depth: in
         keys = tuple(value.keys())
         items = _flatten_all([value[key] for key in keys], tensors, seen, depth + 1)
         return Dictionary(type(value), keys, items, _mapping_attributes(value))
-    attributes = getattr(value, "__dict__", None)
-    if not attributes or callable(value) or isinstance(value, torch.Generator):
+    own = attributes(value)
+    if not own or callable(value) or isinstance(value, torch.Generator):
         return Constant(value)
-    names = tuple(attributes)
-    items = _flatten_all([attributes[name] for name in names], tensors, seen, depth + 1)
+    names = tuple(own)
+    items = _flatten_all([own[name] for name in names], tensors, seen, depth + 1)
     if dataclasses.is_dataclass(value) or len(tensors) + len(seen) > before or _holds_slot(items):
         return Object(type(value), names, items)
     return Constant(value)
+
+
+def attributes(value: Any) -> dict[str, Any] | None:
+    """What a value keeps by name; None for one that keeps nothing so."""
+    if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):  # one with slots
+        return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+    return getattr(value, "__dict__", None)
 
 
 def _flatten_all(values: Iterable[Any], tensors: list[Tensor], seen: dict[int, Slot], depth: int) -> tuple[Layout, ...]:

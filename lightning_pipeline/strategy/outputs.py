@@ -108,7 +108,7 @@ def _combine_mappings(results: list[Mapping[Any, Any]], sizes: list[int]) -> Any
 
 def _combine_dataclasses(results: list[Any], sizes: list[int]) -> Any:
     made = copy.copy(results[0])
-    for name in vars(made):
+    for name in tree.attributes(made) or ():
         object.__setattr__(made, name, combine([getattr(result, name) for result in results], sizes))
     return made
 

@@ -18,7 +18,7 @@ from lightning_pipeline.partition.rebalance import Rebalance, rebalance
 from lightning_pipeline.partition.stage_config import read_stage_config, resolve
 from lightning_pipeline.partition.trace import Step
 from lightning_pipeline.partition.work import DeviceSpeed
-from lightning_pipeline.schedules import Schedule, ScheduleError, Simulation, measured_costs, recorded_schedule
+from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, Simulation, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.schedules.timeline import Timeline
 from lightning_pipeline.strategy.lightning_private import configured_optimizers
@@ -108,8 +108,13 @@ def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timelin
     """Which modules of a script's model to move to other stages, by the timeline of a run of it.
 
     Raises:
-        ValueError: the timeline is of another cut than the script's.
+        ValueError: the timeline is of another cut than the script's, or of no run.
     """
+    if len(timeline) > 1 and not any(action.kind is Kind.SEND_F for row in timeline for action, _, _ in row):
+        raise ValueError(
+            "the timeline has no sends, so it is of a simulation (as plan --draw writes) and tells nothing new: "
+            "give the trace that PipelineTimeline has written of a run"
+        )
     made = rehearse_script(script, arguments)
     module, own = made.module, made.strategy
     config = read_stage_config(module, own.stage_config if own is not None else None)

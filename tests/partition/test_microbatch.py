@@ -24,6 +24,12 @@ class Sample:
     scale: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    x: Tensor
+    names: list[str]
+
+
 def rows(size: int, *shape: int) -> Tensor:
     return torch.arange(size).reshape(-1, *[1] * len(shape)).expand(size, *shape)
 
@@ -34,6 +40,7 @@ def test_every_container_is_split_along_the_samples() -> None:
         "tuple": (rows(5), None),
         "named": Pair(rows(5, 3), ["a", "b", "c", "d", "e"]),
         "data": Sample(rows(5), 0.5),
+        "slots": Slotted(rows(5), ["a", "b", "c", "d", "e"]),
         "encoding": BatchEncoding({"input_ids": rows(5, 7)}),
         "shared": torch.zeros(3, 3),
         "scalar": torch.tensor(2.0),
@@ -46,6 +53,8 @@ def test_every_container_is_split_along_the_samples() -> None:
     assert second["tuple"][0].tolist() == [3, 4] and second["tuple"][1] is None
     assert isinstance(second["named"], Pair) and second["named"].names == ["d", "e"]
     assert isinstance(second["data"], Sample) and second["data"].x.tolist() == [3, 4] and second["data"].scale == 0.5
+    assert isinstance(second["slots"], Slotted) and second["slots"].x.tolist() == [3, 4]
+    assert second["slots"].names == ["d", "e"]
     assert isinstance(second["encoding"], BatchEncoding) and second["encoding"].input_ids.shape == (2, 7)
     assert second["shared"] is batch["shared"] and second["scalar"] is batch["scalar"] and second["text"] == "all"
 
