@@ -20,6 +20,7 @@ import psutil
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.autograd.variable import Variable
 
 from lightning_pipeline import PipelineStrategy
 from tests.models.habits import EarlyFeatures
@@ -98,17 +99,21 @@ def fit(
 
 @contextmanager
 def counted_backwards(result: Result) -> Iterator[None]:
-    plain = torch.autograd.backward
+    plain = Variable._execution_engine  # which every backward comes to
 
-    def counted(*args: Any, **kwargs: Any) -> None:
-        result.backwards += 1
-        plain(*args, **kwargs)
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plain, name)
 
-    torch.autograd.backward = counted
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            result.backwards += 1
+            return plain.run_backward(*args, **kwargs)
+
+    Variable._execution_engine = Counting()
     try:
         yield
     finally:
-        torch.autograd.backward = plain
+        Variable._execution_engine = plain
 
 
 def quiet_trainer(strategy: Strategy | str, devices: int, **options: Any) -> L.Trainer:
