@@ -30,11 +30,18 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
         ValueError: processes count differently, or two of them are the same rank.
         PipelineTimeoutError: ranks that did not come in time.
     """
-    # With a world size of 1 the store is there at once: the waiting is done below.
-    store = next(dist.rendezvous("env://", rank, 1, timeout=timeout))[0]
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        # With a world size of 1 the store is there at once: the waiting is done below.
+        store = next(dist.rendezvous("env://", rank, 1, timeout=timeout))[0]
+    except dist.DistError as error:
+        raise PipelineTimeoutError(
+            f"rank {rank} of {world_size} did not reach rank 0 at {where} within {timeout.total_seconds():g} s "
+            f"({str(error).splitlines()[0]}); start the script on every node, with the same MASTER_ADDR and "
+            f"MASTER_PORT, or see what rank 0 says"
+        ) from None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = fresh_store(store, rank=rank, world_size=world_size, timeout=timeout)
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     store = PrefixStore(f"meeting/{_meetings[where]}", store)
     _join(store, rank, world_size, timeout)
     _meetings[where] += 1

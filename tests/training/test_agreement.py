@@ -219,7 +219,8 @@ STARTS: dict[str, tuple[list[dict[str, int] | None], str]] = {
     ),
     "a missing node": (
         [{"node": 0, "local_rank": 0}, {"node": 0, "local_rank": 1}, None],
-        r"ranks (1 )?2 3 of 4 did not come to 127.0.0.1:\d+ within 1 s; start the script on every node",
+        # On a busy machine the second process, too, may come late, and find nobody any more.
+        r"(ranks (1 )?2 3 of 4 did not come to|rank 1 of 4 did not reach rank 0 at) 127.0.0.1:\d+ within 1 s",
     ),
 }
 """How three processes of two nodes with two devices each are started, and what all that are started raise."""

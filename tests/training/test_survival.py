@@ -108,10 +108,10 @@ def raise_error(trainer: Any) -> None:
     raise ValueError("the user's own error")
 
 
-def stop_for_a_while(trainer: Any) -> None:
-    """SIGSTOP, until the others have told of it."""
-    subprocess.Popen(["sh", "-c", f"sleep 6; kill -KILL {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT / 2
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def fails_while_saving_on_exceptions(folder: Path) -> None:
@@ -119,15 +119,25 @@ def fails_while_saving_on_exceptions(folder: Path) -> None:
     fit(Met(raise_error, rank=1), by_error, OnExceptionCheckpoint(folder))
 
 
-def fails_while_another_sleeps() -> None:
-    fit(Met(raise_error, rank=1, at_end=True), Met(lambda _: time.sleep(60), rank=0, at_end=True))
+def fails_while_another_sleeps(folder: Path) -> None:
+    asleep = folder / "asleep"
+
+    def sleep(trainer: Any) -> None:
+        asleep.touch()
+        time.sleep(60)
+
+    def fail(trainer: Any) -> None:
+        wait_for(asleep)
+        raise_error(trainer)
+
+    fit(Met(fail, rank=1, at_end=True), Met(sleep, rank=0, at_end=True))
 
 
-def fails_in_a_replica() -> None:
+def fails_in_a_replica(folder: Path) -> None:
     fit(Met(raise_error, rank=3), world=4)
 
 
-def fails_at_setup() -> None:
+def fails_at_setup(folder: Path) -> None:
     class Unprepared(Callback):
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             if trainer.global_rank == 1:
@@ -143,8 +153,19 @@ class ShortOfPatience(Callback):
         trainer.strategy.transport.timeout = timedelta(seconds=2)
 
 
-def hangs() -> None:
-    fit(ShortOfPatience(), Met(stop_for_a_while, rank=1))
+def hangs(folder: Path) -> None:
+    """One rank stops, until the other has told of it."""
+    told = folder / "told"
+
+    def stop(trainer: Any) -> None:
+        until_told = f"for i in $(seq 600); do [ -e {told} ] && break; sleep 0.1; done"
+        subprocess.Popen(["sh", "-c", f"{until_told}; kill -KILL {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    try:
+        fit(ShortOfPatience(), Met(stop, rank=1))
+    finally:
+        told.touch()
 
 
 SCENARIOS = {
@@ -163,7 +184,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     def scenario(name: str) -> Any:
         body, world = SCENARIOS[name]
-        return run_ranks(body, *([folder / "saving"] if name == "saving" else []), world=world)
+        (folder / name).mkdir()
+        return run_ranks(body, folder / name, world=world)
 
     script = run_script("raise", folder / "raise")
     with ThreadPoolExecutor(3) as threads:
