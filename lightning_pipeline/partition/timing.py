@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -60,8 +60,9 @@ def time_step(
 ) -> tuple[list[float], list[float]]:
     """Seconds of the forward and of the backward of each position of `trace`, which another run has given.
 
-    Positions of equal structure share their measurements: what counts is the median over them of the fastest of several
-    runs, so that what disturbs a run, or one of them, moves no cut. All together take as long as a typical run.
+    They are means over runs that are neither the fastest nor the slowest; positions of equal structure share theirs. The
+    sum of means is that of the runs: the fastest times, or medians, of many short positions add up to less, so that
+    modules of many parts would look fast.
 
     Raises:
         RuntimeError: no run called the modules that the trace has.
@@ -82,16 +83,11 @@ def time_step(
         raise RuntimeError("the step calls other modules each time")
     if len(runs) > 2:
         runs = runs[1:]  # the first one warms up
+    runs.sort(key=lambda run: sum(run[0]) + sum(run[1]))
+    usual = runs[len(runs) // 4 : len(runs) - len(runs) // 4]
     alike = _alike(root, trace)
-    forward, backward = (_typical([run[way] for run in runs], alike) for way in (0, 1))
-    return forward, backward
-
-
-def _typical(runs: Sequence[Sequence[float]], alike: list[Any]) -> list[float]:
-    """The times of positions in a run that takes as long as most, by their shares when nothing disturbs them."""
-    fastest = [min(times) for times in zip(*runs, strict=True)]
-    scale = median(map(sum, runs)) / (sum(fastest) or 1.0)
-    return [scale * seconds for seconds in _shared(fastest, alike)]
+    means = [[fmean(times) for times in zip(*(run[way] for run in usual), strict=True)] for way in (0, 1)]
+    return _shared(means[0], alike), _shared(means[1], alike)
 
 
 def _timed_run(
@@ -154,4 +150,4 @@ def _shared(times: list[float], keys: list[Any]) -> list[float]:
     together: dict[Any, list[float]] = {}
     for key, seconds in zip(keys, times, strict=True):
         together.setdefault(key, []).append(seconds)
-    return [median(together[key]) for key in keys]
+    return [fmean(together[key]) for key in keys]
