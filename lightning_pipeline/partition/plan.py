@@ -21,8 +21,8 @@ EFFORT = 1e6
 """Of a search for each fineness and schedule together (`best_plan`): two seconds or so."""
 MOST = 20
 """Candidates for each stage beyond which no smaller ones are tried."""
-WORTH = 0.02
-"""The share of a step's time that smaller candidates have to save."""
+WORTH = 0.05
+"""The share of a step's time that smaller candidates have to save: about what measurements differ by."""
 
 NEGLIGIBLE = 0.005
 """The share of a step's time for whose sake the search does not go on."""

@@ -60,8 +60,8 @@ def time_step(
 ) -> tuple[list[float], list[float]]:
     """Seconds of the forward and of the backward of each position of `trace`, which another run has given.
 
-    They are means over runs that are neither the fastest nor the slowest; positions of equal structure share theirs. The
-    sum of means is that of the runs: the fastest times, or medians, of many short positions add up to less, so that
+    They are means over runs that are neither the fastest nor the slowest; positions of equal structure share theirs.
+    Means add up to what the runs take: the fastest times, or medians, of many short positions add up to less, so that
     modules of many parts would look fast.
 
     Raises:

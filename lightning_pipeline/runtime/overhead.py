@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,34 @@ from lightning_pipeline.schedules import build
 
 _MICROBATCHES = 16
 _TIMES = 4
+_EVENTS = 20
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What stages cost beside the model's work, in seconds of this thread.
+
+    Attributes:
+        action: of each action of a schedule, without messages (`measure_link` has those).
+        event: of each call that a stage replays, its own or an earlier stage's.
+    """
+
+    action: float
+    event: float
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def measure_overhead(device: torch.device) -> float:
-    """Seconds of this thread for each action of a schedule, by a model that has next to nothing to do.
+def measure_overhead(device: torch.device) -> Overhead:
+    """By a model that has next to nothing to do, whose actions run one after the other in this process."""
+    without, num_actions = _beyond_the_model(device, 0)
+    with_events, _ = _beyond_the_model(device, _EVENTS)
+    num_events = 2 * _EVENTS * _MICROBATCHES  # the second stage replays those of the first
+    return Overhead(max(0.0, without) / num_actions, max(0.0, with_events - without) / num_events)
 
-    The actions run one after the other in this process, without messages (`measure_link` has those).
-    """
+
+def _beyond_the_model(device: torch.device, num_events: int) -> tuple[float, int]:
+    """Seconds that a step takes in two stages more than without, and its number of actions."""
     module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).to(device)
     schedule = build("gpipe", 1, _MICROBATCHES, 2)
     pipeline = Pipeline(
@@ -37,10 +57,15 @@ def measure_overhead(device: torch.device) -> float:
         schedule=lambda count: schedule,
         num_microbatches=_MICROBATCHES,
     )
-    work = Work(
-        kind="overhead", step=lambda state, batch: module(batch).sum(), loss_of=lambda state, loss: loss, seed=0
-    )
     microbatches = [torch.ones(1, 1, device=device) for _ in range(_MICROBATCHES)]
+
+    def step(batch: Tensor) -> Tensor:
+        hidden: Tensor = module[0](batch)
+        for _ in range(num_events):
+            hidden = hidden + 1
+        return module[1](hidden).sum()
+
+    work = Work(kind="overhead", step=lambda state, batch: step(batch), loss_of=lambda state, loss: loss, seed=0)
 
     def in_stages() -> None:
         report = pipeline.run(work, list(microbatches))
@@ -49,11 +74,9 @@ def measure_overhead(device: torch.device) -> float:
 
     def plainly() -> None:
         for microbatch in microbatches:
-            loss: Tensor = module(microbatch).sum()
-            loss.backward()
+            step(microbatch).backward()
 
-    seconds = _fastest(in_stages) - _fastest(plainly)
-    return max(0.0, seconds) / sum(len(order) for order in schedule.orders)
+    return _fastest(in_stages) - _fastest(plainly), sum(len(order) for order in schedule.orders)
 
 
 def _fastest(run: Callable[[], None]) -> float:

@@ -32,6 +32,9 @@ class Segment:
             hold it once.
         flops: floating-point operations of forward and backward.
         messages: values that a cut before it sends.
+        inside: the modules that begin before it and end later, which a cut before it is inside of.
+        events: by module, what a stage replays of it if a cut is inside of it, even where an earlier stage does the
+            work; the step itself has no name, and each cut is inside of it.
     """
 
     name: str
@@ -45,6 +48,8 @@ class Segment:
     state: Mapping[str, float] = field(default_factory=dict)
     flops: float = 0.0
     messages: int = 0
+    inside: Sequence[str] = ()
+    events: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Machine:
         bytes_per_second: of a link between two ranks.
         latency: seconds of any transfer.
         overhead: seconds that any forward or backward of a stage takes beside its segments.
+        event: seconds of one replayed event of a segment.
         message: seconds that a rank spends on any value that it sends or receives.
         replicas: pipelines that sum their gradients at the end of the step.
         cores: how many of the ranks can work at once; None is all of them (`simulate`).
@@ -69,6 +75,7 @@ class Machine:
     bytes_per_second: float = float("inf")
     latency: float = 0.0
     overhead: float = 0.0
+    event: float = 0.0
     message: float = 0.0
     replicas: int = 1
     cores: float | None = None
@@ -173,6 +180,12 @@ class Evaluator:
             crossing = [self.segments[cut].messages for cut in (a, b) if 0 < cut < len(self.segments)]
             forward[stage] += self.machine.message * sum(crossing)
             backward[stage] += self.machine.message * sum(crossing)
+        if self.machine.event:
+            replayed = 0
+            cut_inside = {"", *(name for cut in cuts for name in self.segments[cut].inside)}
+            for stage, (a, b) in stages:
+                replayed += sum(s.events.get(name, 0) for s in self.segments[a:b] for name in cut_inside)
+                forward[stage] += self.machine.event * replayed
         # What a split backward's halves take is not known: half each.
         halves = [seconds / 2 for seconds in backward]
         simulation = simulate(self.schedule, forward, halves, halves, transfer, self.machine.cores)

@@ -128,7 +128,9 @@ class AutomaticCut:
                     raise failure
                 if link is not None:
                     overhead = measure_overhead(self._device)
-                    self._machine = replace(self._machine, **asdict(link), speeds=speeds, overhead=overhead)
+                    self._machine = replace(
+                        self._machine, **asdict(link), speeds=speeds, overhead=overhead.action, event=overhead.event
+                    )
                 return self._plan(measured, step, microbatches, optimizers, self._counts(batch))
 
             found = with_everybody(plan, broadcast, decides=is_first)

@@ -38,6 +38,7 @@ def random_segments(generator: random.Random, count: int) -> list[Segment]:
             returned=amount(30),
             kept=amount(10),
             messages=generator.randint(1, 3),
+            events={"": generator.randint(0, 3)},
             state={str(index): amount(12), "tied": 7.0} if index in (0, count - 1) else {str(index): amount(12)},
         )
         for index in range(count)
@@ -62,6 +63,7 @@ def test_no_cut_is_faster(name: str, num_ranks: int, num_microbatches: int, num_
         latency=generator.choice((0.0, 0.5)),
         message=generator.choice((0.0, 0.1)),
         overhead=generator.choice((0.0, 0.3)),
+        event=generator.choice((0.0, 0.2)),
         replicas=1 + seed % 3,
     )
     plans = try_all(segments, schedule, machine)
@@ -113,6 +115,20 @@ def test_memory_is_what_is_live() -> None:
     assert peak_bytes(schedule, [3.0, 5.0]) == [6.0, 5.0]
     both = build("interleaved_1f1b", 2, 4, 2)
     assert max(peak_bytes(both, [1.0] * 4)) == max(simulate(both).peak_live)
+
+
+def test_stages_replay_what_modules_that_are_cut_do_between_calls() -> None:
+    def segment(name: str, inside: tuple[str, ...], **events: int) -> Segment:
+        return Segment(name, 1.0, 1.0, inside=inside, events={"": 1, **events})
+
+    segments = [segment("a", ()), segment("b.0", ("b",), b=5), segment("b.1", ("b",), b=7), segment("c", ())]
+    schedule = build("gpipe", 2, 2)
+    whole, inside = (
+        evaluate(segments, schedule, cuts, Machine(event=0.25)).simulation.spans for cuts in ((3,), (2,))
+    )
+    # The first stage's own events, and on the second one those of both.
+    assert [spans[0].end - spans[0].start for spans in whole] == [3 + 0.25 * 3, 1 + 0.25 * 4]
+    assert [spans[0].end - spans[0].start for spans in inside] == [2 + 0.25 * (2 + 5), 2 + 0.25 * (4 + 12)]
 
 
 def test_memory_counts_what_is_taken_while_it_works() -> None:
