@@ -58,7 +58,6 @@ class Transport(Messages):
         self.store = store
         self.requested_device = device
         self.device = torch.empty(0, device=device).device  # with its index
-        self.timeout = timeout
         self.pipeline_ranks = topology.pipeline_ranks
         self.control_group: dist.ProcessGroup | None = None  # do not keep a reference: it would hold it open
         self._outgoing: dict[tuple[Channel, int], Endpoint] = {}
@@ -96,6 +95,15 @@ class Transport(Messages):
                 return transport
         cls._shared.append(cls(topology, device, timeout, store, notice=notice))
         return cls._shared[-1]
+
+    @property
+    def timeout(self) -> timedelta:
+        """The longest any wait may take, from now on."""
+        return self._connection.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: timedelta) -> None:
+        self._connection.timeout = timeout
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> None:
         """Send `tensor`, which must not change until it is sent; its graph is not kept.
