@@ -11,7 +11,7 @@ from tests.launching import launch
 from tests.models.architectures import ARCHITECTURES, NUM_BATCHES
 from tests.models.architectures_worker import train
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(1500)]
 
 OFTEN = list(ARCHITECTURES)[::16]  # the others are run where there is time for it
 LAID_OUT = [
@@ -19,7 +19,7 @@ LAID_OUT = [
     for num_stages in (2, 4)
     for name in ARCHITECTURES
 ]
-LIMIT_S = 300
+LIMIT_S = 600
 
 
 @pytest.fixture(scope="module")
