@@ -106,7 +106,7 @@ class AutomaticCut:
         batch, *others = arguments
         has_backward = name == "training_step"
         began = time.perf_counter()
-        link = measure_link(transport, self._device)
+        link = None if self.is_cut else measure_link(transport, self._device)  # once for both kinds of steps
         parts = with_everybody(lambda: described(self._microbatches(batch)), broadcast, decides=is_first)
         microbatches = restored(parts, self._device)
         step = loss_step(
@@ -127,10 +127,9 @@ class AutomaticCut:
                 if failure is not None:
                     raise failure
                 if link is not None:
-                    overhead = measure_overhead(self._device)
-                    self._machine = replace(
-                        self._machine, **asdict(link), speeds=speeds, overhead=overhead.action, event=overhead.event
-                    )
+                    own = measure_overhead(self._device)
+                    self._machine = replace(self._machine, **asdict(link), overhead=own.action, event=own.event)
+                self._machine = replace(self._machine, speeds=speeds)
                 return self._plan(measured, step, microbatches, optimizers, self._counts(batch))
 
             found = with_everybody(plan, broadcast, decides=is_first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.strategy.lightning_private import num_cores
 
 Described = dict[int, tuple[tree.Layout, list[Tensor], list[bool]]]
 
@@ -56,5 +56,5 @@ def shared_cores(device: torch.device, num_ranks: int, ranks_on_node: int) -> fl
     """
     if device.type != "cpu" or torch.get_num_threads() > 1:
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     return num_ranks * cores / ranks_on_node if cores < ranks_on_node else None
