@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,7 @@ def measure_link(transport: Transport | None, device: torch.device) -> Link | No
     if transport is None or transport.stage > 1:
         return None
     is_cpu = device.type == "cpu"
-    clock = time.process_time if is_cpu else time.thread_time  # Gloo's own threads take time from the stages
+    clock = own_clock(device)
     seconds = []
     messages = []
     for size in _SIZES:
@@ -68,6 +69,11 @@ def measure_link(transport: Transport | None, device: torch.device) -> Link | No
     small, large = seconds
     num_bytes = 4 * (_SIZES[1] - _SIZES[0])
     return Link(small, num_bytes / max(large - small, 1e-9), min(messages[1:]) / 2)
+
+
+def own_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds in which this process had a core: on the CPU with Gloo's threads, which take them from the stages."""
+    return time.process_time if device.type == "cpu" else time.thread_time
 
 
 def _wait(arriving: PendingReceive | StagedReceive) -> torch.Tensor:

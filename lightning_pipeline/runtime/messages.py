@@ -25,7 +25,7 @@ class Messages:
 
     def __init__(self, stage: int, num_stages: int) -> None:
         self.stage = stage
-        self._num_stages = num_stages
+        self.num_stages = num_stages
         self._control: dict[int, Endpoint] = {}
 
     def send_object(self, obj: Any, peer: int) -> None:
@@ -56,7 +56,7 @@ class Messages:
         """Every stage's `values` (float64, [n], the same n everywhere), as [num_stages, n] on the CPU."""
         # Point to point rather than a collective: an error then names the peer, and none is left running at exit.
         values = values.detach().to("cpu", torch.float64, copy=True)
-        gathered = values.new_empty(self._num_stages, len(values))
+        gathered = values.new_empty(self.num_stages, len(values))
         gathered[self.stage] = values
         pending = [endpoint.receive(gathered[peer], what) for peer, endpoint in self._control.items()]
         for endpoint in self._control.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,21 +12,26 @@ from torch import Tensor, nn
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import resolve
-from lightning_pipeline.runtime.pipeline import Pipeline
+from lightning_pipeline.runtime.link import own_clock
+from lightning_pipeline.runtime.pipeline import Pipeline, Reports
+from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
 from lightning_pipeline.schedules import build
 
-_MICROBATCHES = 16
-_TIMES = 4
-_EVENTS = 20
+_MICROBATCHES = 8
+_TIMES = 5
+_EVENTS = 40
+_WIDTH, _SAMPLES = 384, 16
+"""Of layers that take about as long as their overhead, and half a megabyte of cache: a rank that finds it full of what
+others left there is slower than in a loop of its own."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """What stages cost beside the model's work, in seconds of this thread.
+    """What stages cost beside the model's work, in seconds of a rank.
 
     Attributes:
-        action: of each action of a schedule, without messages (`measure_link` has those).
+        action: of each action of a schedule, without messages.
         event: of each call that a stage replays, its own or an earlier stage's.
     """
 
@@ -36,53 +41,69 @@ class Overhead:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def measure_overhead(device: torch.device) -> Overhead:
-    """By a model that has next to nothing to do, whose actions run one after the other in this process."""
-    without, num_actions = _beyond_the_model(device, 0)
-    with_events, _ = _beyond_the_model(device, _EVENTS)
-    num_events = 2 * _EVENTS * _MICROBATCHES  # the second stage replays those of the first
-    return Overhead(max(0.0, without) / num_actions, max(0.0, with_events - without) / num_events)
+def measure_overhead(transport: Transport, device: torch.device, message: float) -> Overhead:
+    """By a model of small layers, one on each rank: they take caches and cores from one another as they do in a run.
+    All ranks of the pipeline must call it.
+
+    Args:
+        message: seconds that a rank spends on a value that it sends or receives.
+    """
+    beyond = [_beyond_the_model(transport, device, num_events) for num_events in (0, _EVENTS)]
+    means = transport.all_gather_vector(torch.tensor(beyond, dtype=torch.float64), "what stages cost").mean(0).tolist()
+    without, with_events = (max(0.0, mean) / _MICROBATCHES for mean in means)
+    messages = 4 * (transport.num_stages - 1) / transport.num_stages  # of a micro-batch, sent and received
+    action = max(0.0, without - messages * message) / 2
+    return Overhead(action, max(0.0, with_events - without) / _EVENTS)  # each stage replays those of the first
 
 
-def _beyond_the_model(device: torch.device, num_events: int) -> tuple[float, int]:
-    """Seconds that a step takes in two stages more than without, and its number of actions."""
-    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).to(device)
-    schedule = build("gpipe", 1, _MICROBATCHES, 2)
+def _beyond_the_model(transport: Transport, device: torch.device, num_events: int) -> float:
+    """Seconds that a step takes from this rank, beyond its share of what it takes without stages."""
+    num_stages = transport.num_stages
+    module = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_stages)).to(device)
+    first, *others = module
+    stages = resolve(module, {str(stage): stage for stage in range(1, num_stages)}, num_stages)
     pipeline = Pipeline(
-        rank=0,
-        placement=schedule.placement,
+        rank=transport.stage,
+        placement=range(num_stages),
         device=device,
-        transport=None,
-        interception=Interception(module, resolve(module, {"1": 1}, 2), Streams(device)),
-        schedule=lambda count: schedule,
+        transport=transport,
+        interception=Interception(module, stages, Streams(device)),
+        schedule=lambda count: build("1f1b", num_stages, count),
         num_microbatches=_MICROBATCHES,
     )
-    microbatches = [torch.ones(1, 1, device=device) for _ in range(_MICROBATCHES)]
+    microbatches = [torch.ones(_SAMPLES, _WIDTH, device=device) for _ in range(_MICROBATCHES)]
 
     def step(batch: Tensor) -> Tensor:
-        hidden: Tensor = module[0](batch)
+        hidden: Tensor = first(batch)
         for _ in range(num_events):
             hidden = hidden + 1
-        return module[1](hidden).sum()
+        for layer in others:
+            hidden = layer(hidden)
+        return hidden.sum()
 
     work = Work(kind="overhead", step=lambda state, batch: step(batch), loss_of=lambda state, loss: loss, seed=0)
 
     def in_stages() -> None:
-        report = pipeline.run(work, list(microbatches))
+        report = pipeline.run(work, list(microbatches) if transport.stage == 0 else None)
         if pipeline.is_new(report):
-            pipeline.settle(report, pipeline.own_reports(report))
+            reports: Reports = {}
+            for stage in range(num_stages):
+                reports.update(transport.broadcast_object(pipeline.own_reports(report), stage, "what stages cost"))
+            pipeline.settle(report, reports)
 
     def plainly() -> None:
         for microbatch in microbatches:
             step(microbatch).backward()
 
-    return _fastest(in_stages) - _fastest(plainly), sum(len(order) for order in schedule.orders)
+    return _usual(in_stages, device) - _usual(plainly, device) / num_stages
 
 
-def _fastest(run: Callable[[], None]) -> float:
+def _usual(run: Callable[[], None], device: torch.device) -> float:
+    clock = own_clock(device)
+    run()  # finds out what there is to know
     times = []
     for _ in range(_TIMES):
-        began = time.thread_time()
+        began = clock()
         run()
-        times.append(time.thread_time() - began)
-    return min(times)
+        times.append(clock() - began)
+    return statistics.median(times)

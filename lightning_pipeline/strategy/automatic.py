@@ -106,7 +106,6 @@ class AutomaticCut:
         batch, *others = arguments
         has_backward = name == "training_step"
         began = time.perf_counter()
-        link = None if self.is_cut else measure_link(transport, self._device)  # once for both kinds of steps
         parts = with_everybody(lambda: described(self._microbatches(batch)), broadcast, decides=is_first)
         microbatches = restored(parts, self._device)
         step = loss_step(
@@ -115,6 +114,8 @@ class AutomaticCut:
         measured: dict[int, StepCosts] = {}
         failure: Exception | None = None
         with unnoticed(self._module, self._device):
+            if transport is not None and not self.is_cut:  # once for both kinds of steps
+                self._measure_what_stages_cost(transport)
             try:
                 measured = {count: self._costs(step, micro, has_backward) for count, micro in microbatches.items()}
             except Exception as error:  # the first rank's is told by all, below
@@ -126,9 +127,6 @@ class AutomaticCut:
             def plan() -> StagePlan:
                 if failure is not None:
                     raise failure
-                if link is not None:
-                    own = measure_overhead(self._device)
-                    self._machine = replace(self._machine, **asdict(link), overhead=own.action, event=own.event)
                 self._machine = replace(self._machine, speeds=speeds)
                 return self._plan(measured, step, microbatches, optimizers, self._counts(batch))
 
@@ -138,6 +136,12 @@ class AutomaticCut:
             rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
             print_plan(found)
         return found
+
+    def _measure_what_stages_cost(self, transport: Transport) -> None:
+        link = measure_link(transport, self._device)
+        own = measure_overhead(transport, self._device, link.message if link is not None else 0.0)
+        if link is not None:
+            self._machine = replace(self._machine, **asdict(link), overhead=own.action, event=own.event)
 
     def decide_at_start(self, broadcast: Callable[[Any], Any], *, is_first: bool) -> StagePlan | None:
         """The plan for a module that must not be whole on a rank, by estimate; None for one that may, to be measured.

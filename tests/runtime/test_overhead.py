@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
-import pytest
 import torch
 
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.runtime.overhead import measure_overhead
+from lightning_pipeline.runtime.transport import Transport
+from tests.runtime.test_transport import run
 
-CPU = torch.device("cpu")
+
+def test_it_is_that_of_replay_and_messages() -> None:
+    run(_replay_takes_longer, stages=2)
 
 
-def test_it_is_that_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def _replay_takes_longer(transport: Transport) -> None:
     with torch.inference_mode():  # as in a validation step before training
-        plain = measure_overhead(CPU)
-    assert 0 < plain.action < 0.02 and 0 < plain.event < 0.002
+        plain = measure_overhead(transport, transport.device, message=0.0)
+    assert 0 < plain.action < 0.02 and 0 <= plain.event < 0.002
 
-    run = Interception.run
+    interception_run = Interception.run
 
-    def slower(*args: object) -> object:  # a forward that takes 2 ms more is 1 ms more for forwards and backwards
+    def slower(*args: object) -> object:  # a forward that takes 4 ms more is 2 ms more for forwards and backwards
         began = time.thread_time()
-        while time.thread_time() - began < 2e-3:
+        while time.thread_time() - began < 4e-3:
             pass
-        return run(*args)  # type: ignore[arg-type]
+        return interception_run(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Interception, "run", slower)
-    assert 0.9e-3 < measure_overhead(CPU).action - plain.action < 0.02
+    with mock.patch.object(Interception, "run", slower):
+        slow = measure_overhead(transport, transport.device, message=0.0)
+        assert 1.5e-3 < slow.action - plain.action < 0.02
+        # A rank of two sends or receives two values of each micro-batch.
+        without_messages = measure_overhead(transport, transport.device, message=1e-3)
+        assert 0.3e-3 < slow.action - without_messages.action < 1.7e-3
