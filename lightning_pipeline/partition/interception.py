@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_pipeline.partition.absent import Absent
 from lightning_pipeline.partition.attributes import StageAttributes
+from lightning_pipeline.partition.compiled import entry_of, is_compiled, uncompiled
 from lightning_pipeline.partition.hooks import is_split, splitting_inside
 from lightning_pipeline.partition.leaves import Leaf, find_leaves
 from lightning_pipeline.partition.outcome import Outcome
@@ -55,6 +56,11 @@ class Interception:
         self._leaf_of = {id(leaf.module): leaf for leaf in self.leaves}
         inside = {id(module) for leaf in self.leaves for module in leaf.module.modules()}
         self._around = [module for module in self.modules.values() if id(module) not in inside]
+        self._compiled = [name for name, module in self.modules.items() if is_compiled(module)]
+        self.cut_open = [name for name in self._compiled if id(self.modules[name]) not in inside]
+        """Names of compiled modules that a boundary lies in: they run as they were written."""
+        whole = [self.modules[name] for name in self._compiled if id(self.modules[name]) in inside]
+        self._compiled_inside = {id(part) for module in whole for part in module.modules() if part is not module}
         self._split = [leaf.module for leaf in self.leaves if is_split(leaf.module)]
         self._attributes: StageAttributes | None = None
 
@@ -89,13 +95,16 @@ class Interception:
             for module in self._split:
                 stack.enter_context(splitting_inside(module))
             stack.callback(_restore, undo)
+            # Under an observer's modes the compiler gives up, and would not try again.
+            for name in self._compiled if observing else self.cut_open:
+                _set(undo, self.modules[name], *uncompiled(self.modules[name]))
             for name, module in self._streamed(observing):
-                wrap = self.streams.observed if observing else self.streams.own
-                _set(undo, module, "forward", wrap(name or "(root)", module.forward))
+                wrap, entry = self.streams.observed if observing else self.streams.own, entry_of(module)
+                _set(undo, module, entry, wrap(name or "(root)", getattr(module, entry)))
             for leaf in self.leaves:
                 for method in _methods(leaf.module):
                     function = getattr(leaf.module, method)
-                    name = leaf.name if method == "forward" else f"{leaf.name}.{method}"
+                    name = f"{leaf.name}.{method}" if method == "update" else leaf.name
                     _set(undo, leaf.module, method, self._leaf_call(leaf, name, function))
             for owner in {_call_owner(leaf.module) for leaf in self.leaves} - {nn.Module}:
                 stack.enter_context(_patched(owner, "__call__", self._call_override(owner.__call__)))
@@ -142,7 +151,8 @@ class Interception:
             (name, module)
             for name, module in self.modules.items()
             if (observing or (name or "(root)") in drawing)
-            and (type(module).forward is not nn.Module.forward)
+            and (type(module).forward is not nn.Module.forward or is_compiled(module))
+            and id(module) not in self._compiled_inside
             and not isinstance(module, torch.jit.ScriptModule)
         ]
 
@@ -189,8 +199,9 @@ class Interception:
 
 
 def _methods(module: nn.Module) -> tuple[str, ...]:
-    """What of a leaf is called: `forward`, and of a torchmetrics object `update` as well."""
-    return ("forward", "update") if hasattr(module, "update") and hasattr(module, "compute") else ("forward",)
+    """What of a leaf is called: mostly `forward`, and of a torchmetrics object `update` as well."""
+    entry = entry_of(module)
+    return (entry, "update") if hasattr(module, "update") and hasattr(module, "compute") else (entry,)
 
 
 def _call_owner(module: nn.Module) -> type:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.stage_config import StageMap
 
 
@@ -93,4 +94,4 @@ def _descend(
 
 
 def _callable(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or is_compiled(module)

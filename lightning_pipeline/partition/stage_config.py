@@ -12,6 +12,8 @@ from pathlib import Path
 import yaml
 from torch import nn
 
+from lightning_pipeline.partition.compiled import plain_name
+
 _SLICE = re.compile(r"^(?P<container>.*?)\.?(?P<start>\d*):(?P<stop>\d*)$")
 
 
@@ -179,12 +181,14 @@ def count_stages(config: Mapping[str, int]) -> int | None:
 
 
 def _expand(key: str, names: Mapping[str, nn.Module]) -> list[str]:
-    if key in names and key:
-        return [key]
+    outer = {plain_name(name): name for name in reversed(list(names))}  # a compiled module's wrapper comes before it
+    if key and plain_name(key) in outer:
+        return [outer[plain_name(key)]]
     match = _SLICE.match(key)
     if match is None:
         raise KeyError(_unknown(key, names))
     container = match["container"]
+    container = {plain_name(name): name for name in names}.get(plain_name(container), container)
     if container not in names:
         raise KeyError(_unknown(container, names))
     children = [name for name, _ in names[container].named_children()]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -66,6 +67,11 @@ class HeldModule:
         if sharded is not None:
             sharded.adopt(module)
         self.interception = Interception(module, cut.stages, Streams(device))
+        if cut.is_final and (names := self.interception.cut_open):
+            rank_zero_warn(
+                f"{', '.join(map(repr, names))} is compiled as one and cut into stages, so it runs as it was written: "
+                f"compile parts that lie on one stage, such as each layer, to have these compiled"
+            )
         certain = certain_stages(self.interception.leaves, cut.stages.num_stages) if cut.is_final else {}
         self.placement = Placement(module, placement, rank, certain)
         self.placement.find_present(module, transport)

@@ -171,6 +171,42 @@ class OneSequential(Lit):
         return F.cross_entropy(self.net(x), y)
 
 
+def as_traced(graph: torch.fx.GraphModule, _: Any) -> Any:
+    """A compiler that runs the graph it is given, and counts how often."""
+
+    def run(*args: Any) -> Any:
+        as_traced.calls += 1  # type: ignore[attr-defined]
+        return graph(*args)
+
+    return run
+
+
+as_traced.calls = 0  # type: ignore[attr-defined]
+
+
+class CompiledBlocks(Stack):
+    """Each block is compiled, in a wrapper or in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            if number % 2:
+                block.compile(backend=as_traced)
+            else:
+                self.blocks[number] = torch.compile(block, backend=as_traced)
+
+    def on_train_end(self) -> None:
+        assert as_traced.calls, "nothing ran compiled"  # type: ignore[attr-defined]
+
+
+class CompiledWhole(OneSequential):
+    """A network that is compiled as one, and has to be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(self.net, backend=as_traced)
+
+
 class Recurrent(Lit):
     """LSTMs, whose results are tuples, and weights with a parametrization."""
 

@@ -1,0 +1,40 @@
+"""Modules that ``torch.compile`` or ``module.compile()`` has compiled: what is inside of one is called as one.
+
+Nothing of this package is to be inside of a compiled call, as the compiler would follow it there.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+_ORIGINAL = "_orig_mod"
+_IN_PLACE = "_compiled_call_impl"
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of it are compiled."""
+    return _is_wrapper(module) or vars(module).get(_IN_PLACE) is not None
+
+
+def entry_of(module: nn.Module) -> str:
+    """The attribute through which calls of a module go."""
+    return _IN_PLACE if vars(module).get(_IN_PLACE) is not None else "forward"
+
+
+def uncompiled(module: nn.Module) -> tuple[str, Any]:
+    """The attribute of a compiled module, and the value, with which calls run as they were written."""
+    return ("forward", getattr(module, _ORIGINAL)) if _is_wrapper(module) else (_IN_PLACE, None)
+
+
+def plain_name(name: str) -> str:
+    """A module's name as it would be without compilation: the wrapper's and the wrapped module's are the same."""
+    return ".".join(part for part in name.split(".") if part != _ORIGINAL)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    # Whoever has compiled a module has imported this; by itself it takes a second.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
