@@ -31,6 +31,7 @@ SECONDS = {
     "runtime/test_failure": 10,
     "schedules/test_soundness": 10,
     "training/test_tensor_parallel": 10,
+    "training/test_trainer_options": 10,
 }
 TESTS = Path(__file__).parent
 

@@ -24,13 +24,20 @@ _METHODS = (
 )
 _FUNCTIONS = ("is_floating_point", "is_complex", "numel", "is_inference", "get_device", "result_type", "can_cast")
 
+_profiler = torch.ops.profiler
+_RECORDED = (  # torch.profiler.record_function, which profilers and models use
+    *(_profiler._record_function_enter_new, _profiler._record_function_enter_new.default),
+    *(getattr(_profiler._record_function_exit, overload) for overload in _profiler._record_function_exit.overloads()),
+    _profiler._record_function_exit,
+)
+
 METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in _GETTERS if hasattr(Tensor, name)]
     + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
     + [getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)]
-    + [torch._C._set_grad_enabled]
+    + [torch._C._set_grad_enabled, *_RECORDED]
 )
-"""Functions that an absent tensor answers by itself; they are no events."""
+"""Functions that an absent tensor answers by itself, or that take none; they are no events."""
 
 PRINTED = frozenset({"__repr__", "__str__", "__format__"})
 """Functions that turn a tensor to text; no events either, so that a print shows an absent tensor as absent."""

@@ -8,7 +8,7 @@ runs as it always does, on plain tensors. The call that reaches the next stage's
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,10 @@ class Replay(TorchFunctionMode):
                 self.uses(result)
                 self._observer.alive()
             return Outcome(result, self._alive, self._passed)
-        outputs = self._crossing.outputs(self._kept) if self._crossing is not None else {}
+        try:
+            outputs = self._crossing.outputs(self._kept) if self._crossing is not None else {}
+        except KeyError as error:
+            self._ended_before(error.args[0])
         return Outcome(result, outputs, self._passed)
 
     def call(self, leaf: Leaf, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -290,6 +293,13 @@ class Replay(TorchFunctionMode):
         if self.at < self._num_stages - 1 and (number >= len(self._events) or self._events[number].name != name):
             self._diverged(number, name)
         return number
+
+    def _ended_before(self, value: ValueId) -> NoReturn:
+        raise DivergenceError(
+            f"the step ended after {self._at_leaf!r}, before {self._events[value[0]].name!r}, whose result went to the "
+            f"next stage when this structure of micro-batch was first seen; it must run the same way for every "
+            f"micro-batch of one structure: to skip a batch, return a loss of zero times the output"
+        ) from None
 
     def _diverged(self, number: int, name: str) -> None:
         expected = self._events[number].name if number < len(self._events) else "the end of the step"

@@ -27,6 +27,8 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -152,6 +154,18 @@ def compare_parameters_by_identity() -> Callable[[], None]:
 def silence_sync_warning() -> None:
     """Every stage logs the same value, so Lightning's advice to pass `sync_dist=True` would mislead."""
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
+
+
+def leave_modules_unnamed(trainer: Trainer) -> None:
+    """Lightning's PyTorchProfiler opens a range before a module's forward and closes it after: where a stage ends, and
+    the step with it, it would stay open, which ends the process."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    if isinstance(profiler, PyTorchProfiler) and profiler._record_module_names:
+        rank_zero_warn("PyTorchProfiler(record_module_names=False) is set: a pipeline's profile does not name modules")
+        profiler._record_module_names = False
+        if profiler._register is not None:
+            profiler._register.__exit__(None, None, None)
+            profiler._register = None
 
 
 def total_batches(trainer: Trainer) -> int:

@@ -26,6 +26,7 @@ from lightning_pipeline.partition.trace import trace_step
 from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
 from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.strategy.batch_norms import own_statistics
 
 SeededStep = Callable[..., Tensor | None]
 """A `Step` that takes a `seed`, too."""
@@ -39,7 +40,7 @@ def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
     other ranks, which may run them more often, or not at all."""
     trainer = module.trainer
     loggers = trainer.loggers
-    with left_as_it_was(module), Streams(device).kept(), _by_itself(trainer.strategy):
+    with left_as_it_was(module), Streams(device).kept(), _by_itself(module, trainer.strategy):
         trainer.loggers = [DummyLogger() for _ in loggers]
         vars(module)["log"] = lambda *args, **kwargs: None
         try:
@@ -50,7 +51,7 @@ def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _by_itself(strategy: Strategy) -> Iterator[None]:
+def _by_itself(module: LightningModule, strategy: Strategy) -> Iterator[None]:
     """While entered, what a step exchanges with replicas is what it would be if all were like this one."""
     replicas: Replicas | None = strategy.replicas  # type: ignore[attr-defined]
 
@@ -60,7 +61,8 @@ def _by_itself(strategy: Strategy) -> Iterator[None]:
     alone = {"all_gather": all_gather, "reduce": lambda tensor, *args, **kwargs: tensor, "barrier": lambda *args: None}
     vars(strategy).update(alone)
     try:
-        yield
+        with own_statistics(module, replicas):
+            yield
     finally:
         for name in alone:
             vars(strategy).pop(name, None)

@@ -32,12 +32,13 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor
 from lightning_pipeline.strategy.arguments import ALIKE, check_arguments
+from lightning_pipeline.strategy.batch_norms import convert_batch_norms
 from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
 from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
 from lightning_pipeline.strategy.dataloading import share_loader
 from lightning_pipeline.strategy.facts import parts_of
 from lightning_pipeline.strategy.installation import install
-from lightning_pipeline.strategy.lightning_private import note_mesh, total_batches
+from lightning_pipeline.strategy.lightning_private import leave_modules_unnamed, note_mesh, total_batches
 from lightning_pipeline.strategy.observing import Observer, observed
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
@@ -224,7 +225,9 @@ class PipelineStrategy(CheckpointingStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         refusals.check_module(module, trainer)
+        refusals.check_callbacks(trainer)
         refusals.check_precision(self.precision_plugin)
+        leave_modules_unnamed(trainer)
         self.precision_plugin.convert_module(module)
         self._set_up_pipeline(module)
         self.model_to_device()
@@ -259,13 +262,16 @@ class PipelineStrategy(CheckpointingStrategy):
             fsdp=self.data_parallel == "fsdp",
             tensor_parallel=self.tensor_parallel_size > 1,
         )
+        replicas = self._topology(num_stages).data_parallel_size
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            convert_batch_norms(module, self._layer_sync, self.root_device, num_replicas=replicas)
         self._cutting = Cutting(
             module,
             config,
             self._choice,
             num_stages=num_stages,
             num_microbatches=self.num_microbatches,
-            replicas=self._topology(num_stages).data_parallel_size,
+            replicas=replicas,
             tensor_parallel_size=self.tensor_parallel_size,
             device=self.root_device,
             broadcast=self.broadcast,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins import (
     DoublePrecision,
     HalfPrecision,
@@ -37,6 +38,26 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
             raise ValueError(
                 f"{type(module).__name__}.{step} takes a dataloader_iter, and only the first stage has one; "
                 f"let it take (batch, batch_idx)"
+            )
+
+
+def check_callbacks(trainer: Trainer) -> None:
+    """Raise for callbacks that need the whole model on a rank, or find out what one rank alone would see.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} masks parameters of the whole model, and a rank of a pipeline holds its "
+                f"stage's: prune with torch.nn.utils.prune on one device, and train what is left here"
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise ValueError(
+                f"{type(callback).__name__} (which Tuner.scale_batch_size uses, too) tries batches until a device is "
+                f"full, and of a pipeline's devices one is so before the others: choose batch_size, or raise "
+                f"num_microbatches until one of them fits, or let `lightning-pipeline plan --memory` say what fits"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -106,6 +107,16 @@ class RankDependent(Plain):
 class NoLoss(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
+
+
+class SkipsABatch(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+
+class Prunes(Plain):
+    def configure_callbacks(self) -> ModelPruning:
+        return ModelPruning("l1_unstructured", amount=0.5)
 
 
 class LossInNoKey(Plain):

@@ -43,6 +43,8 @@ def fit(module: str, args: tuple[Any, ...], world: int, strategy: dict[str, Any]
         ("Diverging", {}, ["DivergenceError", "'mul'", "modules.py", "x = x * 2"]),
         ("RankDependent", {}, ["DivergenceError", "'mul'", "modules.py", "x = x * 3"]),
         ("NoLoss", {}, ["ValueError", "training_step returned None"]),
+        ("SkipsABatch", {}, ["DivergenceError", "before 'first'", "a loss of zero times the output"]),
+        ("Prunes", {}, ["ValueError", "ModelPruning masks parameters", "torch.nn.utils.prune"]),
         ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
         ("GradientAcrossStages", {}, ["RuntimeError", "torch.autograd.grad failed", "another device", "modules.py"]),
         ("Manual", {}, ["ValueError", "automatic_optimization=False"]),

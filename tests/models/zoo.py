@@ -278,6 +278,7 @@ CASES: dict[str, Case] = {
         {2: {"decoder": 1}, 4: {"encoder.layers.2": 1, "decoder.layers.0": 2, "decoder.layers.2": 3}},
     ),
     "one_sequential": Case(habits.OneSequential, vectors, {2: {"net.4": 1}, 4: {"net.2": 1, "net.5": 2, "net.6": 3}}),
+    "records_ranges": Case(habits.RecordsRanges, vectors, _STACK),
     "compiled_blocks": Case(habits.CompiledBlocks, vectors, _STACK),
     "compiled_whole": Case(habits.CompiledWhole, vectors, {2: {"net.4": 1}, 4: {"net.2": 1, "net.5": 2, "net.6": 3}}),
     "recurrent": Case(habits.Recurrent, vectors, blocks("layers.{}", 4)),

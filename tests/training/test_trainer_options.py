@@ -1,0 +1,111 @@
+"""Options and callbacks of the Trainer that reach into modules, or find something out by running steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.launching import launch
+from tests.training.runs import pipeline_trainer, plain_trainer, weights
+
+pytestmark = pytest.mark.multiprocess
+
+MakeTrainer = Callable[..., L.Trainer]
+
+
+class Normalised(L.LightningModule):
+    """A batch norm before the cut, and micro-batches that are alike, so that each has the batch's mean and variance."""
+
+    def __init__(self, *, synchronised: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lr, self.batch_size = 0.1, 16
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        if synchronised:
+            self.first = nn.SyncBatchNorm.convert_sync_batchnorm(self.first)
+        self.second = nn.Linear(8, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.second(self.first(x)), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def train_dataloader(self) -> DataLoader:
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).repeat(16, 1)
+        return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=self.batch_size)
+
+
+def fit(make: MakeTrainer, folder: str, module: Normalised, **options: Any) -> dict[str, Tensor]:
+    trainer = make(max_epochs=2, default_root_dir=folder, **options)
+    trainer.fit(module)
+    return weights(trainer)
+
+
+def profiled(make: MakeTrainer, folder: str) -> dict[str, Tensor]:
+    """Its steps begin and end while Gloo may have something to send."""
+    profiler = PyTorchProfiler(dirpath=folder, filename="profile", export_to_chrome=False)
+    return fit(make, folder, Normalised(), profiler=profiler)
+
+
+def synchronised(make: MakeTrainer, folder: str) -> dict[str, Tensor]:
+    return fit(make, folder, Normalised(synchronised=True))
+
+
+def asked_to_synchronise(make: MakeTrainer, folder: str) -> dict[str, Tensor]:
+    return fit(make, folder, Normalised(), sync_batchnorm=True)
+
+
+def found_learning_rate(make: MakeTrainer, folder: str) -> dict[str, Tensor]:
+    module, trainer = Normalised(), make(max_epochs=2, default_root_dir=folder)
+    Tuner(trainer).lr_find(module, num_training=10, early_stop_threshold=None)
+    trainer.fit(module)
+    return {**weights(trainer), "lr": torch.tensor(module.lr)}
+
+
+SCENARIOS = {f.__name__: f for f in (profiled, synchronised, asked_to_synchronise, found_learning_rate)}
+
+
+def on_stages(folder: str) -> dict[str, Any]:
+    def make(**options: Any) -> L.Trainer:
+        return pipeline_trainer({"second": 1}, world=2, **options)
+
+    results: dict[str, Any] = {name: scenario(make, folder) for name, scenario in SCENARIOS.items()}
+    results["profile"] = [path.name for path in Path(folder).glob("*profile*.txt")]
+    with pytest.raises(ValueError, match="tries batches until a device is full") as refused:
+        Tuner(make(max_epochs=2, default_root_dir=folder)).scale_batch_size(Normalised())
+    results["refused"] = str(refused.value)
+    return results
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch(on_stages, str(tmp_path_factory.mktemp("options")), world=2)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_it_comes_to_what_it_does_on_one_device(on_ranks: list[dict[str, Any]], name: str, tmp_path: Path) -> None:
+    found, expected = on_ranks[0][name], SCENARIOS[name](plain_trainer, str(tmp_path))
+    for key, tensor in expected.items():
+        if "running_" in key or "num_batches" in key:  # once a micro-batch
+            continue
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_the_profile_is_written(on_ranks: list[dict[str, Any]]) -> None:
+    assert on_ranks[0]["profile"], "no text file"
+
+
+def test_scaling_the_batch_is_refused_on_all_ranks(on_ranks: list[dict[str, Any]]) -> None:
+    assert all("choose batch_size" in results["refused"] for results in on_ranks)
