@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.delivery import BatchDelivery
 from lightning_pipeline.runtime.executor import Program, Span
 from lightning_pipeline.runtime.microbatch import Microbatch
@@ -148,7 +150,8 @@ class Pipeline:
         self.learning = observing = not all(structure.fixed for structure in structures)
         program = self.program(training=work.loss_of is not None, num_microbatches=len(structures))
         installed = self.interception.installed(observing=observing, splitting=program.splits)
-        with self.interception.streams.kept(), installed:
+        # What a step calls is known once it has been observed.
+        with self.interception.streams.kept(), installed, over_all_refused() if observing else nullcontext():
             delivery.begin()
             program.run(stages, self.observe)
         if self._transport is not None:

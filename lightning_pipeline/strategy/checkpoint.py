@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeline.partition.absent_state import absent_state_expected
+from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.fully_sharded import slice_like, whole
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu

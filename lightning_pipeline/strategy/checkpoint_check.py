@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipeline.partition.absent_state import absent_state_expected
+from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.strategy.checkpoint import load_module_state
 from lightning_pipeline.strategy.checkpoint_io import CheckpointError, few
 from lightning_pipeline.strategy.optimizers import OptimizerLayout

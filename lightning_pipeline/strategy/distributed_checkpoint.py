@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeline.partition.absent_state import absent_state_expected
+from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.fully_sharded import whole
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu

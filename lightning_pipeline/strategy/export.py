@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline.partition.guards import unguard
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.fully_sharded import whole
 from lightning_pipeline.runtime.transport import Transport
@@ -83,6 +84,7 @@ def _without_fsdp(module: nn.Module) -> Iterator[None]:
 def _strip(module: nn.Module) -> None:
     """Take off what belongs to a module in stages."""
     for sub in module.modules():
+        unguard(sub)
         for hooks in (sub._state_dict_pre_hooks, sub._load_state_dict_pre_hooks):
             for key, hook in list(hooks.items()):
                 if getattr(hook, "__module__", "").startswith(("lightning_pipeline.", "torch.distributed.fsdp")):

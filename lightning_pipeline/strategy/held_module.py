@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeline.partition.absent_state import guard_state_dict
+from lightning_pipeline.partition.guards import guard_forward, guard_state_dict, lift_guards
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
@@ -83,6 +83,7 @@ class HeldModule:
         for released in (self._module, *copies_of(self._module, self._module.trainer)):
             release(released, self.ownership)
         guard_state_dict(self._module)
+        guard_forward(self._module)
 
     def take_in(self, reports: list[list[Report]]) -> None:
         """A step showed who uses what; `reports` has those of each structure, by stage."""
@@ -108,6 +109,7 @@ class HeldModule:
             names = [name for name, _ in (*self._module.named_parameters(), *self._module.named_buffers())]
             found = load_weights(self._module, weights, list(filter(self.ownership.is_local, names)))
         check_set(self._module, [name for name in made if name not in found])
+        lift_guards(self._module)
 
     def to_device(self) -> None:
         """Move it there, and give every stage and replica one value of what several hold."""

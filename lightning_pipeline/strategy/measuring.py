@@ -25,6 +25,7 @@ from lightning_pipeline.partition.timing import time_step
 from lightning_pipeline.partition.trace import trace_step
 from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
+from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.strategy.batch_norms import own_statistics
 
@@ -99,7 +100,9 @@ def loss_step(
 
 def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> StepCosts:
     """Run it a few times, on the device where the whole module is."""
-    trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), measured_speed(device, dtype_of(module)))
+    speed = measured_speed(device, dtype_of(module))
+    with over_all_refused():
+        trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
     for seed in _OTHER_SEEDS:
         names = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
         trace.optional |= names.symmetric_difference(trace.names)

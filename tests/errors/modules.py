@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -112,6 +113,20 @@ class NoLoss(Plain):
 class SkipsABatch(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+
+class ReducesOverAll(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+
+class CallsItself(Plain):
+    """Outside of a step, where no rank has all of it."""
+
+    def on_train_end(self) -> None:
+        self.head(self.second(self.first(torch.ones(1, 4))))
 
 
 class Prunes(Plain):
