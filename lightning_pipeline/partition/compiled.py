@@ -29,6 +29,11 @@ def uncompiled(module: nn.Module) -> tuple[str, Any]:
     return ("forward", getattr(module, _ORIGINAL)) if _is_wrapper(module) else (_IN_PLACE, None)
 
 
+def is_original(name: str) -> bool:
+    """Whether a name is that of a module inside of a compiler's wrapper, which is called instead of it."""
+    return name.rpartition(".")[2] == _ORIGINAL
+
+
 def plain_name(name: str) -> str:
     """A module's name as it would be without compilation: the wrapper's and the wrapped module's are the same."""
     return ".".join(part for part in name.split(".") if part != _ORIGINAL)

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 from torch import nn
 
-from lightning_pipeline.partition.compiled import plain_name
+from lightning_pipeline.partition.compiled import is_original, plain_name
 
 _SLICE = re.compile(r"^(?P<container>.*?)\.?(?P<start>\d*):(?P<stop>\d*)$")
 
@@ -181,6 +181,8 @@ def count_stages(config: Mapping[str, int]) -> int | None:
 
 
 def _expand(key: str, names: Mapping[str, nn.Module]) -> list[str]:
+    if key in names and key and not is_original(key):
+        return [key]
     outer = {plain_name(name): name for name in reversed(list(names))}  # a compiled module's wrapper comes before it
     if key and plain_name(key) in outer:
         return [outer[plain_name(key)]]

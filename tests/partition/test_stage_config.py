@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_pipeline.partition.leaves import certain_stages, find_leaves
@@ -90,3 +91,19 @@ def test_what_comes_before_one_of_several_keys_of_stage_1_is_open() -> None:
     root = Net()
     stages = resolve(root, {"embed": 1, "layers.1": 1}, 2)
     assert "layers.0" not in certain_stages(find_leaves(root, stages), 2)
+
+
+def test_keys_need_not_name_the_compilers_wrappers() -> None:
+    module = nn.Module()
+    module.net = torch.compile(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
+    module.head = torch.compile(nn.Linear(2, 2))
+    for key, names in {
+        "net.1": ["net._orig_mod.1"],
+        "net._orig_mod.1": ["net._orig_mod.1"],
+        "net.1:3": ["net._orig_mod.1", "net._orig_mod.2"],
+        "head": ["head"],
+        "head._orig_mod": ["head"],
+    }.items():
+        assert list(resolve(module, {key: 1}, 2).exact) == names
+    leaves = find_leaves(module, resolve(module, {"head": 1}, 2))
+    assert [leaf.name for leaf in leaves] == ["net", "head"]
