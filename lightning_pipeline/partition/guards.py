@@ -30,15 +30,15 @@ def guard_state_dict(root: nn.Module) -> None:
             module.register_state_dict_pre_hook(_check)
 
 
-def guard_forward(root: nn.Module) -> None:
-    """Have calls of modules inside of `root`, made outside of a step, raise where their tensors are on another stage.
+def guard_forward(name: str, leaf: nn.Module) -> None:
+    """Have calls of a leaf, and of modules inside, raise where their tensors are on another stage.
 
-    Within steps these calls do not come here.
+    Within steps these calls do not come here; those of modules around leaves do.
     """
-    for name, module in root.named_modules():
+    for inner, module in leaf.named_modules(prefix=name):
         has_forward = type(module).forward is not nn.Module.forward and "forward" not in vars(module)
         if has_forward and _has_absent(module) and not isinstance(module, torch.jit.ScriptModule):
-            vars(module)["forward"] = _Guarded(module, name)
+            vars(module)["forward"] = _Guarded(module, inner)
 
 
 def unguard(module: nn.Module) -> None:

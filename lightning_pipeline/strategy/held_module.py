@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeline.partition.guards import guard_forward, guard_state_dict, lift_guards
+from lightning_pipeline.partition.guards import guard_forward, guard_state_dict, lift_guards, unguard
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.leaves import certain_stages
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
@@ -82,8 +82,11 @@ class HeldModule:
         self.ownership = self.placement.ownership()
         for released in (self._module, *copies_of(self._module, self._module.trainer)):
             release(released, self.ownership)
+        for module in self._module.modules():  # an earlier run may have cut it elsewhere
+            unguard(module)
         guard_state_dict(self._module)
-        guard_forward(self._module)
+        for leaf in self.interception.leaves:
+            guard_forward(leaf.name, leaf.module)
 
     def take_in(self, reports: list[list[Report]]) -> None:
         """A step showed who uses what; `reports` has those of each structure, by stage."""
