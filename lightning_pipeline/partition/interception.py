@@ -20,6 +20,7 @@ from lightning_pipeline.partition.compiled import entry_of, is_compiled, uncompi
 from lightning_pipeline.partition.hooks import is_split, splitting_inside
 from lightning_pipeline.partition.leaves import Leaf, find_leaves
 from lightning_pipeline.partition.outcome import Outcome
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.recompute import recomputation
 from lightning_pipeline.partition.replay import Replay
@@ -87,25 +88,24 @@ class Interception:
             observing: find out which modules draw random numbers.
             splitting: backwards run in two halves, so what a checkpoint recomputes in the first stays for the second.
         """
-        undo: list[tuple[nn.Module, str, Any]] = []
         with ExitStack() as stack:
             stack.callback(_without_absent, [(module, dict(module._buffers)) for module in self._around])
             if self._attributes is not None:
                 stack.enter_context(self._attributes.step())
             for module in self._split:
                 stack.enter_context(splitting_inside(module))
-            stack.callback(_restore, undo)
+            override = stack.enter_context(overridden())
             # Under an observer's modes the compiler gives up, and would not try again.
             for name in self._compiled if observing else self.cut_open:
-                _set(undo, self.modules[name], *uncompiled(self.modules[name]))
+                override(self.modules[name], *uncompiled(self.modules[name]))
             for name, module in self._streamed(observing):
                 wrap, entry = self.streams.observed if observing else self.streams.own, entry_of(module)
-                _set(undo, module, entry, wrap(name or "(root)", getattr(module, entry)))
+                override(module, entry, wrap(name or "(root)", getattr(module, entry)))
             for leaf in self.leaves:
                 for method in _methods(leaf.module):
                     function = getattr(leaf.module, method)
                     name = f"{leaf.name}.{method}" if method == "update" else leaf.name
-                    _set(undo, leaf.module, method, self._leaf_call(leaf, name, function))
+                    override(leaf.module, method, self._leaf_call(leaf, name, function))
             for owner in {_call_owner(leaf.module) for leaf in self.leaves} - {nn.Module}:
                 stack.enter_context(_patched(owner, "__call__", self._call_override(owner.__call__)))
             apply = torch.autograd.Function.__dict__["apply"]
@@ -206,20 +206,6 @@ def _methods(module: nn.Module) -> tuple[str, ...]:
 
 def _call_owner(module: nn.Module) -> type:
     return next(cls for cls in type(module).__mro__ if "__call__" in vars(cls))
-
-
-def _set(undo: list[tuple[nn.Module, str, Any]], module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute of the instance past `nn.Module.__setattr__`."""
-    undo.append((module, name, vars(module).get(name, _restore)))
-    vars(module)[name] = value
-
-
-def _restore(undo: list[tuple[nn.Module, str, Any]]) -> None:
-    for module, name, before in reversed(undo):
-        if before is _restore:
-            vars(module).pop(name, None)
-        else:
-            vars(module)[name] = before
 
 
 def _without_absent(buffers: list[tuple[nn.Module, dict[str, Any]]]) -> None:

@@ -12,6 +12,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.compiled import is_compiled, uncompiled
+from lightning_pipeline.partition.overrides import overridden
 
 Step = Callable[[Any], Tensor | None]
 """Runs the user's step on a micro-batch and returns the loss that backward starts from; None without a backward."""
@@ -76,30 +77,18 @@ def run_backward(loss: Tensor | None, sequence: list[int], reached: Callable[[in
 @contextmanager
 def called_through(root: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """While entered, the forward of each submodule runs as ``call(name, forward, args, kwargs)``, and none compiled."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-
-    def set_(module: nn.Module, attribute: str, value: Any) -> None:
-        home = vars(module)
-        before.append((home, attribute, home.get(attribute)))
-        home[attribute] = value
 
     def through(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: call(name, forward, args, kwargs)
 
-    for name, module in root.named_modules():
-        if is_compiled(module):
-            set_(module, *uncompiled(module))
-        has_forward = type(module).forward is not nn.Module.forward
-        if name and has_forward and not isinstance(module, torch.jit.ScriptModule):
-            set_(module, "forward", through(name, module.forward))
-    try:
+    with overridden() as override:
+        for name, module in root.named_modules():
+            if is_compiled(module):
+                override(module, *uncompiled(module))
+            has_forward = type(module).forward is not nn.Module.forward
+            if name and has_forward and not isinstance(module, torch.jit.ScriptModule):
+                override(module, "forward", through(name, module.forward))
         yield
-    finally:
-        for home, attribute, value in reversed(before):
-            if value is None:
-                home.pop(attribute, None)
-            else:
-                home[attribute] = value
 
 
 def called_names(root: nn.Module, step: Step, batch: Any) -> set[str]:

@@ -13,7 +13,7 @@ from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.runtime.link import own_clock
-from lightning_pipeline.runtime.pipeline import Pipeline, Reports
+from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
 from lightning_pipeline.schedules import build
@@ -86,10 +86,7 @@ def _beyond_the_model(transport: Transport, device: torch.device, num_events: in
     def in_stages() -> None:
         report = pipeline.run(work, list(microbatches) if transport.stage == 0 else None)
         if pipeline.is_new(report):
-            reports: Reports = {}
-            for stage in range(num_stages):
-                reports.update(transport.broadcast_object(pipeline.own_reports(report), stage, "what stages cost"))
-            pipeline.settle(report, reports)
+            pipeline.settle(report, pipeline.all_reports(report))
 
     def plainly() -> None:
         for microbatch in microbatches:

@@ -185,7 +185,17 @@ class Pipeline:
         called = self.interception.called
         return any(not called[stage] <= self._known_leaves.get(stage, set()) for stage in self.stages)
 
-    def own_reports(self, report: StepReport) -> Reports:
+    def all_reports(self, report: StepReport) -> Reports:
+        """Every stage's reports on a step that showed something new; all ranks call it after the same step."""
+        own = self._own_reports(report)
+        if self._transport is None:
+            return own
+        reports: Reports = {}
+        for rank in range(self.num_ranks):
+            reports.update(self._transport.broadcast_object(own, rank, "reports on a new structure"))
+        return reports
+
+    def _own_reports(self, report: StepReport) -> Reports:
         """This rank's reports, empty ones where there was nothing to report."""
         numbers = sorted({state.structure.number for state in report.microbatches})
         reports = {

@@ -1,4 +1,4 @@
-"""stage_config="auto": rank 0 measures the first step that comes, finds the best cut, and tells the others."""
+"""stage_config="auto": all ranks measure the first step that comes, and rank 0 finds the best cut for all."""
 
 from __future__ import annotations
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins import LayerSync
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.runtime.replicas import Replicas
 
 
@@ -37,47 +39,28 @@ def convert_batch_norms(
         )
 
 
-def share_statistics(module: nn.Module, replicas: Replicas | None) -> Callable[[], None]:
-    """Let SyncBatchNorm layers exchange with the replicas of their stage. Where there are none they are ordinary batch
-    norms; those with a process group of the user's stay as they are. Returns a function that undoes it."""
-    layers = [layer for layer in _sync_batch_norms(module) if layer.process_group is None]
-    if replicas is None:
-        return _as_ordinary(layers)
-    for layer in layers:
-        layer.process_group = replicas.group
-
-    def undo() -> None:
-        for layer in layers:
-            layer.process_group = None
-
-    return undo
+@contextmanager
+def shared_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
+    """While entered, SyncBatchNorm layers exchange with the replicas of their stage. Where there are none they are
+    ordinary batch norms; those with a process group of the user's stay as they are."""
+    with overridden() as override:
+        for layer in _layers(module, None):
+            if replicas is None:
+                override(layer, "forward", MethodType(_BatchNorm.forward, layer))
+            else:
+                override(layer, "process_group", replicas.group)
+        yield
 
 
 @contextmanager
 def own_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
-    """While entered, they wait for no replica."""
-    shared = (None, replicas.group) if replicas is not None else (None,)
-    undo = _as_ordinary([layer for layer in _sync_batch_norms(module) if layer.process_group in shared])
-    try:
+    """While entered, those that exchange with replicas, or would, are ordinary batch norms."""
+    with overridden() as override:
+        for layer in _layers(module, None, replicas.group if replicas is not None else None):
+            override(layer, "forward", MethodType(_BatchNorm.forward, layer))
         yield
-    finally:
-        undo()
 
 
-def _as_ordinary(layers: list[nn.SyncBatchNorm]) -> Callable[[], None]:
-    before = [(layer, vars(layer).get("forward")) for layer in layers]
-    for layer in layers:
-        vars(layer)["forward"] = MethodType(_BatchNorm.forward, layer)
-
-    def undo() -> None:
-        for layer, forward in before:
-            if forward is None:
-                vars(layer).pop("forward", None)
-            else:
-                vars(layer)["forward"] = forward
-
-    return undo
-
-
-def _sync_batch_norms(module: nn.Module) -> list[nn.SyncBatchNorm]:
-    return [layer for layer in module.modules() if isinstance(layer, nn.SyncBatchNorm)]
+def _layers(module: nn.Module, *groups: Any) -> list[nn.SyncBatchNorm]:
+    """Those with one of these process groups."""
+    return [sub for sub in module.modules() if isinstance(sub, nn.SyncBatchNorm) and sub.process_group in groups]

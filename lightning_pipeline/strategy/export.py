@@ -87,5 +87,5 @@ def _strip(module: nn.Module) -> None:
         unguard(sub)
         for hooks in (sub._state_dict_pre_hooks, sub._load_state_dict_pre_hooks):
             for key, hook in list(hooks.items()):
-                if getattr(hook, "__module__", "").startswith(("lightning_pipeline.", "torch.distributed.fsdp")):
+                if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
                     del hooks[key]

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.batch_norms import share_statistics
+from lightning_pipeline.strategy.batch_norms import shared_statistics
 from lightning_pipeline.strategy.lightning_private import (
     call_before_update,
     compare_parameters_by_identity,
@@ -56,7 +56,7 @@ def install(
             installed.callback(_clip_by(plugin, optimizers))
             installed.callback(call_before_update(plugin, optimizers.before_update))
         if topology.world_size > 1:
-            installed.callback(share_statistics(module, replicas))
+            installed.enter_context(shared_statistics(module, replicas))
             installed.callback(signals.install(module.trainer, has_replicas=replicas is not None))
             scaler = getattr(plugin, "scaler", None)
             if scaler is not None:

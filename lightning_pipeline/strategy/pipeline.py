@@ -225,7 +225,6 @@ class PipelineStrategy(CheckpointingStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         refusals.check_module(module, trainer)
-        refusals.check_callbacks(trainer)
         refusals.check_precision(self.precision_plugin)
         leave_modules_unnamed(trainer)
         self.precision_plugin.convert_module(module)

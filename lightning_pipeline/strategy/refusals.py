@@ -39,9 +39,10 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
                 f"{type(module).__name__}.{step} takes a dataloader_iter, and only the first stage has one; "
                 f"let it take (batch, batch_idx)"
             )
+    _check_callbacks(trainer)
 
 
-def check_callbacks(trainer: Trainer) -> None:
+def _check_callbacks(trainer: Trainer) -> None:
     """Raise for callbacks that need the whole model on a rank, or find out what one rank alone would see.
 
     Raises:

@@ -19,7 +19,7 @@ from lightning_pipeline.partition.engine import backward_from_loss
 from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.runtime.microbatch import Microbatch
-from lightning_pipeline.runtime.pipeline import Pipeline, Reports, StepReport
+from lightning_pipeline.runtime.pipeline import Pipeline, StepReport
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.transport import Transport
@@ -225,15 +225,9 @@ class Steps:
         return extras
 
     def _settle(self, kind: Hashable, report: StepReport) -> None:
-        reports: Reports = {}
-        own = self._pipeline.own_reports(report)
-        if self._transport is None:
-            reports = own
-        else:
-            for rank in range(self._pipeline.num_ranks):
-                reports.update(self._transport.broadcast_object(own, rank, "reports on a new structure"))
+        reports = self._pipeline.all_reports(report)
         self._pipeline.settle(report, reports)
-        numbers = next(iter(own.values()))
+        numbers = next(iter(reports.values()))
         self._on_new(kind, [[reports[stage][number] for stage in sorted(reports)] for number in numbers])
 
     def _spread(self, output: Any) -> Any:

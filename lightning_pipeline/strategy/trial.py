@@ -53,7 +53,7 @@ def fault_of_cut(module: LightningModule, plan: StagePlan, step: Step, microbatc
                 report = pipeline.run(work, [tree.replace(microbatch, Tensor.clone)])
             if not pipeline.is_new(report):
                 continue
-            reports = pipeline.own_reports(report)
+            reports = pipeline.all_reports(report)
             pipeline.settle(report, reports)
             ordered = [next(iter(reports[stage].values())) for stage in range(num_stages)]
             empty = [str(stage) for stage, found in enumerate(ordered) if not found.leaves]

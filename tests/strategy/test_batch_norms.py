@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import TorchSyncBatchNorm
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_pipeline.strategy.batch_norms import convert_batch_norms, own_statistics, share_statistics
+from lightning_pipeline.strategy.batch_norms import convert_batch_norms, own_statistics, shared_statistics
 
 REPLICAS: Any = SimpleNamespace(group=object())
 DEVICE = torch.device("cuda")
@@ -22,29 +22,27 @@ def layers() -> nn.Sequential:
 
 
 def ordinary(layer: nn.Module) -> bool:
-    return getattr(layer.forward, "__func__", None) is _BatchNorm.forward
+    return "forward" in vars(layer) and layer.forward.__func__ is _BatchNorm.forward
 
 
 def test_they_exchange_with_the_replicas_of_their_stage() -> None:
     module = layers()
-    undo = share_statistics(module, REPLICAS)
-    assert [layer.process_group for layer in (module[1], module[2])] == [REPLICAS.group, "the user's"]
-    assert not any(map(ordinary, module[1:]))
-    with own_statistics(module, REPLICAS):  # while a cut is measured
-        assert [ordinary(layer) for layer in (module[1], module[2])] == [True, False]
-    assert not any(map(ordinary, module[1:]))
-    undo()
+    with shared_statistics(module, REPLICAS):
+        assert [layer.process_group for layer in (module[1], module[2])] == [REPLICAS.group, "the user's"]
+        assert not any(map(ordinary, module))
+        with own_statistics(module, REPLICAS):  # while a cut is measured
+            assert [ordinary(layer) for layer in (module[1], module[2])] == [True, False]
+        assert not any(map(ordinary, module))
     assert module[1].process_group is None
 
 
 def test_without_replicas_they_are_ordinary() -> None:
     module = layers()
-    undo = share_statistics(module, None)
-    assert [ordinary(layer) for layer in (module[1], module[2])] == [True, False]
-    with own_statistics(module, None):
+    with shared_statistics(module, None):
+        assert [ordinary(layer) for layer in (module[1], module[2])] == [True, False]
+        with own_statistics(module, None):
+            assert ordinary(module[1])
         assert ordinary(module[1])
-    assert ordinary(module[1])
-    undo()
     assert not ordinary(module[1])
 
 

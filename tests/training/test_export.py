@@ -69,6 +69,7 @@ def run(world: int, folder: Path) -> dict[str, Any]:
                 found[name] = {"output": gathered.eval()(ids), "buffers": dict(gathered.named_buffers())}
             assert gathered.net.head.weight is gathered.net.tokens.weight
             assert gathered.device.type == "cpu" and not gathered.training
+            assert not any("forward" in vars(sub) or sub._state_dict_pre_hooks for sub in gathered.modules())
             exported = torch.export.export(gathered.net, (ids,)).module()
             torch.testing.assert_close(exported(ids), found[name]["output"])
     module = LitHuggingFace()

@@ -1,0 +1,31 @@
+"""Attributes that instances of modules have for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+Override = Callable[[nn.Module, str, Any], None]
+_NONE = object()
+
+
+@contextmanager
+def overridden() -> Iterator[Override]:
+    """Gives a function that sets an attribute of a module past `nn.Module.__setattr__`, until this is left."""
+    before: list[tuple[nn.Module, str, Any]] = []
+
+    def override(module: nn.Module, name: str, value: Any) -> None:
+        before.append((module, name, vars(module).get(name, _NONE)))
+        vars(module)[name] = value
+
+    try:
+        yield override
+    finally:
+        for module, name, value in reversed(before):
+            if value is _NONE:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
