@@ -45,7 +45,6 @@ def fit(module: str, args: tuple[Any, ...], world: int, strategy: dict[str, Any]
         ("NoLoss", {}, ["ValueError", "training_step returned None"]),
         ("SkipsABatch", {}, ["DivergenceError", "before 'first'", "a loss of zero times the output"]),
         ("ReducesOverAll", {}, ["torch.distributed.all_reduce over all ranks", "self.all_gather", "modules.py"]),
-        ("ReducesOverAll", {"stage_config": "auto", "num_stages": 2}, ["torch.distributed.all_reduce over all ranks"]),
         ("CallsItself", {}, ["is on another stage", "outside of a step", "gather_module()"]),
         ("Prunes", {}, ["ValueError", "ModelPruning masks parameters", "torch.nn.utils.prune"]),
         ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
@@ -58,6 +57,12 @@ def test_a_mistake_is_named_on_every_rank(module: str, strategy: dict[str, Any],
     for end in errors_of(module, **strategy):
         for word in words:
             assert word in end.error, f"{word!r} is not in {end.error}"
+
+
+def test_a_collective_over_all_ranks_is_found_while_a_cut_is_measured() -> None:
+    first, second = errors_of("ReducesOverAll", stage_config="auto", num_stages=2)
+    assert first.error.startswith("RuntimeError: torch.distributed.all_reduce over all ranks")
+    assert "the first rank failed: RuntimeError: torch.distributed.all_reduce over all ranks" in second.error
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,18 @@ def fit(make: MakeTrainer, folder: str, module: Normalised, **options: Any) -> d
     return weights(trainer)
 
 
+class HasSent(L.Callback):
+    """Of what a profile notes of a send, its end would be written to when the profile is gone."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        transport = getattr(trainer.strategy, "_transport", None)
+        if transport is not None and torch.autograd._profiler_enabled():
+            assert not any(end.underway for end in transport._control.values())
+
+
 def profiled(make: MakeTrainer, folder: str) -> dict[str, Tensor]:
-    """Its steps begin and end while Gloo may have something to send."""
     profiler = PyTorchProfiler(dirpath=folder, filename="profile", export_to_chrome=False)
-    return fit(make, folder, Normalised(), profiler=profiler)
+    return fit(make, folder, Normalised(), profiler=profiler, callbacks=[HasSent()])
 
 
 def synchronised(make: MakeTrainer, folder: str) -> dict[str, Tensor]:
