@@ -72,6 +72,7 @@ class StageRunner:
         self.is_stepping = False
         """Whether a step is running, and not what goes on around it."""
         self._module = module
+        self._transport = transport
         self._has_tensor_group = tensor_group is not None
         self._is_alone = topology.world_size == 1
         self._on_released = on_released
@@ -174,6 +175,7 @@ class StageRunner:
         finally:
             self.is_stepping = False
         self._gradients.finish()
+        self._end_what_is_profiled()
         return result
 
     def evaluate(
@@ -182,9 +184,11 @@ class StageRunner:
         """The validation, test or predict step of this name."""
         self.is_stepping = True
         try:
-            return self._steps.evaluate(name, getattr(self._module, name), arguments, context=context)
+            result = self._steps.evaluate(name, getattr(self._module, name), arguments, context=context)
         finally:
             self.is_stepping = False
+        self._end_what_is_profiled()
+        return result
 
     def publish_gradients(self) -> dict[nn.Parameter, nn.Parameter]:
         """Let the gradients of the steps appear in `.grad`.
@@ -206,6 +210,11 @@ class StageRunner:
         """After the loop."""
         if self._sharded is not None:
             self._sharded.release()
+
+    def _end_what_is_profiled(self) -> None:
+        """Gloo's sends write the end of what a profile notes of them, which may be gone after the step."""
+        if self._transport is not None and torch.autograd._profiler_enabled():
+            self._transport.flush()
 
     def _after_backward(self, stage: int, microbatch: Microbatch) -> None:
         is_last = microbatch.index == microbatch.num_microbatches - 1

@@ -208,8 +208,6 @@ class Steps:
         new = self._pipeline.is_new(report)
         extra = [float(new), float(loss), float(has_outputs), self._signals.noted]
         items, extras = self._logged.exchange(self._transport, extra=extra, device=self._module.device)
-        if self._transport is not None and torch.autograd._profiler_enabled():
-            self._transport.flush()  # Gloo's sends end what the profiler notes of them, which must not be gone by then
         is_new = any(stage_extra[_NEW] for stage_extra in extras)
         signals = merge(stage_extra[_SIGNALS] for stage_extra in extras)
         all_ranks = self._replicas is None
