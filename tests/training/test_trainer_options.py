@@ -56,10 +56,20 @@ def fit(make: MakeTrainer, folder: str, module: Normalised, **options: Any) -> d
 class HasSent(L.Callback):
     """Of what a profile notes of a send, its end would be written to when the profile is gone."""
 
+    is_profiled = False
+    num_profiled = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.is_profiled = torch.autograd._profiler_enabled()
+
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
         transport = getattr(trainer.strategy, "_transport", None)
-        if transport is not None and torch.autograd._profiler_enabled():
+        if transport is not None and self.is_profiled:
+            self.num_profiled += 1
             assert not any(end.underway for end in transport._control.values())
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert self.num_profiled or not hasattr(trainer.strategy, "_transport"), "no step was profiled"
 
 
 def profiled(make: MakeTrainer, folder: str) -> dict[str, Tensor]:
