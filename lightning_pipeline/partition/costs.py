@@ -31,6 +31,16 @@ class StepCosts:
     is_measured: bool
 
     @property
+    def both_ways(self) -> list[float]:
+        """Seconds of forward, then those of backward, by position."""
+        return [*self.forward, *self.backward]
+
+    def with_times(self, both_ways: Sequence[float]) -> StepCosts:
+        """The same with these instead."""
+        half = len(self.forward)
+        return replace(self, forward=list(both_ways[:half]), backward=list(both_ways[half:]))
+
+    @property
     def times(self) -> list[float]:
         """Seconds of forward and backward, by position."""
         return [f + b for f, b in zip(self.forward, self.backward, strict=True)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.trace import Call
-from lightning_pipeline.schedules.balance import Machine, Plan, Segment, state_of
+from lightning_pipeline.schedules.balance import Machine, Plan, Segment, evaluate, state_of
 from lightning_pipeline.schedules.schedule import Schedule
 from lightning_pipeline.schedules.search import best_plan
 from lightning_pipeline.schedules.simulation import Simulation
@@ -192,11 +192,18 @@ def described(plan: Plan, segments: Sequence[Segment], *, is_measured: bool) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """The best plan for candidates of one fineness."""
+    """The best plan for candidates of one fineness.
+
+    Attributes:
+        seconds_apart: of a step if each rank had a core of its own.
+        share: of a core that each rank has.
+    """
 
     plan: Plan
     segments: list[Segment]
     fineness: float
+    seconds_apart: float
+    share: float
 
 
 def _preferred(made: Sequence[_Made]) -> _Made:
@@ -206,6 +213,9 @@ def _preferred(made: Sequence[_Made]) -> _Made:
         worth = WORTH * (other.fineness > best.fineness)
         if (other.plan.excess, other.plan.seconds) < (best.plan.excess, best.plan.seconds * (1 - worth)):
             best = other
+        elif other.plan.excess == best.plan.excess and other.plan.seconds < best.plan.seconds * (1 + WORTH):
+            # Alike on shared cores (`best_plan`), where a rank has as little of a gain as it has of a core.
+            best = other if other.seconds_apart < best.seconds_apart * (1 - worth / best.share) else best
     return best
 
 
@@ -222,8 +232,10 @@ def _best_cuts(
             break
         if len(calls) >= schedule.num_stages and calls != tried:
             segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
-            plan = best_plan(segments, schedule, machine, effort=effort / len(FINENESS), gap=NEGLIGIBLE)
-            made.append(_Made(plan, segments, fineness))
+            plan = best_plan(segments, schedule, machine, effort=effort / len(FINENESS), gap=NEGLIGIBLE, alike=WORTH)
+            apart = evaluate(segments, schedule, plan.cuts, replace(machine, cores=None))
+            share = min(1.0, (machine.cores or schedule.num_ranks) / schedule.num_ranks)
+            made.append(_Made(plan, segments, fineness, apart.seconds, share))
         tried = calls
     if not made:
         names = ", ".join(repr(call.name) for call in tried) or "none"

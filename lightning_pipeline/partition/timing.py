@@ -84,7 +84,7 @@ def time_step(
     if len(runs) > 2:
         runs = runs[1:]  # the first one warms up
     runs.sort(key=lambda run: sum(run[0]) + sum(run[1]))
-    usual = runs[len(runs) // 4 : len(runs) - len(runs) // 4]
+    usual = runs[len(runs) // 8 : len(runs) - len(runs) // 8]
     alike = _alike(root, trace)
     means = [[fmean(times) for times in zip(*(run[way] for run in usual), strict=True)] for way in (0, 1)]
     return _shared(means[0], alike), _shared(means[1], alike)

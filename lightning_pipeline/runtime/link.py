@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -15,7 +16,9 @@ from lightning_pipeline.runtime.transport import Transport
 
 _SIZES = (16, 1 << 20)
 """Numbers of four bytes: one message says the latency, the other what a byte adds."""
-_TIMES = 4
+_TIMES = (32, 8)
+"""Messages of each size. Their mean counts: some take ten times as long as the fastest, until a thread wakes, and the
+stages of a run wait for these as well."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,13 @@ class Link:
         latency: seconds of any transfer.
         bytes_per_second: of what is sent.
         message: seconds that a rank spends on a value that it sends or receives.
+        byte: seconds that it spends on each byte of it.
     """
 
     latency: float
     bytes_per_second: float
     message: float
+    byte: float
 
 
 def measure_link(transport: Transport | None, device: torch.device) -> Link | None:
@@ -43,32 +48,37 @@ def measure_link(transport: Transport | None, device: torch.device) -> Link | No
         return None
     is_cpu = device.type == "cpu"
     clock = own_clock(device)
-    seconds = []
-    messages = []
-    for size in _SIZES:
+    passed, spent = [], []
+    for size, number in zip(_SIZES, _TIMES, strict=True):
         value = torch.zeros(size, device=device)
         meta = TensorMeta.of(value)
-        times = []
-        for _ in range(_TIMES):
+        times: list[float] = []
+        own_times: list[float] = []
+        for _ in range(number):
             began, own = time.perf_counter(), clock()
             if transport.stage == 0:
                 transport.send(value, 1, Channel.FORWARD)
                 arriving = transport.recv(meta, 1, Channel.BACKWARD)
                 if not is_cpu:  # which the wait would keep busy
-                    messages.append(clock() - own)
+                    own_times.append(clock() - own)
                 _wait(arriving)
             else:
                 transport.send(_wait(transport.recv(meta, 0, Channel.FORWARD)), 0, Channel.BACKWARD)
             times.append((time.perf_counter() - began) / 2)
             if is_cpu:
-                messages.append(clock() - own)
-        seconds.append(min(times[1:]))  # the first one connects
+                own_times.append(clock() - own)
+        spent.append(fmean(own_times[1:]) / 2)  # the first one connects
+        passed.append(fmean(times[1:]))
     transport.flush()
     if transport.stage:
         return None
-    small, large = seconds
     num_bytes = 4 * (_SIZES[1] - _SIZES[0])
-    return Link(small, num_bytes / max(large - small, 1e-9), min(messages[1:]) / 2)
+    return Link(
+        latency=passed[0],
+        bytes_per_second=num_bytes / max(passed[1] - passed[0], 1e-9),
+        message=spent[0],
+        byte=max(0.0, spent[1] - spent[0]) / num_bytes,
+    )
 
 
 def own_clock(device: torch.device) -> Callable[[], float]:

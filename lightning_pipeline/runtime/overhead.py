@@ -92,10 +92,10 @@ def _beyond_the_model(transport: Transport, device: torch.device, num_events: in
         for microbatch in microbatches:
             step(microbatch).backward()
 
-    return _usual(in_stages, device) - _usual(plainly, device) / num_stages
+    return _mean(in_stages, device) - _mean(plainly, device) / num_stages
 
 
-def _usual(run: Callable[[], None], device: torch.device) -> float:
+def _mean(run: Callable[[], None], device: torch.device) -> float:
     clock = own_clock(device)
     run()  # finds out what there is to know
     times = []
@@ -103,4 +103,4 @@ def _usual(run: Callable[[], None], device: torch.device) -> float:
         began = clock()
         run()
         times.append(clock() - began)
-    return statistics.median(times)
+    return statistics.fmean(times)

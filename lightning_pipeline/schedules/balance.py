@@ -64,6 +64,7 @@ class Machine:
         overhead: seconds that any forward or backward of a stage takes beside its segments.
         event: seconds of one replayed event of a segment.
         message: seconds that a rank spends on any value that it sends or receives.
+        byte: seconds that it spends on each byte of them.
         replicas: pipelines that sum their gradients at the end of the step.
         cores: how many of the ranks can work at once; None is all of them (`simulate`).
         receives_ahead: micro-batches for whose values, and gradients, a rank makes room before they are needed.
@@ -77,6 +78,7 @@ class Machine:
     overhead: float = 0.0
     event: float = 0.0
     message: float = 0.0
+    byte: float = 0.0
     replicas: int = 1
     cores: float | None = None
     receives_ahead: int = 0
@@ -177,9 +179,10 @@ class Evaluator:
         backward = [self.work(self.backward, stage, a, b) for stage, (a, b) in stages]
         transfer = [self.transfer(cut) for cut in cuts]
         for stage, (a, b) in stages:
-            crossing = [self.segments[cut].messages for cut in (a, b) if 0 < cut < len(self.segments)]
-            forward[stage] += self.machine.message * sum(crossing)
-            backward[stage] += self.machine.message * sum(crossing)
+            for crossing in (self.segments[cut] for cut in (a, b) if 0 < cut < len(self.segments)):
+                values = self.machine.message * crossing.messages
+                forward[stage] += values + self.machine.byte * crossing.received
+                backward[stage] += values + self.machine.byte * crossing.returned
         if self.machine.event:
             replayed = 0
             cut_inside = {"", *(name for cut in cuts for name in self.segments[cut].inside)}

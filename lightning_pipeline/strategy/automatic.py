@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.dataloading import sample_batch
-from lightning_pipeline.strategy.joint_measurement import described, relative_speeds, restored, shared_cores
+from lightning_pipeline.strategy.joint_measurement import described, of_all_ranks, restored, shared_cores
 from lightning_pipeline.strategy.lightning_private import training_loader
 from lightning_pipeline.strategy.measuring import SeededStep, estimate_training_step, loss_step, measure_step, unnoticed
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
@@ -120,15 +121,16 @@ class AutomaticCut:
                 measured = {count: self._costs(step, micro, has_backward) for count, micro in microbatches.items()}
             except Exception as error:  # the first rank's is told by all, below
                 failure = error
-            costs = measured[max(measured)] if measured else None
-            seconds = sum(costs.times) if costs is not None and costs.is_measured else float("nan")
-            speeds = relative_speeds(seconds, transport)
+            is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
+            times = [t for costs in measured.values() for t in costs.both_ways] if is_measured else []
+            times, speeds = of_all_ranks(times, transport, share_cores=self._machine.cores is not None)
 
             def plan() -> StagePlan:
                 if failure is not None:
                     raise failure
                 self._machine = replace(self._machine, speeds=speeds)
-                return self._plan(measured, step, microbatches, optimizers, self._counts(batch))
+                found = _with_times(measured, times) if is_measured else measured
+                return self._plan(found, step, microbatches, optimizers, self._counts(batch))
 
             found = with_everybody(plan, broadcast, decides=is_first)
         self.is_cut = True
@@ -233,6 +235,12 @@ class AutomaticCut:
             except ScheduleError:
                 continue
         return found
+
+
+def _with_times(measured: Mapping[int, StepCosts], times: Sequence[float]) -> dict[int, StepCosts]:
+    """The same costs with other times, those of all of them one after another."""
+    left = iter(times)
+    return {count: costs.with_times([*islice(left, len(costs.both_ways))]) for count, costs in measured.items()}
 
 
 def _share(count: int, counts: Sequence[int]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,16 +37,32 @@ def restored(microbatches: Described, device: torch.device) -> dict[int, Any]:
     return found
 
 
-def relative_speeds(seconds: float, transport: Transport | None) -> tuple[float, ...]:
-    """How fast each rank of this pipeline is beside the first, from the seconds that each took for the same work.
+def of_all_ranks(
+    times: Sequence[float], transport: Transport | None, *, share_cores: bool
+) -> tuple[list[float], tuple[float, ...]]:
+    """What the parts of the same work take on the ranks of this pipeline, which must all call it.
 
-    Empty if they are alike. A rank that could not measure, with ``nan``, is as fast as the first.
+    Ranks that share cores change places, so that none is faster than another for long, and times differ by which of
+    them had more of a core, or one with a busy neighbour.
+
+    Args:
+        times: this rank's seconds for each part; empty if it could not measure.
+
+    Returns:
+        The mean over ranks that are alike, else this rank's, and how fast each rank is beside the first: empty if they
+        are alike. A rank that could not measure is as fast as the first.
     """
     if transport is None:
-        return ()
-    taken = transport.all_gather_vector(torch.tensor([seconds], dtype=torch.float64), "how long a step takes")
-    speeds = (taken[0, 0] / taken[:, 0]).nan_to_num(1.0, 1.0, 1.0).tolist()
-    return tuple(speeds) if max(speeds) > _ALIKE * min(speeds) else ()
+        return list(times), ()
+    own = torch.tensor([len(times), sum(times) if times else float("nan")], dtype=torch.float64)
+    lengths, totals = transport.all_gather_vector(own, "how long a step takes").T
+    speeds = (totals[0] / totals).nan_to_num(1.0, 1.0, 1.0).tolist()
+    if not share_cores and max(speeds) > _ALIKE * min(speeds):
+        return list(times), tuple(speeds)
+    if not lengths[0] or (lengths != lengths[0]).any():
+        return list(times), ()
+    everybody = transport.all_gather_vector(torch.tensor(times, dtype=torch.float64), "how long its parts take")
+    return everybody.mean(0).tolist(), ()
 
 
 def shared_cores(device: torch.device, num_ranks: int, ranks_on_node: int) -> float | None:

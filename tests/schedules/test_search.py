@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,7 @@ def test_no_cut_is_faster(name: str, num_ranks: int, num_microbatches: int, num_
         bytes_per_second=generator.choice((10.0, 1e9)),
         latency=generator.choice((0.0, 0.5)),
         message=generator.choice((0.0, 0.1)),
+        byte=generator.choice((0.0, 0.01)),
         overhead=generator.choice((0.0, 0.3)),
         event=generator.choice((0.0, 0.2)),
         replicas=1 + seed % 3,
@@ -80,6 +82,24 @@ def test_no_cut_is_faster(name: str, num_ranks: int, num_microbatches: int, num_
         assert bounded.seconds == pytest.approx(min(fitting), rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_of_cuts_that_shared_cores_make_alike_the_one_is_taken_that_is_best_without_sharing(seed: int) -> None:
+    generator = random.Random(seed)
+    segments = random_segments(generator, 9)
+    schedule = build("1f1b", 4, 8)
+    machine = Machine(bytes_per_second=10.0, message=0.1, overhead=0.3, event=0.1, cores=2.0)
+    shared = try_all(segments, schedule, machine)
+    apart = try_all(segments, schedule, replace(machine, cores=None))
+    least = min(plan.seconds for plan in shared)
+    assert best_plan(segments, schedule, machine).seconds == pytest.approx(least, rel=1e-9)
+    for alike in (0.02, 0.1):
+        found = best_plan(segments, schedule, machine, alike=alike)
+        near = [one for one, own in zip(apart, shared, strict=True) if own.seconds <= least * (1 + alike)]
+        assert found.is_best
+        assert found.cuts == min(near, key=lambda plan: plan.seconds).cuts
+        assert found.seconds == evaluate(segments, schedule, found.cuts, machine).seconds  # as it will take
+
+
 def test_a_plan_says_what_the_schedule_does_with_it() -> None:
     segments = [Segment(str(i), forward=f, backward=2 * f, received=10.0, kept=4.0) for i, f in enumerate((1, 2, 3, 4))]
     schedule = build("1f1b", 2, 4)
@@ -87,6 +107,15 @@ def test_a_plan_says_what_the_schedule_does_with_it() -> None:
     by_hand = simulate(schedule, [6.0, 4.0], [6.0, 4.0], [6.0, 4.0], 0.75)
     assert plan.seconds == by_hand.makespan
     assert plan.memory == [2 * (3 * 4.0 + 10.0), 1 * (4.0 + 10.0)]
+
+
+def test_a_rank_spends_time_on_what_it_sends_and_receives() -> None:
+    segments = [Segment(str(i), 1.0, 1.0, received=8.0, returned=2.0, messages=3) for i in range(3)]
+    spans = evaluate(segments, build("gpipe", 3, 3), (1, 2), Machine(message=0.25, byte=0.5)).simulation.spans
+    forward, backward = 3 * 0.25 + 8 * 0.5, 3 * 0.25 + 2 * 0.5  # at each end of a stage
+    took = [[span.end - span.start for span in (order[0], order[-1])] for order in spans]
+    assert took[0] == [1 + forward, 1 + backward]
+    assert took[1] == [1 + 2 * forward, 1 + 2 * backward]
 
 
 def test_a_shared_parameter_is_held_once_by_each_rank() -> None:

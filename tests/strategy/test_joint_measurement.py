@@ -10,31 +10,39 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.joint_measurement import described, relative_speeds, restored, shared_cores
+from lightning_pipeline.strategy.joint_measurement import described, of_all_ranks, restored, shared_cores
 
 CPU = torch.device("cpu")
 
 
 class Ranks:
-    """A transport whose ranks have taken so many seconds."""
+    """A transport whose other ranks have taken these times."""
 
-    def __init__(self, *seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, *others: list[float]) -> None:
+        self.others = others
 
     def all_gather_vector(self, values: Tensor, what: str) -> Tensor:
-        return torch.tensor([[s] for s in (float(values), *self.seconds)], dtype=torch.float64)
+        rows: list[list[float]] = list(self.others)
+        if what == "how long a step takes":
+            rows = [[len(own), sum(own) if own else float("nan")] for own in self.others]
+        return torch.tensor([values.tolist(), *rows], dtype=torch.float64)
 
 
-def speeds(first: float, *others: float) -> tuple[float, ...]:
-    return relative_speeds(first, cast(Transport, Ranks(*others)))
+def together(*times: list[float], share_cores: bool = False) -> tuple[list[float], tuple[float, ...]]:
+    return of_all_ranks(times[0], cast(Transport, Ranks(*times[1:])), share_cores=share_cores)
 
 
-def test_speeds_are_those_beside_the_first_rank() -> None:
-    assert speeds(2.0, 1.0, 4.0) == (1.0, 2.0, 0.5)
-    assert speeds(2.0, 1.9, 2.1) == ()  # no more than a measurement's noise
-    assert speeds(2.0, float("nan"), 1.0) == (1.0, 1.0, 2.0)  # one that could not measure
-    assert speeds(float("nan"), 1.0) == ()
-    assert relative_speeds(1.0, None) == ()
+def test_times_are_means_over_ranks_that_are_alike() -> None:
+    assert together([1.0, 3.0], [1.2, 2.8]) == ([1.1, 2.9], ())  # they differ by no more than a measurement's noise
+    assert together([1.0, 3.0], [0.5, 1.5], [2.0, 6.0]) == ([1.0, 3.0], (1.0, 2.0, 0.5))
+    assert together([1.0, 3.0], [3.0, 5.0], share_cores=True) == ([2.0, 4.0], ())  # none is faster for long
+
+
+def test_a_rank_that_could_not_measure_is_as_fast_as_the_first() -> None:
+    assert together([2.0], [], [1.0]) == ([2.0], (1.0, 1.0, 2.0))
+    assert together([2.0], [], [2.0]) == ([2.0], ())
+    assert together([], [1.0]) == ([], ())
+    assert of_all_ranks([1.0], None, share_cores=True) == ([1.0], ())
 
 
 def test_microbatches_arrive_as_they_are_and_can_be_written_into() -> None:
