@@ -24,6 +24,9 @@ MOST = 20
 WORTH = 0.05
 """The share of a step's time that smaller candidates have to save: about what measurements differ by."""
 
+ALIKE = 0.02
+"""Where ranks share cores, the share of a step's time by which plans may differ and be as good as one another."""
+
 NEGLIGIBLE = 0.005
 """The share of a step's time for whose sake the search does not go on."""
 
@@ -213,7 +216,7 @@ def _preferred(made: Sequence[_Made]) -> _Made:
         worth = WORTH * (other.fineness > best.fineness)
         if (other.plan.excess, other.plan.seconds) < (best.plan.excess, best.plan.seconds * (1 - worth)):
             best = other
-        elif other.plan.excess == best.plan.excess and other.plan.seconds < best.plan.seconds * (1 + WORTH):
+        elif other.plan.excess == best.plan.excess and other.plan.seconds < best.plan.seconds * (1 + ALIKE):
             # Alike on shared cores (`best_plan`), where a rank has as little of a gain as it has of a core.
             best = other if other.seconds_apart < best.seconds_apart * (1 - worth / best.share) else best
     return best
@@ -232,7 +235,7 @@ def _best_cuts(
             break
         if len(calls) >= schedule.num_stages and calls != tried:
             segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
-            plan = best_plan(segments, schedule, machine, effort=effort / len(FINENESS), gap=NEGLIGIBLE, alike=WORTH)
+            plan = best_plan(segments, schedule, machine, effort=effort / len(FINENESS), gap=NEGLIGIBLE, alike=ALIKE)
             apart = evaluate(segments, schedule, plan.cuts, replace(machine, cores=None))
             share = min(1.0, (machine.cores or schedule.num_ranks) / schedule.num_ranks)
             made.append(_Made(plan, segments, fineness, apart.seconds, share))

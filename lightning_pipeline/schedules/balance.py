@@ -67,6 +67,7 @@ class Machine:
         byte: seconds that it spends on each byte of them.
         replicas: pipelines that sum their gradients at the end of the step.
         cores: how many of the ranks can work at once; None is all of them (`simulate`).
+        turns: how many times as long the segments take while more ranks than cores are at work (`simulate`).
         receives_ahead: micro-batches for whose values, and gradients, a rank makes room before they are needed.
         sends_underway: values, and gradients, that a rank may have sent and cannot let go of yet.
     """
@@ -81,6 +82,7 @@ class Machine:
     byte: float = 0.0
     replicas: int = 1
     cores: float | None = None
+    turns: float = 1.0
     receives_ahead: int = 0
     sends_underway: int = 0
 
@@ -191,7 +193,7 @@ class Evaluator:
                 forward[stage] += self.machine.event * replayed
         # What a split backward's halves take is not known: half each.
         halves = [seconds / 2 for seconds in backward]
-        simulation = simulate(self.schedule, forward, halves, halves, transfer, self.machine.cores)
+        simulation = simulate(self.schedule, forward, halves, halves, transfer, self.machine.cores, self.machine.turns)
         memory = peak_bytes(self.schedule, *self._activations(bounds))
         seconds = simulation.makespan
         for rank in range(self.schedule.num_ranks):

@@ -46,6 +46,7 @@ def simulate(
     weight_grad: Cost = 1.0,
     transfer: Cost = 0.0,
     cores: float | None = None,
+    turns: float = 1.0,
 ) -> Simulation:
     """Run the schedule on paper: each rank starts its next action as soon as it is free and the inputs are there.
 
@@ -58,6 +59,8 @@ def simulate(
             the boundary after it.
         cores: how many ranks can work at once at full speed; more of them share, each as slow as the others. None is
             one for each rank.
+        turns: how many times as long work takes while more ranks than cores are at it: what one leaves in a core's
+            cache is gone when it has its next turn.
 
     Raises:
         ScheduleError: if the schedule deadlocks, or a list of costs has not one number for each virtual stage.
@@ -71,7 +74,7 @@ def simulate(
     between = transfer if isinstance(transfer, Sequence) else [transfer] * (schedule.num_stages - 1)
     arrivals = _Arrivals(schedule, _per_stage("transfer", [*between, 0.0], schedule.num_stages))
     if cores is not None and cores < schedule.num_ranks:
-        spans = _spans_on_cores(arrivals, costs, cores)
+        spans = _spans_on_cores(arrivals, costs, cores, turns)
     else:
         spans = _spans(arrivals, costs)
     stuck = {rank: len(done) for rank, done in enumerate(spans) if len(done) < len(schedule.orders[rank])}
@@ -131,7 +134,9 @@ def _spans(arrivals: _Arrivals, costs: dict[Kind, list[float]]) -> list[list[Spa
     return spans
 
 
-def _spans_on_cores(arrivals: _Arrivals, costs: dict[Kind, list[float]], cores: float) -> list[list[Span]]:
+def _spans_on_cores(
+    arrivals: _Arrivals, costs: dict[Kind, list[float]], cores: float, turns: float
+) -> list[list[Span]]:
     """All ranks move on together, from one moment in which something begins or ends to the next."""
     spans: list[list[Span]] = [[] for _ in arrivals.schedule.orders]
     running: dict[int, tuple[Action, float]] = {}  # by rank, what it does and since when
@@ -154,7 +159,7 @@ def _spans_on_cores(arrivals: _Arrivals, costs: dict[Kind, list[float]], cores: 
                 return spans
             now = next_start
             continue
-        pace = min(1.0, cores / len(running))
+        pace = 1.0 if len(running) <= cores else cores / len(running) / turns
         work = min(min(left.values()), (next_start - now) * pace)
         now = next_start if work < min(left.values()) else now + work / pace
         for rank in list(running):

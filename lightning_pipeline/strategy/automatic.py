@@ -27,9 +27,16 @@ from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.dataloading import sample_batch
-from lightning_pipeline.strategy.joint_measurement import described, of_all_ranks, restored, shared_cores
+from lightning_pipeline.strategy.joint_measurement import cost_of_turns, described, of_all_ranks, restored, shared_cores
 from lightning_pipeline.strategy.lightning_private import training_loader
-from lightning_pipeline.strategy.measuring import SeededStep, estimate_training_step, loss_step, measure_step, unnoticed
+from lightning_pipeline.strategy.measuring import (
+    SeededStep,
+    estimate_training_step,
+    loss_step,
+    measure_step,
+    seconds_of_step,
+    unnoticed,
+)
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
 from lightning_pipeline.strategy.trial import fault_of_cut
@@ -124,12 +131,14 @@ class AutomaticCut:
             is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
             times = [t for costs in measured.values() for t in costs.both_ways] if is_measured else []
             times, speeds = of_all_ranks(times, transport, share_cores=self._machine.cores is not None)
+            turns = self._cost_of_turns(measured if is_measured else {}, step, microbatches, transport)
 
             def plan() -> StagePlan:
                 if failure is not None:
                     raise failure
-                self._machine = replace(self._machine, speeds=speeds)
-                found = _with_times(measured, times) if is_measured else measured
+                self._machine = replace(self._machine, speeds=speeds, turns=turns)
+                # Those are the times of ranks that take turns.
+                found = _with_times(measured, [t / turns for t in times]) if is_measured else measured
                 return self._plan(found, step, microbatches, optimizers, self._counts(batch))
 
             found = with_everybody(plan, broadcast, decides=is_first)
@@ -144,6 +153,24 @@ class AutomaticCut:
         own = measure_overhead(transport, self._device, link.message if link is not None else 0.0)
         if link is not None:
             self._machine = replace(self._machine, **asdict(link), overhead=own.action, event=own.event)
+
+    def _cost_of_turns(
+        self,
+        measured: Mapping[int, StepCosts],
+        step: SeededStep,
+        microbatches: Mapping[int, Any],
+        transport: Transport | None,
+    ) -> float:
+        cores = self._machine.cores
+        if transport is None or cores is None:
+            return 1.0
+        apart = together = float("nan")
+        if measured:
+            count = max(measured)
+            together = sum(measured[count].times)
+            if transport.stage < max(1, int(cores)):
+                apart = seconds_of_step(self._module, step, microbatches[count], measured[count], self._device)
+        return cost_of_turns(apart, together, transport)
 
     def decide_at_start(self, broadcast: Callable[[Any], Any], *, is_first: bool) -> StagePlan | None:
         """The plan for a module that must not be whole on a rank, by estimate; None for one that may, to be measured.

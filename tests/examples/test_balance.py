@@ -12,7 +12,7 @@ from .conftest import ROOT
 
 sys.path.insert(0, str(Path(ROOT) / "examples/benchmark"))
 
-from balance import all_cuts, equal_layers, equal_parameters
+from balance import all_cuts, equal_layers, equal_parameters, untouched
 from balance_models import MODELS, LitModel
 
 
@@ -22,6 +22,11 @@ def test_equal_cuts_and_all_there_are() -> None:
     assert equal_parameters(parts, [9, 1, 1, 1], 2) == {"b": 1}
     assert equal_parameters(parts, [1, 1, 1, 9], 3) == {"b": 1, "d": 2}
     assert all_cuts(parts, 3) == [{"b": 1, "c": 2}, {"b": 1, "d": 2}, {"c": 1, "d": 2}]
+
+
+def test_slow_steps_do_not_count() -> None:
+    assert untouched([9.0, 2.0, 1.0, 7.0, 8.0]) == 2.0
+    assert untouched([3.0]) == 3.0
 
 
 @pytest.mark.parametrize("name", list(MODELS))

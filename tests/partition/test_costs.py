@@ -270,6 +270,28 @@ def test_a_plan_names_modules_and_a_fault_leads_to_another() -> None:
         plan_stages(costs, [build("1f1b", 2, 4)], Machine(), lambda name: 1.0, fault_of=lambda plan: "it never runs")
 
 
+@pytest.mark.parametrize(
+    ("widths", "cores", "is_finer"),
+    [
+        ((46, 8, 46), None, True),  # half of the layer between them for each: 7 % faster
+        ((46, 8, 46), 1.0, False),  # no faster where they take turns on one core
+        ((30, 40, 30), 1.0, True),  # and yet balanced, if that is worth more there than half of what it is else
+    ],
+)
+def test_smaller_modules_have_to_be_worth_it(widths: list[int], cores: float | None, is_finer: bool) -> None:
+    costs = traced(_mean_of(*(Layer(width) for width in widths)))
+    plan, _ = plan_stages(costs, [build("1f1b", 2, 16)], Machine(cores=cores), lambda name: 1.0)
+    assert (next(iter(plan.stage_config)).count(".") > 0) == is_finer, plan
+
+
+def _mean_of(*layers: nn.Module) -> nn.Module:
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean()
+
+    return Net(*layers)
+
+
 def test_too_little_memory_says_how_much_is_missing() -> None:
     message = r"for 2 stages, rank \d needs 1.\d* GiB and has 1, so 0.\d* GiB are missing.*use more stages"
     with pytest.raises(ValueError, match=message):
