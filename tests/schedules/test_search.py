@@ -87,7 +87,7 @@ def test_of_cuts_that_shared_cores_make_alike_the_one_is_taken_that_is_best_with
     generator = random.Random(seed)
     segments = random_segments(generator, 9)
     schedule = build("1f1b", 4, 8)
-    machine = Machine(bytes_per_second=10.0, message=0.1, overhead=0.3, event=0.1, cores=2.0)
+    machine = Machine(bytes_per_second=10.0, message=0.1, overhead=0.3, event=0.1, cores=2.0, turns=1.2)
     shared = try_all(segments, schedule, machine)
     apart = try_all(segments, schedule, replace(machine, cores=None))
     least = min(plan.seconds for plan in shared)

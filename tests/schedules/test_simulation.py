@@ -72,5 +72,8 @@ def test_ranks_share_cores() -> None:
     assert simulate(build("1f1b", 4, 8), transfer=0.5, cores=3.9).makespan == pytest.approx(
         simulate(build("1f1b", 4, 8), transfer=0.5).makespan, rel=0.03
     )
+    # Turns cost something only while both are at it: from 1 to 3.5 here, for 2 of work.
+    assert simulate(build("forward", 2, 2), cores=1, turns=1.25).makespan == pytest.approx(1 + 2 * 1.25 + 1)
+    assert simulate(build("forward", 2, 1), cores=1, turns=1.25).makespan == 2
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(Schedule("stuck", ((), (Action(Kind.F, 1, 0),)), 1, (0, 1)), cores=1)
