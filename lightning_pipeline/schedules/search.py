@@ -39,7 +39,7 @@ def best_plan(
         alike: where ranks share cores, plans that take no longer than this share more than the best are as good as
             that one, and the best of them is the one that would take the least time with a core for each rank. What
             fills the cores is the work, which no cut changes, so that times tell little; and ranks that are balanced
-            have the most to do at any time.
+            have the most to do at any time. `is_best` then says that both searches came to their end.
 
     Raises:
         ScheduleError: fewer segments than virtual stages.
@@ -58,7 +58,8 @@ def best_plan(
 
 
 class _Search:
-    """
+    """Goes through the plans of one step under one schedule.
+
     Args:
         allows: whether a cut may be chosen.
     """
