@@ -150,7 +150,7 @@ def plan_stages(
         raise failure
     fault = ""
     while made:
-        chosen = _preferred(made)
+        chosen = _preferred(made, machine.cores)
         if chosen.plan.excess:
             raise ValueError(_does_not_fit(chosen.plan, machine, chosen.segments))
         plan = described(chosen.plan, chosen.segments, is_measured=costs.is_measured)
@@ -199,17 +199,15 @@ class _Made:
 
     Attributes:
         seconds_apart: of a step if each rank had a core of its own.
-        share: of a core that each rank has.
     """
 
     plan: Plan
     segments: list[Segment]
     fineness: float
     seconds_apart: float
-    share: float
 
 
-def _preferred(made: Sequence[_Made]) -> _Made:
+def _preferred(made: Sequence[_Made], cores: float | None) -> _Made:
     """The best plan at the largest modules that serve: they are what a reader knows, and what is cut at most often."""
     best = min(made, key=lambda item: item.fineness)
     for other in sorted(made, key=lambda item: item.fineness):
@@ -218,7 +216,9 @@ def _preferred(made: Sequence[_Made]) -> _Made:
             best = other
         elif other.plan.excess == best.plan.excess and other.plan.seconds < best.plan.seconds * (1 + ALIKE):
             # Alike on shared cores (`best_plan`), where a rank has as little of a gain as it has of a core.
-            best = other if other.seconds_apart < best.seconds_apart * (1 - worth / best.share) else best
+            num_ranks = other.plan.schedule.num_ranks
+            needed = worth * num_ranks / min(num_ranks, cores or num_ranks)
+            best = other if other.seconds_apart < best.seconds_apart * (1 - needed) else best
     return best
 
 
@@ -237,8 +237,7 @@ def _best_cuts(
             segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
             plan = best_plan(segments, schedule, machine, effort=effort / len(FINENESS), gap=NEGLIGIBLE, alike=ALIKE)
             apart = evaluate(segments, schedule, plan.cuts, replace(machine, cores=None))
-            share = min(1.0, (machine.cores or schedule.num_ranks) / schedule.num_ranks)
-            made.append(_Made(plan, segments, fineness, apart.seconds, share))
+            made.append(_Made(plan, segments, fineness, apart.seconds))
         tried = calls
     if not made:
         names = ", ".join(repr(call.name) for call in tried) or "none"

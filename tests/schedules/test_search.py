@@ -118,6 +118,14 @@ def test_a_rank_spends_time_on_what_it_sends_and_receives() -> None:
     assert took[1] == [1 + 2 * forward, 1 + 2 * backward]
 
 
+def test_turns_on_a_core_make_a_plan_slower() -> None:
+    segments = [Segment(str(i), 1.0, 1.0) for i in range(2)]
+    free, dear = (
+        evaluate(segments, build("gpipe", 2, 4), (1,), Machine(cores=1.0, turns=turns)).seconds for turns in (1.0, 1.5)
+    )
+    assert free == 2 * 4 * 2 and dear > 1.2 * free
+
+
 def test_a_shared_parameter_is_held_once_by_each_rank() -> None:
     segments = [Segment(str(i), 1.0, 1.0, state={"tied": 8.0, str(i): 1.0}) for i in range(4)]
     assert evaluate(segments, build("1f1b", 2, 2), (2,)).memory == [10.0, 10.0]

@@ -7,6 +7,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -182,23 +183,24 @@ def out_of_memory(world: int) -> dict[str, Any]:
         automatic.measure_step = before
 
 
-def unequal(world: int) -> dict[str, Any]:
-    """Everything takes a millisecond on the first rank, and three on the second one."""
+def unequal(world: int, cores: float | None) -> dict[str, Any]:
+    """Everything takes a millisecond on the first rank, as it does by itself, and three on the second one."""
     if world == 1:
         return {}
-    before = automatic.measure_step
+    measure_step = automatic.measure_step
     seconds = 1e-3 * (1 + 2 * torch.distributed.get_rank())
 
     def even(*args: Any) -> StepCosts:
-        costs = before(*args)
+        costs = measure_step(*args)
         return replace(costs, **{way: [seconds] * costs.trace.num_positions for way in ("forward", "backward")})
 
-    automatic.measure_step = even
-    try:
+    with (
+        mock.patch.object(automatic, "measure_step", even),
+        mock.patch.object(automatic, "shared_cores", lambda *args: cores),
+        mock.patch.object(automatic, "seconds_of_step", lambda *args: sum(args[3].times)),
+    ):
         L.seed_everything(1, verbose=False)
         return fit(LitGPT(), world, {}, max_steps=1)
-    finally:
-        automatic.measure_step = before
 
 
 def layers_left_out(world: int) -> dict[str, Any]:
@@ -256,7 +258,8 @@ def run_all(world: int, folder: str) -> dict[str, Any]:
         "meta": on_meta(world),
         "out of memory": out_of_memory(world),
         "left out": layers_left_out(world),
-        "unequal": unequal(world),
+        "unequal": unequal(world, None),
+        "in turns": unequal(world, 1.0),
         "badly cut": badly_cut(world),
         "stopped": stopped_before_it_is_cut(world),
     }
@@ -353,6 +356,16 @@ def test_layers_that_are_left_out_at_random(one: Any, ranks: Any) -> None:
 def test_a_slower_device_gets_less_to_do(ranks: Any) -> None:
     times = [stage["forward"] + stage["backward"] for stage in ranks[1]["unequal"]["plan"]["stages"]]
     assert 0 < times[1] / times[0] < 0.5
+
+
+def test_ranks_that_share_cores_are_alike_and_turns_are_avoided(ranks: Any) -> None:
+    by_itself, in_turns = (
+        [stage["forward"] + stage["backward"] for stage in ranks[1][name]["plan"]["stages"]]
+        for name in ("unequal", "in turns")
+    )
+    # Two milliseconds on average in turns are one by itself, and two again whenever both ranks are at work.
+    assert sum(in_turns) == pytest.approx(sum(by_itself))
+    assert in_turns[1] / in_turns[0] < 0.1
 
 
 def test_a_run_says_which_modules_to_move(ranks: Any) -> None:
