@@ -1,11 +1,12 @@
 """The automatic cut against equal ones and against all there are: ``python examples/benchmark/balance.py``.
 
 All cuts of a model are trained for some steps each, in turns. Those that were fastest, the automatic ones and the equal
-ones then meet in turns that are counted, so that no cut is the best for its luck in one of many trials. Other work on
-the machine only ever makes steps slower, for seconds at a time: a cut's time is the longest of the fastest quarter of
-its steps. By ``--clock wall`` a step is from the first forward to the last backward on the first stage. By ``--clock
-core`` each stage's forwards and backwards count with the time that they had a core, and the step is what the schedule
-makes of the medians; transfers are free. The memory is the peak of the rank that needs the most.
+ones then meet in turns that are counted. Times are medians of their steps. Of many cuts that are alike one is always
+the fastest by chance: in each turn the automatic cut is compared with the one that was the fastest in all other turns,
+and the table has the mean of these ratios. By ``--clock wall`` a step is from the first forward to the last backward on
+the first stage. By ``--clock core`` each stage's forwards and backwards count with the time that they had a core, and
+the step is what the schedule makes of the medians; transfers are free. The memory is the peak of the rank that needs
+the most.
 
 The cut is found several times, and what is expected is compared with the steps of the same run: a machine may change
 its speed between a run's first step, when it is measured, and the others. The table has the medians of these runs.
@@ -146,9 +147,14 @@ def train(model: str, cut: dict[str, int] | str, num_stages: int, num_steps: int
     return found
 
 
-def untouched(steps: Sequence[float]) -> float:
-    """The time of a step that nothing else on the machine made slower."""
-    return sorted(steps)[(len(steps) - 1) // 4]
+def beside_the_best(steps: Sequence[float], every: Sequence[Sequence[float]]) -> float:
+    """A cut's times in some turns beside those of the cut that was the fastest of all in the other turns: the geometric
+    mean of their ratios."""
+
+    def without(turn: int) -> Sequence[float]:
+        return min(every, key=lambda own: statistics.fmean([*own[:turn], *own[turn + 1 :]]))
+
+    return statistics.geometric_mean(own / without(turn)[turn] for turn, own in enumerate(steps))
 
 
 def record(model: str, num_stages: int, num_steps: int, num_turns: int, clock: str, path: Path) -> None:
@@ -167,14 +173,15 @@ def record(model: str, num_stages: int, num_steps: int, num_turns: int, clock: s
     module = LitModel(MODELS[model], {})
     sizes = [sum(p.numel() for p in module.get_submodule(part).parameters()) for part in parts]
 
-    def turns(cuts: Sequence[tuple[str, ...]], number: int) -> dict[tuple[str, ...], float]:
-        """The time of each of these cuts; all ranks agree on it."""
-        steps: dict[tuple[str, ...], list[float]] = {cut: [] for cut in cuts}
+    def turns(cuts: Sequence[tuple[str, ...]], number: int) -> dict[tuple[str, ...], list[float]]:
+        """The time of each of these cuts in each of some turns; all ranks agree on it."""
+        times: dict[tuple[str, ...], list[float]] = {cut: [] for cut in cuts}
         for _ in range(number):
             for cut in cuts:
                 stage_config = {name: stage for stage, name in enumerate(cut, 1)}
-                steps[cut] += train(model, stage_config, num_stages, num_steps, clock)["steps"]
-        found = [{cut: untouched(own) for cut, own in steps.items()}]
+                steps = train(model, stage_config, num_stages, num_steps, clock)["steps"]
+                times[cut].append(statistics.median(steps))
+        found = [times]
         torch.distributed.broadcast_object_list(found)
         return found[0]
 
@@ -186,14 +193,17 @@ def record(model: str, num_stages: int, num_steps: int, num_turns: int, clock: s
         "equal parameters": tuple(equal_parameters(parts, sizes, num_stages)),
     }
     others = [tuple(auto["cut"]) for auto in autos]
-    finalists = [*sorted(every, key=first.__getitem__)[:FINALISTS], *others, *named.values()]
-    last = turns(list(dict.fromkeys(finalists)), 2 * num_turns)
-    best = min((cut for cut in every if cut in last), key=last.__getitem__)
+    fastest = sorted(every, key=lambda cut: statistics.median(first[cut]))[:FINALISTS]
+    last = turns(list(dict.fromkeys([*fastest, *others, *named.values()])), 2 * num_turns)
     if int(os.environ["RANK"]) == 0:
+        step = {cut: statistics.median(times) for cut, times in last.items()}
+        contiguous = [cut for cut in every if cut in last]
         for auto in autos:
-            auto["step"] = last[tuple(auto["cut"])]
-        steps = {name: last[cut] for name, cut in named.items()}
-        path.write_text(json.dumps({"steps": steps, "autos": autos, "best": [last[best], best]}))
+            own = tuple(auto["cut"])
+            auto.update(step=step[own], ratio=beside_the_best(last[own], [last[cut] for cut in contiguous]))
+        best = min(contiguous, key=step.__getitem__)
+        steps = {name: step[cut] for name, cut in named.items()}
+        path.write_text(json.dumps({"steps": steps, "autos": autos, "best": [step[best], best]}))
 
 
 def measure(model: str, num_stages: int, num_steps: int, num_turns: int, clock: str) -> dict[str, Any]:
@@ -239,7 +249,7 @@ def main() -> None:
             f"{usual['step'] * 1e3:.1f}",
             *(f"{found['steps'][name] * 1e3:.1f}" for name in ("equal layers", "equal parameters")),
             f"{best * 1e3:.1f}",
-            f"{usual['step'] / best:.2f}",
+            f"{usual['ratio']:.2f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
             *(f"{memory[key] / 2**20:.1f}" for key in ("peak_bytes", "expected_bytes")),
             " ".join(usual["cut"]),

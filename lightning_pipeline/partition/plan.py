@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,9 @@ class StagePlan:
         step_seconds: of a training step without what Lightning does around it.
         bubble: idle share of all ranks' time, 0 to 1.
         peak_bytes: of each rank, parameters and activations.
-        is_measured: the times are measured, not estimated.
+        is_measured: the stages' times are measured, not estimated.
         is_best: no other cut at these places is faster.
+        is_tried: steps have run in these stages, and `step_seconds` is what they took; else it is simulated.
     """
 
     stage_config: dict[str, int]
@@ -89,6 +90,7 @@ class StagePlan:
     peak_bytes: list[float]
     is_measured: bool
     is_best: bool
+    is_tried: bool = False
 
     @property
     def has_virtual_stages(self) -> bool:
@@ -120,6 +122,17 @@ class StagePlan:
 
 
 def plan_stages(
+    costs: StepCosts, schedules: Sequence[Schedule], machine: Machine, state_bytes: Callable[[str], float]
+) -> tuple[StagePlan, Simulation]:
+    """The first of the `ranked_plans`, with its simulation.
+
+    Raises:
+        NothingToCutError, ValueError: as there.
+    """
+    return next(ranked_plans(costs, schedules, machine, state_bytes))
+
+
+def ranked_plans(
     costs: StepCosts,
     schedules: Sequence[Schedule],
     machine: Machine,
@@ -127,8 +140,9 @@ def plan_stages(
     *,
     fault_of: Callable[[StagePlan], str] = lambda plan: "",
     effort: float = EFFORT,
-) -> tuple[StagePlan, Simulation]:
-    """The best cut of a step for the best of some schedules, all for the micro-batches of the costs.
+) -> Iterator[tuple[StagePlan, Simulation]]:
+    """The best cut of a step for the best of some schedules, all for the micro-batches of the costs, and after it the
+    best for other schedules, and at larger or smaller modules, each with its simulation.
 
     Args:
         state_bytes: bytes that a parameter of this name takes with its gradient and optimizer state.
@@ -148,17 +162,24 @@ def plan_stages(
     if not made:
         assert failure is not None
         raise failure
+    seen: set[Hashable] = set()
     fault = ""
     while made:
         chosen = _preferred(made, machine.cores)
+        made.remove(chosen)
+        if chosen.plan.excess and seen:
+            return
         if chosen.plan.excess:
             raise ValueError(_does_not_fit(chosen.plan, machine, chosen.segments))
         plan = described(chosen.plan, chosen.segments, is_measured=costs.is_measured)
+        if _places(plan) in seen:
+            continue
         fault = fault_of(plan)
         if not fault:
-            return plan, chosen.plan.simulation
-        made.remove(chosen)
-    raise ValueError(f"the step cannot be cut automatically, say with {plan}: {fault}")
+            seen.add(_places(plan))
+            yield plan, chosen.plan.simulation
+    if not seen:
+        raise ValueError(f"the step cannot be cut automatically, say with {plan}: {fault}")
 
 
 def described(plan: Plan, segments: Sequence[Segment], *, is_measured: bool) -> StagePlan:
@@ -191,6 +212,11 @@ def described(plan: Plan, segments: Sequence[Segment], *, is_measured: bool) -> 
         is_measured=is_measured,
         is_best=plan.is_best,
     )
+
+
+def _places(plan: StagePlan) -> Hashable:
+    """Equal for plans that are cut at the same places, though by other modules' names."""
+    return plan.schedule, tuple((stage.parameter_bytes, stage.kept_bytes, stage.flops) for stage in plan.stages)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_pipeline.partition.costs import StepCosts, between
 from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
 from lightning_pipeline.partition.observed_run import Step
-from lightning_pipeline.partition.plan import EFFORT, StagePlan, plan_stages
+from lightning_pipeline.partition.plan import EFFORT, StagePlan, plan_stages, ranked_plans
 from lightning_pipeline.partition.plan_table import print_plan
 from lightning_pipeline.runtime.executor import RECEIVES_AHEAD
 from lightning_pipeline.runtime.link import measure_link
@@ -27,19 +28,13 @@ from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.strategy.dataloading import sample_batch
-from lightning_pipeline.strategy.joint_measurement import cost_of_turns, described, of_all_ranks, restored, shared_cores
+from lightning_pipeline.strategy.joint_measurement import described, of_all_ranks, restored, shared_cores
 from lightning_pipeline.strategy.lightning_private import training_loader
-from lightning_pipeline.strategy.measuring import (
-    SeededStep,
-    estimate_training_step,
-    loss_step,
-    measure_step,
-    seconds_of_step,
-    unnoticed,
-)
+from lightning_pipeline.strategy.measuring import SeededStep, estimate_training_step, loss_step, measure_step, unnoticed
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
-from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
+from lightning_pipeline.strategy.schedule_choice import ScheduleChoice, Schedules
 from lightning_pipeline.strategy.trial import fault_of_cut
+from lightning_pipeline.strategy.tried_plans import MOST, Trials
 from lightning_pipeline.strategy.with_everybody import with_everybody
 
 _PLAN = "_automatic_plan"
@@ -131,17 +126,31 @@ class AutomaticCut:
             is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
             times = [t for costs in measured.values() for t in costs.both_ways] if is_measured else []
             times, speeds = of_all_ranks(times, transport, share_cores=self._machine.cores is not None)
-            turns = self._cost_of_turns(measured if is_measured else {}, step, microbatches, transport)
 
-            def plan() -> StagePlan:
+            self._machine = replace(self._machine, speeds=speeds)
+            costs = _with_times(measured, times) if is_measured else measured
+
+            def ranked(turns: float, most: int = MOST) -> list[StagePlan]:
                 if failure is not None:
                     raise failure
-                self._machine = replace(self._machine, speeds=speeds, turns=turns)
-                # Those are the times of ranks that take turns.
-                found = _with_times(measured, [t / turns for t in times]) if is_measured else measured
-                return self._plan(found, step, microbatches, optimizers, self._counts(batch))
+                self._machine = replace(self._machine, turns=turns)
+                return self._plans(costs, step, microbatches, optimizers, self._counts(batch), most)
 
-            found = with_everybody(plan, broadcast, decides=is_first)
+            everybody = partial(with_everybody, broadcast=broadcast, decides=is_first)
+            if has_backward and transport is not None:
+                trials = Trials(
+                    self._module,
+                    step,
+                    batch,
+                    transport,
+                    self._device,
+                    schedules_of=self._schedules_of,
+                    everybody=everybody,
+                    limit=self._machine.limit(0),
+                )
+                found = trials.best(ranked, share_cores=self._machine.cores is not None)
+            else:
+                found = everybody(lambda: ranked(1.0, most=1)[0])
         self.is_cut = True
         if is_first and (has_backward or self._module.trainer.state.fn != TrainerFn.FITTING):
             rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
@@ -153,24 +162,6 @@ class AutomaticCut:
         own = measure_overhead(transport, self._device, link.message if link is not None else 0.0)
         if link is not None:
             self._machine = replace(self._machine, **asdict(link), overhead=own.action, event=own.event)
-
-    def _cost_of_turns(
-        self,
-        measured: Mapping[int, StepCosts],
-        step: SeededStep,
-        microbatches: Mapping[int, Any],
-        transport: Transport | None,
-    ) -> float:
-        cores = self._machine.cores
-        if transport is None or cores is None:
-            return 1.0
-        apart = together = float("nan")
-        if measured:
-            count = max(measured)
-            together = sum(measured[count].times)
-            if transport.stage < max(1, int(cores)):
-                apart = seconds_of_step(self._module, step, microbatches[count], measured[count], self._device)
-        return cost_of_turns(apart, together, transport)
 
     def decide_at_start(self, broadcast: Callable[[Any], Any], *, is_first: bool) -> StagePlan | None:
         """The plan for a module that must not be whole on a rank, by estimate; None for one that may, to be measured.
@@ -210,29 +201,41 @@ class AutomaticCut:
         counts = self._counts(batch)
         return {count: microbatches_of(batch, count, self._module)[0] for count in {counts[0], counts[-1]}}
 
-    def _plan(
+    def _plans(
         self,
         measured: Mapping[int, StepCosts],
         step: Step,
         microbatches: Mapping[int, Any],
         optimizers: Sequence[Optimizer],
         counts: Sequence[int],
-    ) -> StagePlan:
-        """The best one for any of these numbers of micro-batches."""
+        most: int,
+    ) -> list[StagePlan]:
+        """The best one for any of these numbers of micro-batches, and after it others, `most` or so in all."""
         few, many = counts[0], counts[-1]
         state_bytes = bytes_with_state(self._module, optimizers)
-        found = [
-            plan_stages(
+        best: list[StagePlan] = []
+        others: list[StagePlan] = []
+        for count in counts:
+            ranked = ranked_plans(
                 between(measured[few], measured[many], _share(count, counts)),
                 self._schedules(count),
                 self._machine,
                 state_bytes,
                 fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[few]),
                 effort=EFFORT / len(counts),
-            )[0]
-            for count in counts
-        ]
-        return min(found, key=lambda plan: plan.step_seconds)
+            )
+            own, *more = (plan for plan, _ in islice(ranked, max(1, most // len(counts))))
+            best.append(own)
+            others += more
+        return sorted(best, key=_seconds) + sorted(others, key=_seconds)
+
+    def _schedules_of(self, plan: StagePlan) -> Schedules:
+        choice = ScheduleChoice(plan.schedule) if self._choice.is_auto else self._choice
+        return choice.bind(
+            num_stages=plan.num_stages,
+            num_virtual_stages=len(plan.stages) // plan.num_stages,
+            num_microbatches=plan.num_microbatches,
+        )
 
     def _costs(self, step: SeededStep, microbatch: Any, has_backward: bool) -> StepCosts:
         try:
@@ -268,6 +271,10 @@ def _with_times(measured: Mapping[int, StepCosts], times: Sequence[float]) -> di
     """The same costs with other times, those of all of them one after another."""
     left = iter(times)
     return {count: costs.with_times([*islice(left, len(costs.both_ways))]) for count, costs in measured.items()}
+
+
+def _seconds(plan: StagePlan) -> float:
+    return plan.step_seconds
 
 
 def _share(count: int, counts: Sequence[int]) -> float:

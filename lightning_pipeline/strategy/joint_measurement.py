@@ -65,18 +65,6 @@ def of_all_ranks(
     return everybody.mean(0).tolist(), ()
 
 
-def cost_of_turns(apart: float, together: float, transport: Transport) -> float:
-    """How many times as long work takes on ranks that take turns on cores. All ranks of this pipeline must call it.
-
-    Args:
-        apart: seconds of it on this rank, when no more ranks worked than there are cores; nan if it did not.
-        together: when all ranks worked; nan if it could not.
-    """
-    own = torch.tensor([apart, together], dtype=torch.float64)
-    apart, together = transport.all_gather_vector(own, "what turns on a core cost").nanmean(0).tolist()
-    return max(1.0, together / apart) if apart > 0 and together > 0 else 1.0
-
-
 def shared_cores(device: torch.device, num_ranks: int, ranks_on_node: int) -> float | None:
     """How many of a pipeline's ranks can compute at once, where a node has fewer cores than ranks; else None.
 

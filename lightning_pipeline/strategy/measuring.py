@@ -110,17 +110,6 @@ def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, dev
     return StepCosts(module, trace, forward, backward, is_measured=True)
 
 
-def seconds_of_step(
-    module: LightningModule, step: SeededStep, microbatch: Any, costs: StepCosts, device: torch.device
-) -> float:
-    """What the step takes now, whose costs were measured before; nan if it cannot be said."""
-    try:
-        forward, backward = time_step(module, step, microbatch, costs.trace, device)
-    except RuntimeError:  # it calls other modules than then
-        return float("nan")
-    return sum(forward) + sum(backward)
-
-
 def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> StepCosts:
     """Without running it: parts of the module may be on the meta device."""
     takes_index = len(signature(module.training_step).parameters) > 1

@@ -109,12 +109,12 @@ class Steps:
             weighted = self._weighted(loss, state, accumulate)
             return weighted if scale is None else scale(weighted)
 
-        is_plain = type(self._module).backward is LightningModule.backward and "backward" not in vars(self._module)
+        run_backward, is_plain = backward_of(self._module)
         work = Work(
             kind=("train", self._module.training),
             step=self._step_function(self._module.training_step, args[1:], context),
             loss_of=loss_of,
-            run_backward=backward_from_loss if is_plain else self._module.backward,
+            run_backward=run_backward,
             after_backward=after_backward,
             can_split=is_plain,
             seed=mix(self._seed, 0, number),
@@ -250,6 +250,12 @@ class Steps:
 
     def _reported(self, losses: list[Tensor], sizes: list[int]) -> Tensor:
         return mean_loss(losses, sizes) if self._mean else torch.stack(losses).sum()
+
+
+def backward_of(module: LightningModule) -> tuple[Callable[[Tensor], None], bool]:
+    """What runs a backward from a loss, and whether it is Lightning's own and not the user's."""
+    is_plain = type(module).backward is LightningModule.backward and "backward" not in vars(module)
+    return (backward_from_loss if is_plain else module.backward), is_plain
 
 
 def _does_nothing(context: Callable[[], AbstractContextManager[Any]]) -> bool:

@@ -12,7 +12,7 @@ from .conftest import ROOT
 
 sys.path.insert(0, str(Path(ROOT) / "examples/benchmark"))
 
-from balance import all_cuts, equal_layers, equal_parameters, untouched
+from balance import all_cuts, beside_the_best, equal_layers, equal_parameters
 from balance_models import MODELS, LitModel
 
 
@@ -24,9 +24,11 @@ def test_equal_cuts_and_all_there_are() -> None:
     assert all_cuts(parts, 3) == [{"b": 1, "c": 2}, {"b": 1, "d": 2}, {"c": 1, "d": 2}]
 
 
-def test_slow_steps_do_not_count() -> None:
-    assert untouched([9.0, 2.0, 1.0, 7.0, 8.0]) == 2.0
-    assert untouched([3.0]) == 3.0
+def test_no_cut_is_the_best_for_its_luck_in_one_turn() -> None:
+    steady, lucky = [10.0, 10.0, 10.0], [12.0, 12.0, 5.0]
+    # In the first two turns the lucky one was the faster of the two in the others, in the third it was the slower.
+    assert beside_the_best(steady, [steady, lucky]) == pytest.approx((10 / 12 * 10 / 12 * 1) ** (1 / 3))
+    assert beside_the_best([20.0, 20.0, 20.0], [steady]) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeline.partition.candidates import cut_tree
 from lightning_pipeline.partition.costs import StepCosts, between
 from lightning_pipeline.partition.estimate import estimate_step
-from lightning_pipeline.partition.plan import NothingToCutError, plan_stages
+from lightning_pipeline.partition.plan import NothingToCutError, plan_stages, ranked_plans
 from lightning_pipeline.partition.rebalance import rebalance
 from lightning_pipeline.partition.timing import time_step
 from lightning_pipeline.partition.trace import trace_step
@@ -264,10 +264,28 @@ def test_a_plan_names_modules_and_a_fault_leads_to_another() -> None:
         seen.extend(found.stage_config)
         return "" if len(seen) > 1 else "it does not run"
 
-    second, _ = plan_stages(costs, [build("1f1b", 2, 4)], Machine(), lambda name: 1.0, fault_of=fault_of)
+    schedules = [build("1f1b", 2, 4)]
+    second, _ = next(ranked_plans(costs, schedules, Machine(), lambda name: 1.0, fault_of=fault_of))
     assert list(second.stage_config) == [seen[1]]
     with pytest.raises(ValueError, match=r"cannot be cut automatically, .*: it never runs"):
-        plan_stages(costs, [build("1f1b", 2, 4)], Machine(), lambda name: 1.0, fault_of=lambda plan: "it never runs")
+        next(ranked_plans(costs, schedules, Machine(), lambda name: 1.0, fault_of=lambda plan: "it never runs"))
+
+
+def test_other_plans_come_after_the_best_one() -> None:
+    costs = traced(_mean_of(*(Layer(width) for width in (37, 26, 37))))
+    schedules = [build("1f1b", 2, 16), build("gpipe", 2, 16)]
+    plans = [plan for plan, _ in ranked_plans(costs, schedules, Machine(), lambda name: 1.0)]
+    assert plans[0] == plan_stages(costs, schedules, Machine(), lambda name: 1.0)[0]
+    by_size = {plan.schedule: [p.stage_config for p in plans if p.schedule == plan.schedule] for plan in plans}
+    assert by_size.keys() == {"1f1b", "gpipe"}
+    for cuts in by_size.values():  # inside of a layer and between two, each once
+        assert sorted(next(iter(cut)).count(".") > 0 for cut in cuts) == [False, True], cuts
+
+
+def test_the_same_place_by_another_name_is_no_other_plan() -> None:
+    costs = traced(_mean_of(Layer(30), nn.Sequential(Layer(20), Layer(10))))
+    plans = [plan for plan, _ in ranked_plans(costs, [build("1f1b", 2, 16)], Machine(), lambda name: 1.0)]
+    assert [plan.stage_config for plan in plans] == [{"1": 1}]  # and not also where its first layer begins
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.joint_measurement import cost_of_turns, described, of_all_ranks, restored, shared_cores
+from lightning_pipeline.strategy.joint_measurement import described, of_all_ranks, restored, shared_cores
 
 CPU = torch.device("cpu")
 
@@ -43,17 +43,6 @@ def test_a_rank_that_could_not_measure_is_as_fast_as_the_first() -> None:
     assert together([2.0], [], [2.0]) == ([2.0], ())
     assert together([], [1.0]) == ([], ())
     assert of_all_ranks([1.0], None, share_cores=True) == ([1.0], ())
-
-
-def test_turns_on_a_core_cost_what_the_same_work_takes_longer() -> None:
-    nan = float("nan")
-
-    def turns(*times: list[float]) -> float:
-        return cost_of_turns(*times[0], cast(Transport, Ranks(*times[1:])))
-
-    assert turns([2.0, 2.5], [2.0, 2.3], [nan, 2.4]) == pytest.approx(1.2)  # the third had no core to itself
-    assert turns([2.0, 1.8], [nan, 1.8]) == 1.0  # nothing is faster for taking turns
-    assert turns([nan, nan], [nan, 1.0]) == 1.0  # the first one could not measure
 
 
 def test_microbatches_arrive_as_they_are_and_can_be_written_into() -> None:
