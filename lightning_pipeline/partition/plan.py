@@ -78,6 +78,7 @@ class StagePlan:
         is_measured: the stages' times are measured, not estimated.
         is_best: no other cut at these places is faster.
         is_tried: steps have run in these stages, and `step_seconds` is what they took; else it is simulated.
+        reduction_seconds: of `step_seconds`, what sums of gradients over replicas add, which is always simulated.
     """
 
     stage_config: dict[str, int]
@@ -91,6 +92,7 @@ class StagePlan:
     is_measured: bool
     is_best: bool
     is_tried: bool = False
+    reduction_seconds: float = 0.0
 
     @property
     def has_virtual_stages(self) -> bool:
@@ -211,6 +213,7 @@ def described(plan: Plan, segments: Sequence[Segment], *, is_measured: bool) -> 
         peak_bytes=plan.memory,
         is_measured=is_measured,
         is_best=plan.is_best,
+        reduction_seconds=plan.seconds - plan.simulation.makespan,
     )
 
 

@@ -44,6 +44,9 @@ _USABLE = 0.9
 _FACTORS = (1, 2, 4, 8)
 """With num_microbatches="auto", micro-batches for each stage."""
 
+_SLOWER = 8
+"""How many times as long a search takes where ranks share cores: steps are longer to simulate, and there are two."""
+
 _CONSIDERED = {1: ("1f1b", "zero_bubble"), 2: ("interleaved_1f1b", "interleaved_zero_bubble")}
 """With schedule="auto", by number of virtual stages; `Advisor` then chooses among all that have as many."""
 
@@ -109,34 +112,20 @@ class AutomaticCut:
         batch, *others = arguments
         has_backward = name == "training_step"
         began = time.perf_counter()
-        parts = with_everybody(lambda: described(self._microbatches(batch)), broadcast, decides=is_first)
-        microbatches = restored(parts, self._device)
+        everybody = partial(with_everybody, broadcast=broadcast, decides=is_first)
+        microbatches = restored(everybody(lambda: described(self._microbatches(batch))), self._device)
         step = loss_step(
             getattr(self._module, name), tuple(others), context, self._device, has_backward=has_backward
         )
-        measured: dict[int, StepCosts] = {}
-        failure: Exception | None = None
         with unnoticed(self._module, self._device):
-            if transport is not None and not self.is_cut:  # once for both kinds of steps
-                self._measure_what_stages_cost(transport)
-            try:
-                measured = {count: self._costs(step, micro, has_backward) for count, micro in microbatches.items()}
-            except Exception as error:  # the first rank's is told by all, below
-                failure = error
-            is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
-            times = [t for costs in measured.values() for t in costs.both_ways] if is_measured else []
-            times, speeds = of_all_ranks(times, transport, share_cores=self._machine.cores is not None)
-
-            self._machine = replace(self._machine, speeds=speeds)
-            costs = _with_times(measured, times) if is_measured else measured
+            costs = self._costs_on_all(step, microbatches, has_backward, transport)
 
             def ranked(turns: float, most: int = MOST) -> list[StagePlan]:
-                if failure is not None:
-                    raise failure
+                if isinstance(costs, Exception):
+                    raise costs
                 self._machine = replace(self._machine, turns=turns)
                 return self._plans(costs, step, microbatches, optimizers, self._counts(batch), most)
 
-            everybody = partial(with_everybody, broadcast=broadcast, decides=is_first)
             if has_backward and transport is not None:
                 trials = Trials(
                     self._module,
@@ -156,6 +145,29 @@ class AutomaticCut:
             rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
             print_plan(found)
         return found
+
+    def _costs_on_all(
+        self,
+        step: SeededStep,
+        microbatches: Mapping[int, Any],
+        has_backward: bool,
+        transport: Transport | None,
+    ) -> dict[int, StepCosts] | Exception:
+        """What a micro-batch of each size costs, by times of all ranks; where that fails, why: the first rank's reason
+        is told by all."""
+        if transport is not None and not self.is_cut:  # once for both kinds of steps
+            self._measure_what_stages_cost(transport)
+        measured: dict[int, StepCosts] = {}
+        failure: Exception | None = None
+        try:
+            measured = {count: self._costs(step, micro, has_backward) for count, micro in microbatches.items()}
+        except Exception as error:
+            failure = error
+        is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
+        times = [t for costs in measured.values() for t in costs.both_ways] if is_measured else []
+        times, speeds = of_all_ranks(times, transport, share_cores=self._machine.cores is not None)
+        self._machine = replace(self._machine, speeds=speeds)
+        return failure or (_with_times(measured, times) if is_measured else measured)
 
     def _measure_what_stages_cost(self, transport: Transport) -> None:
         link = measure_link(transport, self._device)
@@ -212,6 +224,7 @@ class AutomaticCut:
     ) -> list[StagePlan]:
         """The best one for any of these numbers of micro-batches, and after it others, `most` or so in all."""
         few, many = counts[0], counts[-1]
+        effort = EFFORT / len(counts) / (1 if self._machine.cores is None else _SLOWER)
         state_bytes = bytes_with_state(self._module, optimizers)
         best: list[StagePlan] = []
         others: list[StagePlan] = []
@@ -222,7 +235,7 @@ class AutomaticCut:
                 self._machine,
                 state_bytes,
                 fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[few]),
-                effort=EFFORT / len(counts),
+                effort=effort,
             )
             own, *more = (plan for plan, _ in islice(ranked, max(1, most // len(counts))))
             best.append(own)

@@ -18,7 +18,7 @@ from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.interception import Interception
 from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.observed_run import gradients_apart
-from lightning_pipeline.partition.plan import StagePlan
+from lightning_pipeline.partition.plan import WORTH, StagePlan
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.runtime.pipeline import Pipeline
@@ -32,11 +32,11 @@ MOST = 3
 """Plans to try."""
 NEAR = 0.15
 """By which share of a step another plan may be expected to be slower than the first one, and be tried."""
-BUDGET_S = 7.0
+BUDGET_S = 4.5
 """For all trials together, or so."""
-_MIN_STEPS, _MAX_STEPS = 3, 10
+_MIN_STEPS, _MAX_STEPS = 3, 8
 """Of each plan that count."""
-_WARM_UP = 3.5
+_WARM_UP = 2.5
 """What a plan's first two steps take, in steps: shapes are learnt in one, buffers made in the other."""
 _LEAST = _WARM_UP + _MIN_STEPS
 _SURE = 1.0
@@ -75,8 +75,9 @@ def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> 
     """The first plan, or the fastest of those that were faster by more than chance; as it was when it was tried.
 
     Args:
-        times: seconds of each plan's steps, which took turns with those of the others.
+        times: seconds of each plan's steps, which took turns with those of the others, without sums over replicas.
     """
+    times = [[own + plan.reduction_seconds for own in took] for plan, took in zip(plans, times, strict=True)]
     surely = [number for number in range(1, len(plans)) if _is_faster(times[number], times[0])]
     best = min(surely, key=lambda number: median(times[number]), default=0)
     plan, seconds = plans[best], median(times[best])
@@ -146,10 +147,13 @@ class Trials:
         budget = BUDGET_S
         first, plans = self._everybody(lambda: worth(1.0, budget))
         if plans and share_cores:
-            took = median(self.times(plans[:1], 0.0)[0])
-            budget -= took * _LEAST
-            tried = replace(first, step_seconds=took)
-            first, plans = self._everybody(lambda: worth(max(1.0, took / first.step_seconds), budget, tried))
+            took = self.times(plans[:1], 0.0)
+            tried = self._everybody(lambda: best_tried(plans[:1], took))
+            turns = max(1.0, median(took[0]) / (first.step_seconds - first.reduction_seconds))
+            budget -= median(took[0]) * _LEAST
+            first, plans = self._everybody(lambda: worth(turns, budget, tried))
+            if not plans and tried.step_seconds * (1 - WORTH) < first.step_seconds:
+                return tried
         if not plans:
             return first
         times = self.times(plans, budget)
