@@ -59,8 +59,8 @@ def simulate(
             the boundary after it.
         cores: how many ranks can work at once at full speed; more of them share, each as slow as the others. None is
             one for each rank.
-        turns: how many times as long work takes while more ranks than cores are at it: what one leaves in a core's
-            cache is gone when it has its next turn.
+        turns: how many times as long work takes while more ranks than cores are at it: a core's cache is full of what
+            another left there, and changing places takes time.
 
     Raises:
         ScheduleError: if the schedule deadlocks, or a list of costs has not one number for each virtual stage.

@@ -32,9 +32,10 @@ from lightning_pipeline.strategy.joint_measurement import described, of_all_rank
 from lightning_pipeline.strategy.lightning_private import training_loader
 from lightning_pipeline.strategy.measuring import SeededStep, estimate_training_step, loss_step, measure_step, unnoticed
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
+from lightning_pipeline.strategy.plan_choice import MOST, choose_plan
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice, Schedules
 from lightning_pipeline.strategy.trial import fault_of_cut
-from lightning_pipeline.strategy.tried_plans import MOST, Trials
+from lightning_pipeline.strategy.trial_steps import TrialSteps
 from lightning_pipeline.strategy.with_everybody import with_everybody
 
 _PLAN = "_automatic_plan"
@@ -127,17 +128,15 @@ class AutomaticCut:
                 return self._plans(costs, step, microbatches, optimizers, self._counts(batch), most)
 
             if has_backward and transport is not None:
-                trials = Trials(
+                trial = TrialSteps(self._module, step, batch, transport, self._device, self._schedules_of)
+                found = choose_plan(
+                    ranked,
+                    trial.times,
                     self._module,
-                    step,
-                    batch,
-                    transport,
-                    self._device,
-                    schedules_of=self._schedules_of,
-                    everybody=everybody,
+                    everybody,
+                    share_cores=self._machine.cores is not None,
                     limit=self._machine.limit(0),
                 )
-                found = trials.best(ranked, share_cores=self._machine.cores is not None)
             else:
                 found = everybody(lambda: ranked(1.0, most=1)[0])
         self.is_cut = True

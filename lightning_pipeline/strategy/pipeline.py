@@ -64,7 +64,7 @@ class PipelineStrategy(CheckpointingStrategy):
             it is called, so the first module of each later stage is enough: ``{"layer3": 1}``. None takes the
             module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules, else "auto". For a
             schedule of virtual stages it numbers these along the data, or names the device that holds them
-            (``resolve``). "auto" measures the first step and cuts where a step is expected to be fastest (see
+            (``resolve``). "auto" measures the first step, tries the best cuts and takes the fastest (see
             ``AutomaticCut`` and `plan`). A path is that of a plan that `StagePlan.save` has written.
         num_stages: number of stages, each on a device of its own; default: as many as the stage_config uses, with
             virtual stages as many as there are devices. 1 runs the same path on one device.

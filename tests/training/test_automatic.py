@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
 from lightning_pipeline.partition.costs import StepCosts
-from lightning_pipeline.strategy import automatic, tried_plans
+from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
 from tests.launching import launch
 from tests.models.lit import LayerDrop
 from tests.training.models import LitGPT, token_loader, tokens
@@ -197,7 +197,7 @@ def unequal(world: int, cores: float | None) -> dict[str, Any]:
     with (
         mock.patch.object(automatic, "measure_step", even),
         mock.patch.object(automatic, "shared_cores", lambda *args: cores),
-        mock.patch.object(tried_plans, "worth_trying", lambda *args: []),
+        mock.patch.object(plan_choice, "worth_trying", lambda *args: []),
     ):
         L.seed_everything(1, verbose=False)
         return fit(LitGPT(), world, {}, max_steps=1)
@@ -214,12 +214,21 @@ def another_is_faster(world: int) -> dict[str, Any]:
         return [[2.0, 2.1, 2.0], [1.0, 1.1, 1.0]]
 
     with (
-        mock.patch.object(tried_plans.Trials, "times", takes),
-        mock.patch.object(tried_plans, "worth_trying", lambda module, plans, *limits: plans[:2]),
+        mock.patch.object(trial_steps.TrialSteps, "times", takes),
+        mock.patch.object(plan_choice, "worth_trying", lambda module, plans, *limits: plans[:2]),
     ):
         L.seed_everything(1, verbose=False)
         found = fit(LitGPT(), world, {"schedule": "auto"}, max_steps=2)
     return {**found, "tried": [(plan.schedule, plan.stage_config) for plan in plans]}
+
+
+def other_ways_between_ranks(world: int) -> dict[str, Any]:
+    """Plans that are tried send where the pipeline did not before."""
+    if world == 1:
+        return {}
+    with mock.patch.object(automatic, "_CONSIDERED", {2: ("interleaved_1f1b",)}):
+        L.seed_everything(1, verbose=False)
+        return fit(LitGPT(dropout=0.1), world, {"schedule": "auto"}, max_steps=2)
 
 
 def layers_left_out(world: int) -> dict[str, Any]:
@@ -280,6 +289,7 @@ def run_all(world: int, folder: str) -> dict[str, Any]:
         "unequal": unequal(world, None),
         "in turns": unequal(world, 1.0),
         "another": another_is_faster(world),
+        "other ways": other_ways_between_ranks(world),
         "badly cut": badly_cut(world),
         "stopped": stopped_before_it_is_cut(world),
     }
@@ -393,6 +403,12 @@ def test_a_plan_that_is_faster_than_the_simulated_best_is_taken(ranks: Any) -> N
         assert (plan["schedule"], plan["stage_config"]) == found["tried"][1] != found["tried"][0]
         assert plan["step_seconds"] == 1.0 and plan["is_tried"]
         assert len(found["losses"]) == 2
+
+
+def test_plans_of_virtual_stages_are_tried(one: Any, ranks: Any) -> None:
+    found = ranks[0]["other ways"]
+    assert len(found["plan"]["stages"]) == 4 and found["plan"]["is_tried"]
+    assert found["losses"] == one["runs"]["1f1b"]["losses"][:2]
 
 
 def test_a_run_says_which_modules_to_move(ranks: Any) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
 
 import lightning as L
 import pytest
 from torch import nn
 
 from lightning_pipeline.partition.plan import StagePlan
-from lightning_pipeline.strategy.tried_plans import BUDGET_S, MOST, Trials, best_tried, worth_trying
+from lightning_pipeline.strategy.plan_choice import BUDGET_S, MOST, best_tried, choose_plan, worth_trying
 
 INF = float("inf")
 
@@ -20,18 +19,18 @@ def plan(seconds: float, bubble: float = 0.5, peak: float = 100.0) -> StagePlan:
     return StagePlan({"b": 1}, 2, 4, "1f1b", [], seconds, bubble, [10.0, peak], is_measured=True, is_best=True)
 
 
-class OnPaper(Trials):
+class OnPaper:
     """Steps of a plan take what its first key says, in seconds."""
 
     def __init__(self) -> None:
-        nothing = cast(Any, None)
-        super().__init__(
-            module(), nothing, nothing, nothing, nothing,
-            schedules_of=nothing, everybody=lambda function: function(), limit=INF,
-        )  # fmt: skip
         self.tried: list[tuple[list[float], float]] = []
 
-    def times(self, plans: Sequence[StagePlan], budget: float) -> list[list[float]]:
+    def choose(self, ranked: Callable[[float], list[StagePlan]], *, share_cores: bool) -> StagePlan:
+        return choose_plan(
+            ranked, self._times, module(), lambda function: function(), share_cores=share_cores, limit=INF
+        )
+
+    def _times(self, plans: Sequence[StagePlan], budget: float) -> list[list[float]]:
         takes = [float(next(iter(plan.stage_config))) for plan in plans]
         self.tried.append((takes, budget))
         return [[seconds, seconds * 1.01, seconds * 0.99] for seconds in takes]
@@ -74,7 +73,7 @@ def test_where_ranks_share_cores_plans_are_made_again_with_what_turns_were_seen_
         return [balanced] if turns == 1 else [taking(0.12, expected=0.13), taking(0.11, expected=0.14), balanced]
 
     trials = OnPaper()
-    found = trials.best(ranked, share_cores=True)
+    found = trials.choose(ranked, share_cores=True)
     assert asked == [1.0, pytest.approx(1.5)]
     assert found.stage_config == {"0.11": 1} and found.step_seconds == 0.11
     (first, none), (then, left) = trials.tried
@@ -89,7 +88,7 @@ def test_what_was_tried_is_taken_where_there_is_no_time_to_try_what_is_hardly_be
 ) -> None:
     first = taking(0.7, expected=0.5)
     trials = OnPaper()
-    found = trials.best(lambda turns: [first] if turns == 1 else [taking(0.6, expected=expected)], share_cores=True)
+    found = trials.choose(lambda turns: [first] if turns == 1 else [taking(0.6, expected=expected)], share_cores=True)
     assert found.step_seconds == takes
     assert found.is_tried == (takes == 0.7)
     assert len(trials.tried) == 1
@@ -98,10 +97,10 @@ def test_what_was_tried_is_taken_where_there_is_no_time_to_try_what_is_hardly_be
 def test_else_the_best_are_tried_at_once() -> None:
     trials = OnPaper()
     plans = [taking(0.15, expected=0.1), taking(0.12, expected=0.11)]
-    assert trials.best(lambda turns: plans, share_cores=False).step_seconds == 0.12
+    assert trials.choose(lambda turns: plans, share_cores=False).step_seconds == 0.12
     assert trials.tried == [([0.15, 0.12], BUDGET_S)]
     same = [*plans, replace(plans[0], step_seconds=0.1001)]  # by another way to the same cut
-    trials.best(lambda turns: same, share_cores=False)
+    trials.choose(lambda turns: same, share_cores=False)
     assert trials.tried[1] == trials.tried[0]
 
 
@@ -109,7 +108,7 @@ def test_what_takes_too_long_is_not_tried() -> None:
     trials = OnPaper()
     slow = taking(9.0, expected=9.0)
     for share_cores in (False, True):
-        assert trials.best(lambda turns: [slow], share_cores=share_cores) == slow
+        assert trials.choose(lambda turns: [slow], share_cores=share_cores) == slow
     assert not trials.tried
 
 
