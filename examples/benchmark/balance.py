@@ -1,12 +1,12 @@
 """The automatic cut against equal ones and against all there are: ``python examples/benchmark/balance.py``.
 
 All cuts of a model are trained for some steps each, in turns. Those that were fastest, the automatic ones and the equal
-ones then meet in turns that are counted. Times are medians of their steps. Of many cuts that are alike one is always
-the fastest by chance: in each turn the automatic cut is compared with the one that was the fastest in all other turns,
-and the table has the mean of these ratios. By ``--clock wall`` a step is from the first forward to the last backward on
-the first stage. By ``--clock core`` each stage's forwards and backwards count with the time that they had a core, and
-the step is what the schedule makes of the medians; transfers are free. The memory is the peak of the rank that needs
-the most.
+ones then meet in turns that are counted, in another order each time. Times are medians over these. Of many cuts that
+are alike one is always the fastest by chance: in each turn the automatic cut is compared with the one that was the
+fastest in all other turns, and the table has the mean of these ratios and its standard error. By ``--clock wall`` a
+step is from the first forward to the last backward on the first stage. By ``--clock core`` each stage's forwards and
+backwards count with the time that they had a core, and the step is what the schedule makes of the medians; transfers
+are free. The memory is the peak of the rank that needs the most.
 
 The cut is found several times, and what is expected is compared with the steps of the same run: a machine may change
 its speed between a run's first step, when it is measured, and the others. The table has the medians of these runs.
@@ -15,7 +15,9 @@ its speed between a run's first step, when it is measured, and the others. The t
 import argparse
 import itertools
 import json
+import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -38,6 +40,8 @@ SAMPLES = 4
 """In a micro-batch."""
 FINALISTS = 6
 """Cuts that were fastest in the first turns and are tried again, beside the automatic one and the equal ones."""
+AUTOMATIC = 3
+"""Times that the automatic cut is found."""
 
 
 def equal_layers(parts: Sequence[str], num_stages: int) -> dict[str, int]:
@@ -147,14 +151,15 @@ def train(model: str, cut: dict[str, int] | str, num_stages: int, num_steps: int
     return found
 
 
-def beside_the_best(steps: Sequence[float], every: Sequence[Sequence[float]]) -> float:
+def beside_the_best(steps: Sequence[float], every: Sequence[Sequence[float]]) -> tuple[float, float]:
     """A cut's times in some turns beside those of the cut that was the fastest of all in the other turns: the geometric
-    mean of their ratios."""
+    mean of their ratios, and its standard error as a share."""
 
     def without(turn: int) -> Sequence[float]:
         return min(every, key=lambda own: statistics.fmean([*own[:turn], *own[turn + 1 :]]))
 
-    return statistics.geometric_mean(own / without(turn)[turn] for turn, own in enumerate(steps))
+    ratios = [math.log(own / without(turn)[turn]) for turn, own in enumerate(steps)]
+    return math.exp(statistics.fmean(ratios)), statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
 def record(model: str, num_stages: int, num_steps: int, num_turns: int, clock: str, path: Path) -> None:
@@ -169,6 +174,7 @@ def record(model: str, num_stages: int, num_steps: int, num_turns: int, clock: s
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    shuffled = random.Random(0)  # alike on all ranks
     parts = MODELS[model].parts
     module = LitModel(MODELS[model], {})
     sizes = [sum(p.numel() for p in module.get_submodule(part).parameters()) for part in parts]
@@ -177,7 +183,7 @@ def record(model: str, num_stages: int, num_steps: int, num_turns: int, clock: s
         """The time of each of these cuts in each of some turns; all ranks agree on it."""
         times: dict[tuple[str, ...], list[float]] = {cut: [] for cut in cuts}
         for _ in range(number):
-            for cut in cuts:
+            for cut in shuffled.sample(cuts, len(cuts)):
                 stage_config = {name: stage for stage, name in enumerate(cut, 1)}
                 steps = train(model, stage_config, num_stages, num_steps, clock)["steps"]
                 times[cut].append(statistics.median(steps))
@@ -185,16 +191,16 @@ def record(model: str, num_stages: int, num_steps: int, num_turns: int, clock: s
         torch.distributed.broadcast_object_list(found)
         return found[0]
 
-    autos = [train(model, "auto", num_stages, 2 * num_steps, clock) for _ in range(2 * num_turns - 1)]
+    autos = [train(model, "auto", num_stages, 2 * num_steps, clock) for _ in range(AUTOMATIC)]
     every = [tuple(cut) for cut in all_cuts(parts, num_stages)]
-    first = turns(every, num_turns)
+    first = turns(every, max(1, num_turns // 4))
     named = {
         "equal layers": tuple(equal_layers(parts, num_stages)),
         "equal parameters": tuple(equal_parameters(parts, sizes, num_stages)),
     }
     others = [tuple(auto["cut"]) for auto in autos]
     fastest = sorted(every, key=lambda cut: statistics.median(first[cut]))[:FINALISTS]
-    last = turns(list(dict.fromkeys([*fastest, *others, *named.values()])), 2 * num_turns)
+    last = turns(list(dict.fromkeys([*fastest, *others, *named.values()])), num_turns)
     if int(os.environ["RANK"]) == 0:
         step = {cut: statistics.median(times) for cut, times in last.items()}
         contiguous = [cut for cut in every if cut in last]
@@ -224,7 +230,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--num-stages", type=int, default=2)
     parser.add_argument("--num-steps", type=int, default=6)
-    parser.add_argument("--num-turns", type=int, default=2)
+    parser.add_argument("--num-turns", type=int, default=8, help="that are counted; two at least")
     parser.add_argument("--clock", choices=["wall", "core"], default="wall")
     parser.add_argument("--record", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -249,7 +255,7 @@ def main() -> None:
             f"{usual['step'] * 1e3:.1f}",
             *(f"{found['steps'][name] * 1e3:.1f}" for name in ("equal layers", "equal parameters")),
             f"{best * 1e3:.1f}",
-            f"{usual['ratio']:.2f}",
+            "{:.2f} ± {:.2f}".format(*usual["ratio"]),
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
             *(f"{memory[key] / 2**20:.1f}" for key in ("peak_bytes", "expected_bytes")),
             " ".join(usual["cut"]),

@@ -115,9 +115,7 @@ class AutomaticCut:
         began = time.perf_counter()
         everybody = partial(with_everybody, broadcast=broadcast, decides=is_first)
         microbatches = restored(everybody(lambda: described(self._microbatches(batch))), self._device)
-        step = loss_step(
-            getattr(self._module, name), tuple(others), context, self._device, has_backward=has_backward
-        )
+        step = loss_step(self._module, name, tuple(others), context, self._device)
         with unnoticed(self._module, self._device):
             costs = self._costs_on_all(step, microbatches, has_backward, transport)
 

@@ -28,6 +28,7 @@ from lightning_pipeline.partition.work import measured_speed
 from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.strategy.batch_norms import own_statistics
+from lightning_pipeline.strategy.steps import loss_in
 
 SeededStep = Callable[..., Tensor | None]
 """A `Step` that takes a `seed`, too."""
@@ -70,30 +71,31 @@ def _by_itself(module: LightningModule, strategy: Strategy) -> Iterator[None]:
 
 
 def loss_step(
-    function: Callable[..., Any],
+    module: LightningModule,
+    name: str,
     others: tuple[Any, ...],
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
-    *,
-    has_backward: bool,
 ) -> SeededStep:
-    """One of the user's steps as a function from a micro-batch to the loss that backward starts from.
+    """One of the user's steps as a function from a micro-batch to the loss that backward starts from, None for steps
+    without one.
 
     With the same seed it draws the same random numbers, so that layers that are left out at random are the same ones.
+    A training step without a loss is a ValueError.
 
     Args:
+        name: of the step, such as "training_step".
         others: its arguments after the batch.
         context: the precision's context around a step.
     """
-
+    function = getattr(module, name)
     drawn_from = generators(device)
 
     def step(microbatch: Any, seed: int = 0) -> Tensor | None:
         _plant_seeds(drawn_from, seed)
         with context():
             result = function(microbatch, *others)
-        loss = result if isinstance(result, Tensor) or result is None else result["loss"]
-        return loss if has_backward else None
+        return loss_in(result, type(module).__name__) if name == "training_step" else None
 
     return step
 
@@ -114,7 +116,7 @@ def estimate_training_step(module: LightningModule, microbatch: Any, device: tor
     """Without running it: parts of the module may be on the meta device."""
     takes_index = len(signature(module.training_step).parameters) > 1
     context = module.trainer.precision_plugin.train_step_context
-    step = loss_step(module.training_step, (0,) * takes_index, context, device, has_backward=True)
+    step = loss_step(module, "training_step", (0,) * takes_index, context, device)
     return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
 
 

@@ -141,7 +141,7 @@ def _step_of(made: Rehearsed) -> Step:
     vars(module)["log"] = lambda *args, **kwargs: None
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
     others = (0,) * takes_index
-    return loss_step(module.training_step, others, plugin.train_step_context, torch.device("cpu"), has_backward=True)
+    return loss_step(module, "training_step", others, plugin.train_step_context, torch.device("cpu"))
 
 
 def _optimizers(made: Rehearsed) -> list[Optimizer]:

@@ -103,7 +103,7 @@ class Steps:
         sizes: list[int] = []
 
         def loss_of(state: Microbatch, result: Any) -> Tensor:
-            loss = _loss_in(result, type(self._module).__name__)
+            loss = loss_in(result, type(self._module).__name__)
             losses.append(loss.detach())
             sizes.append(state.num_samples)
             weighted = self._weighted(loss, state, accumulate)
@@ -266,7 +266,15 @@ def _does_nothing(context: Callable[[], AbstractContextManager[Any]]) -> bool:
     return type(precision.forward_context()) is nullcontext
 
 
-def _loss_in(result: Any, module: str) -> Tensor:
+def loss_in(result: Any, module: str) -> Tensor:
+    """The loss in what a training step has returned.
+
+    Args:
+        module: its class's name, for the error.
+
+    Raises:
+        ValueError: there is none.
+    """
     loss = result
     if not isinstance(result, Tensor) and isinstance(result, Mapping):
         loss = result.get("loss")

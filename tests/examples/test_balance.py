@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -27,8 +28,10 @@ def test_equal_cuts_and_all_there_are() -> None:
 def test_no_cut_is_the_best_for_its_luck_in_one_turn() -> None:
     steady, lucky = [10.0, 10.0, 10.0], [12.0, 12.0, 5.0]
     # In the first two turns the lucky one was the faster of the two in the others, in the third it was the slower.
-    assert beside_the_best(steady, [steady, lucky]) == pytest.approx((10 / 12 * 10 / 12 * 1) ** (1 / 3))
-    assert beside_the_best([20.0, 20.0, 20.0], [steady]) == pytest.approx(2.0)
+    mean, error = beside_the_best(steady, [steady, lucky])
+    assert mean == pytest.approx((10 / 12 * 10 / 12 * 1) ** (1 / 3))
+    assert error == pytest.approx(math.log(12 / 10) / 3)
+    assert beside_the_best([20.0, 20.0, 20.0], [steady]) == pytest.approx((2.0, 0.0))
 
 
 @pytest.mark.parametrize("name", list(MODELS))
