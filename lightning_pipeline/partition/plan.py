@@ -12,7 +12,7 @@ from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.trace import Call
 from lightning_pipeline.schedules.balance import Machine, Plan, Segment, evaluate, state_of
 from lightning_pipeline.schedules.schedule import Schedule
-from lightning_pipeline.schedules.search import best_plan
+from lightning_pipeline.schedules.search import best_plans
 from lightning_pipeline.schedules.simulation import Simulation
 
 FINENESS = (0.5, 1, 2, 4, 8, 16)
@@ -142,23 +142,25 @@ def ranked_plans(
     *,
     fault_of: Callable[[StagePlan], str] = lambda plan: "",
     effort: float = EFFORT,
+    most: int = 1,
 ) -> Iterator[tuple[StagePlan, Simulation]]:
-    """The best cut of a step for the best of some schedules, all for the micro-batches of the costs, and after it the
-    best for other schedules, and at larger or smaller modules, each with its simulation.
+    """The best cut of a step for the best of some schedules, all for the micro-batches of the costs, and after it
+    others in the order of preference, each with its simulation.
 
     Args:
         state_bytes: bytes that a parameter of this name takes with its gradient and optimizer state.
         fault_of: what is wrong with a cut, by a trial; empty if nothing is. A faulty one is passed over.
+        most: plans for each schedule and size of modules to cut at.
 
     Raises:
         NothingToCutError: the step has too few places to cut.
         ValueError: no cut fits the memory, or all have faults.
     """
-    made: list[_Made] = []
+    made: list[list[_Made]] = []
     failure: NothingToCutError | None = None
     for schedule in schedules:
         try:
-            made += _best_cuts(costs, schedule, machine, state_bytes, effort / len(schedules))
+            made += _best_cuts(costs, schedule, machine, state_bytes, effort / len(schedules), most)
         except NothingToCutError as error:
             failure = error
     if not made:
@@ -167,8 +169,9 @@ def ranked_plans(
     seen: set[Hashable] = set()
     fault = ""
     while made:
-        chosen = _preferred(made, machine.cores)
-        made.remove(chosen)
+        chosen = _preferred([first for first, *_ in made], machine.cores)
+        made = [[one for one in alike if one is not chosen] for alike in made]
+        made = [alike for alike in made if alike]
         if chosen.plan.excess and seen:
             return
         if chosen.plan.excess:
@@ -224,7 +227,7 @@ def _places(plan: StagePlan) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """The best plan for candidates of one fineness.
+    """A plan for candidates of one fineness.
 
     Attributes:
         seconds_apart: of a step if each rank had a core of its own.
@@ -252,10 +255,15 @@ def _preferred(made: Sequence[_Made], cores: float | None) -> _Made:
 
 
 def _best_cuts(
-    costs: StepCosts, schedule: Schedule, machine: Machine, state_bytes: Callable[[str], float], effort: float
-) -> list[_Made]:
-    """The best cut for candidates of each fineness."""
-    made: list[_Made] = []
+    costs: StepCosts,
+    schedule: Schedule,
+    machine: Machine,
+    state_bytes: Callable[[str], float],
+    effort: float,
+    most: int,
+) -> list[list[_Made]]:
+    """For candidates of each fineness the best cuts."""
+    made: list[list[_Made]] = []
     tree = costs.tree()
     tried: list[Call] = []
     for fineness in FINENESS:
@@ -264,9 +272,10 @@ def _best_cuts(
             break
         if len(calls) >= schedule.num_stages and calls != tried:
             segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
-            plan = best_plan(segments, schedule, machine, effort=effort / len(FINENESS), gap=NEGLIGIBLE, alike=ALIKE)
-            apart = evaluate(segments, schedule, plan.cuts, replace(machine, cores=None))
-            made.append(_Made(plan, segments, fineness, apart.seconds))
+            limits = {"effort": effort / len(FINENESS), "gap": NEGLIGIBLE, "alike": ALIKE}
+            plans = best_plans(segments, schedule, machine, **limits, most=most)
+            apart = [evaluate(segments, schedule, plan.cuts, replace(machine, cores=None)).seconds for plan in plans]
+            made.append([_Made(p, segments, fineness, own) for p, own in zip(plans, apart, strict=True)])
         tried = calls
     if not made:
         names = ", ".join(repr(call.name) for call in tried) or "none"

@@ -29,7 +29,22 @@ def best_plan(
     gap: float = 0.0,
     alike: float = 0.0,
 ) -> Plan:
-    """The plan of the least time; where none fits the memory, the one that lacks the least.
+    """The first of the `best_plans`."""
+    return best_plans(segments, schedule, machine, effort=effort, gap=gap, alike=alike, most=1)[0]
+
+
+def best_plans(
+    segments: Sequence[Segment],
+    schedule: Schedule,
+    machine: Machine | None = None,
+    *,
+    effort: float = 2e6,
+    gap: float = 0.0,
+    alike: float = 0.0,
+    most: int,
+) -> list[Plan]:
+    """The plan of the least time; where none fits the memory, the one that lacks the least. After it come the next ones
+    of those that the search has looked at, by their time.
 
     Args:
         schedule: with whole backwards or split ones; it says the number of virtual stages and where they are.
@@ -40,6 +55,7 @@ def best_plan(
             that one, and the best of them is the one that would take the least time with a core for each rank. What
             fills the cores is the work, which no cut changes, so that times tell little; and ranks that are balanced
             have the most to do at any time. `is_best` then says that both searches came to their end.
+        most: plans in all.
 
     Raises:
         ScheduleError: fewer segments than virtual stages.
@@ -47,14 +63,16 @@ def best_plan(
     machine = machine or Machine()
     made = Evaluator(segments, schedule, machine)
     if machine.cores is None or machine.cores >= schedule.num_ranks:
-        return _Search(made).run(effort, gap)
-    first = _Search(made).run(effort / 2, gap)
-    if first.excess:
-        return first
-    enough = first.seconds * (1 + alike)
-    apart = Evaluator(segments, schedule, replace(machine, cores=None))
-    chosen = _Search(apart, lambda cuts: made.plan(cuts).seconds <= enough).run(effort / 2, gap, first.cuts)
-    return replace(made.plan(chosen.cuts), is_best=first.is_best and chosen.is_best)
+        first = _Search(made).run(effort, gap)
+    else:
+        first = _Search(made).run(effort / 2, gap)
+        if not first.excess:
+            enough = first.seconds * (1 + alike)
+            apart = Evaluator(segments, schedule, replace(machine, cores=None))
+            chosen = _Search(apart, lambda cuts: made.plan(cuts).seconds <= enough).run(effort / 2, gap, first.cuts)
+            first = replace(made.plan(chosen.cuts), is_best=first.is_best and chosen.is_best)
+    others = [plan for plan in made.plans.values() if plan.cuts != first.cuts]
+    return [first, *sorted(others, key=lambda plan: (plan.excess, plan.seconds))[: most - 1]]
 
 
 class _Search:

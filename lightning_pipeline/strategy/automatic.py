@@ -233,6 +233,7 @@ class AutomaticCut:
                 state_bytes,
                 fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[few]),
                 effort=effort,
+                most=most,
             )
             own, *more = (plan for plan, _ in islice(ranked, max(1, most // len(counts))))
             best.append(own)

@@ -17,7 +17,7 @@ from lightning_pipeline.strategy.trial_steps import LEAST
 Everybody = Callable[[Callable[[], Any]], Any]
 """What the first rank makes of a function, on all ranks."""
 
-MOST = 3
+MOST = 4
 """Plans to try."""
 NEAR = 0.15
 """By which share of a step another plan may be expected to be slower than the first one, and be tried."""

@@ -282,6 +282,12 @@ def test_other_plans_come_after_the_best_one() -> None:
         assert sorted(next(iter(cut)).count(".") > 0 for cut in cuts) == [False, True], cuts
 
 
+def test_the_next_best_cut_at_the_same_modules_comes_second() -> None:
+    costs = traced(_mean_of(*(Layer(width) for width in (30, 30, 1, 30, 30))))
+    plans = [plan for plan, _ in ranked_plans(costs, [build("1f1b", 2, 16)], Machine(), lambda name: 1.0, most=2)]
+    assert {*plans[0].stage_config, *plans[1].stage_config} == {"2", "3"}  # on either side of the small one
+
+
 def test_the_same_place_by_another_name_is_no_other_plan() -> None:
     costs = traced(_mean_of(Layer(30), nn.Sequential(Layer(20), Layer(10))))
     plans = [plan for plan, _ in ranked_plans(costs, [build("1f1b", 2, 16)], Machine(), lambda name: 1.0)]

@@ -13,7 +13,7 @@ from lightning_pipeline.schedules import ScheduleError, build, simulate
 from lightning_pipeline.schedules.balance import Cuts, Machine, Plan, Segment, evaluate
 from lightning_pipeline.schedules.memory import live_activations, peak_bytes
 from lightning_pipeline.schedules.registry import build_for_batch
-from lightning_pipeline.schedules.search import best_plan
+from lightning_pipeline.schedules.search import best_plan, best_plans
 
 SCHEDULES = [
     ("gpipe", 3, 5, 1),
@@ -98,6 +98,16 @@ def test_of_cuts_that_shared_cores_make_alike_the_one_is_taken_that_is_best_with
         assert found.is_best
         assert found.cuts == min(near, key=lambda plan: plan.seconds).cuts
         assert found.seconds == evaluate(segments, schedule, found.cuts, machine).seconds  # as it will take
+
+
+def test_the_next_best_plans_come_after_the_best() -> None:
+    segments = random_segments(random.Random(3), 7)
+    schedule = build("1f1b", 3, 6)
+    every = sorted(try_all(segments, schedule, Machine()), key=lambda plan: plan.seconds)
+    found = best_plans(segments, schedule, most=3)
+    assert found[0] == best_plan(segments, schedule) and found[0].cuts == every[0].cuts
+    assert [plan.cuts for plan in found[1:]] == [plan.cuts for plan in every[1:3]]
+    assert len(best_plans(segments[:4], schedule, most=9)) == 3  # there are no more
 
 
 def test_a_plan_says_what_the_schedule_does_with_it() -> None:
