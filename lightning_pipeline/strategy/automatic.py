@@ -219,7 +219,8 @@ class AutomaticCut:
         counts: Sequence[int],
         most: int,
     ) -> list[StagePlan]:
-        """The best one for any of these numbers of micro-batches, and after it others, `most` or so in all."""
+        """The best one for each of these numbers of micro-batches, by its time, and after them others, `most` or so in
+        all."""
         few, many = counts[0], counts[-1]
         effort = EFFORT / len(counts) / (1 if self._machine.cores is None else _SLOWER)
         state_bytes = bytes_with_state(self._module, optimizers)
@@ -238,7 +239,7 @@ class AutomaticCut:
             own, *more = (plan for plan, _ in islice(ranked, max(1, most // len(counts))))
             best.append(own)
             others += more
-        return sorted(best, key=_seconds) + sorted(others, key=_seconds)
+        return sorted(best, key=lambda plan: plan.step_seconds) + others
 
     def _schedules_of(self, plan: StagePlan) -> Schedules:
         choice = ScheduleChoice(plan.schedule) if self._choice.is_auto else self._choice
@@ -282,10 +283,6 @@ def _with_times(measured: Mapping[int, StepCosts], times: Sequence[float]) -> di
     """The same costs with other times, those of all of them one after another."""
     left = iter(times)
     return {count: costs.with_times([*islice(left, len(costs.both_ways))]) for count, costs in measured.items()}
-
-
-def _seconds(plan: StagePlan) -> float:
-    return plan.step_seconds
 
 
 def _share(count: int, counts: Sequence[int]) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from math import sqrt
-from statistics import fmean, median, stdev
+from statistics import median
 from typing import Any
 
 from torch import nn
@@ -23,9 +22,6 @@ NEAR = 0.15
 """By which share of a step another plan may be expected to be slower than the first one, and be tried."""
 BUDGET_S = 4.5
 """For all trials together, or so."""
-_SURE = 1.0
-"""Standard errors by which another plan has to be faster than the first one: where there is more doubt they are alike,
-and the first one is cut at larger modules."""
 
 
 def choose_plan(
@@ -97,22 +93,16 @@ def worth_trying(
 
 
 def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> StagePlan:
-    """The first plan, or the fastest of those that were faster by more than chance; as it was when it was tried.
+    """The plan that was the fastest, as it was when it was tried; the first one of those that were.
 
     Args:
         times: seconds of each plan's steps, which took turns with those of the others, without sums over replicas.
     """
-    times = [[own + plan.reduction_seconds for own in took] for plan, took in zip(plans, times, strict=True)]
-    surely = [number for number in range(1, len(plans)) if _is_faster(times[number], times[0])]
-    best = min(surely, key=lambda number: median(times[number]), default=0)
-    plan, seconds = plans[best], median(times[best])
+    took = [median(own) + plan.reduction_seconds for plan, own in zip(plans, times, strict=True)]
+    seconds = min(took)
+    plan = plans[took.index(seconds)]
     busy = (1 - plan.bubble) * plan.step_seconds
     return replace(plan, step_seconds=seconds, bubble=max(0.0, 1 - busy / seconds), is_tried=True)
-
-
-def _is_faster(times: Sequence[float], others: Sequence[float]) -> bool:
-    gains = [other - own for own, other in zip(times, others, strict=True)]
-    return fmean(gains) > _SURE * stdev(gains) / sqrt(len(gains))
 
 
 def _once(plans: Sequence[StagePlan]) -> list[StagePlan]:
