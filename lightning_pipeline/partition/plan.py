@@ -18,7 +18,7 @@ from lightning_pipeline.schedules.simulation import Simulation
 FINENESS = (0.5, 1, 2, 4, 8, 16)
 """Candidates of a stage: first so few and large, then smaller ones where that pays."""
 EFFORT = 1e6
-"""Of a search for each fineness and schedule together (`best_plan`): two seconds or so."""
+"""Of a search for each fineness and schedule together (`best_plans`): two seconds or so."""
 MOST = 20
 """Candidates for each stage beyond which no smaller ones are tried."""
 WORTH = 0.05
@@ -247,7 +247,7 @@ def _preferred(made: Sequence[_Made], cores: float | None) -> _Made:
         if (other.plan.excess, other.plan.seconds) < (best.plan.excess, best.plan.seconds * (1 - worth)):
             best = other
         elif other.plan.excess == best.plan.excess and other.plan.seconds < best.plan.seconds * (1 + ALIKE):
-            # Alike on shared cores (`best_plan`), where a rank has as little of a gain as it has of a core.
+            # Alike on shared cores (`best_plans`), where a rank has as little of a gain as it has of a core.
             num_ranks = other.plan.schedule.num_ranks
             needed = worth * num_ranks / min(num_ranks, cores or num_ranks)
             best = other if other.seconds_apart < best.seconds_apart * (1 - needed) else best

@@ -13,7 +13,7 @@ from lightning_pipeline.partition.trace import Call
 from lightning_pipeline.schedules.balance import Machine, Segment, evaluate
 from lightning_pipeline.schedules.measured import Costs
 from lightning_pipeline.schedules.schedule import Schedule
-from lightning_pipeline.schedules.search import best_plan
+from lightning_pipeline.schedules.search import best_plans
 
 FINEST = 4
 """Candidates of a stage, about: what moves is to be a part that one knows by name."""
@@ -93,7 +93,7 @@ def rebalance(
         ]
     machine = replace(machine, latency=measured.transfer, bytes_per_second=float("inf"), overhead=0.0)
     now = evaluate(scaled, schedule, bounds, machine)
-    best = best_plan(scaled, schedule, machine, effort=EFFORT, gap=NEGLIGIBLE)
+    best = best_plans(scaled, schedule, machine, effort=EFFORT, gap=NEGLIGIBLE)[0]
     if best.seconds > now.seconds * (1 - NEGLIGIBLE):
         best = now
     stages = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -62,6 +63,10 @@ class Topology:
             )
         if not 0 <= self.rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}, got {self.rank}")
+
+    def along(self, placement: Sequence[int]) -> Topology:
+        """The same for virtual stages on these places; where each rank has one, that goes without saying."""
+        return replace(self, placement=tuple(placement) if len(placement) > self.num_stages else ())
 
     @property
     def num_stages(self) -> int:

@@ -20,19 +20,6 @@ from lightning_pipeline.schedules.memory import live_activations
 from lightning_pipeline.schedules.schedule import Schedule
 
 
-def best_plan(
-    segments: Sequence[Segment],
-    schedule: Schedule,
-    machine: Machine | None = None,
-    *,
-    effort: float = 2e6,
-    gap: float = 0.0,
-    alike: float = 0.0,
-) -> Plan:
-    """The first of the `best_plans`."""
-    return best_plans(segments, schedule, machine, effort=effort, gap=gap, alike=alike, most=1)[0]
-
-
 def best_plans(
     segments: Sequence[Segment],
     schedule: Schedule,
@@ -41,7 +28,7 @@ def best_plans(
     effort: float = 2e6,
     gap: float = 0.0,
     alike: float = 0.0,
-    most: int,
+    most: int = 1,
 ) -> list[Plan]:
     """The plan of the least time; where none fits the memory, the one that lacks the least. After it come the next ones
     of those that the search has looked at, by their time.

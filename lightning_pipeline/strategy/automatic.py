@@ -27,14 +27,14 @@ from lightning_pipeline.runtime.overhead import measure_overhead
 from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
+from lightning_pipeline.strategy.cut_faults import fault_of_cut
 from lightning_pipeline.strategy.dataloading import sample_batch
 from lightning_pipeline.strategy.joint_measurement import described, of_all_ranks, restored, shared_cores
 from lightning_pipeline.strategy.lightning_private import training_loader
 from lightning_pipeline.strategy.measuring import SeededStep, estimate_training_step, loss_step, measure_step, unnoticed
 from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
-from lightning_pipeline.strategy.plan_choice import MOST, choose_plan
+from lightning_pipeline.strategy.plan_choice import choose_plan
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice, Schedules
-from lightning_pipeline.strategy.trial import fault_of_cut
 from lightning_pipeline.strategy.trial_steps import TrialSteps
 from lightning_pipeline.strategy.with_everybody import with_everybody
 
@@ -119,7 +119,7 @@ class AutomaticCut:
         with unnoticed(self._module, self._device):
             costs = self._costs_on_all(step, microbatches, has_backward, transport)
 
-            def ranked(turns: float, most: int = MOST) -> list[StagePlan]:
+            def ranked(turns: float, most: int) -> list[StagePlan]:
                 if isinstance(costs, Exception):
                     raise costs
                 self._machine = replace(self._machine, turns=turns)
@@ -136,7 +136,7 @@ class AutomaticCut:
                     limit=self._machine.limit(0),
                 )
             else:
-                found = everybody(lambda: ranked(1.0, most=1)[0])
+                found = everybody(lambda: ranked(1.0, 1)[0])
         self.is_cut = True
         if is_first and (has_backward or self._module.trainer.state.fn != TrainerFn.FITTING):
             rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')

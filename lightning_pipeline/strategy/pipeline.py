@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -208,12 +208,11 @@ class PipelineStrategy(CheckpointingStrategy):
         asked = {name: str(getattr(self, name)) for name in ALIKE}
         return {**super().settings(), **asked, "schedule": self._choice.label}
 
-    def _topology(self, num_stages: int, placement: Sequence[int] = ()) -> Topology:
+    def _topology(self, num_stages: int) -> Topology:
         return Topology(
             num_ranks_per_pipeline=num_stages,
             world_size=self.world_size,
             rank=self.global_rank,
-            placement=tuple(placement) if len(placement) > num_stages else (),
             tensor_parallel_size=self.tensor_parallel_size,
         )
 
@@ -295,7 +294,7 @@ class PipelineStrategy(CheckpointingStrategy):
         if self._choice.is_auto:
             self._advisor = Advisor(**sizes, max_live_microbatches=self.max_live_microbatches)
         schedules = self._advisor.first if self._advisor is not None else self._choice.bind(**sizes)
-        self.topology = topology = self._topology(num_stages, schedules.placement)
+        self.topology = topology = self._topology(num_stages).along(schedules.placement)
         if self.world_size > 1:
             warn_of_placement(num_stages)
         if self.root_device.type == "cpu":

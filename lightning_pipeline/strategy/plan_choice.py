@@ -25,7 +25,7 @@ BUDGET_S = 4.5
 
 
 def choose_plan(
-    ranked: Callable[[float], Sequence[StagePlan]],
+    ranked: Callable[[float, int], Sequence[StagePlan]],
     times: Callable[[Sequence[StagePlan], float], list[list[float]]],
     module: nn.Module,
     everybody: Everybody,
@@ -39,24 +39,25 @@ def choose_plan(
     plan take, in which nearly all work is done in turns. The plans are then made once more.
 
     Args:
-        ranked: on the first rank, the plans that are expected to be the best, where turns cost so much (`simulate`).
+        ranked: on the first rank, the plans that are expected to be the best where turns cost so much (`simulate`), so
+            many or fewer.
         times: seconds of steps of some plans, in so many seconds altogether (`TrialSteps.times`).
         share_cores: whether ranks do.
         limit: bytes that a device has.
     """
 
-    def worth(turns: float, budget: float, *others: StagePlan) -> tuple[StagePlan, list[StagePlan]]:
-        first, *more = ranked(turns)
+    def worth(turns: float, most: int, *others: StagePlan) -> tuple[StagePlan, list[StagePlan]]:
+        first, *more = ranked(turns, most)
         return first, worth_trying(module, _once([first, *others, *more]), budget, limit)
 
     budget = BUDGET_S
-    first, plans = everybody(lambda: worth(1.0, budget))
+    first, plans = everybody(lambda: worth(1.0, 1 if share_cores else MOST))
     if plans and share_cores:
-        took = times(plans[:1], 0.0)
-        tried = everybody(lambda: best_tried(plans[:1], took))
+        took = times(plans, 0.0)
+        tried = everybody(lambda: best_tried(plans, took))
         turns = max(1.0, median(took[0]) / (first.step_seconds - first.reduction_seconds))
         budget -= median(took[0]) * LEAST
-        first, plans = everybody(lambda: worth(turns, budget, tried))
+        first, plans = everybody(lambda: worth(turns, MOST, tried))
         if not plans and tried.step_seconds * (1 - WORTH) < first.step_seconds:
             return tried
     if not plans:

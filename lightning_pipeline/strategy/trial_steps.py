@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,11 +51,19 @@ class TrialSteps:
         schedules_of: Callable[[StagePlan], Schedules],
     ) -> None:
         self._module = module
-        self._step = step
         self._batch = batch
         self._transport = transport
         self._device = device
         self._schedules_of = schedules_of
+        run_backward, is_plain = backward_of(module)
+        self._work = Work(
+            kind=("tried", module.training),
+            step=lambda state, microbatch: step(microbatch),
+            loss_of=lambda state, loss: loss / state.num_microbatches,
+            run_backward=run_backward,
+            can_split=is_plain,
+            seed=0,
+        )
 
     def times(self, plans: Sequence[StagePlan], budget: float) -> list[list[float]]:
         """Seconds of steps of each plan, the slowest rank's. The plans take turns, so that what else the machine does
@@ -90,7 +97,7 @@ class TrialSteps:
     def _transport_along(self, placement: Sequence[int]) -> Transport:
         """The one that the pipeline would have: virtual stages send to ranks that others do not."""
         own = self._transport
-        topology = replace(own.topology, placement=tuple(placement) if len(placement) > own.num_stages else ())
+        topology = own.topology.along(placement)
         if topology == own.topology:
             return own
         assert own.store is not None
@@ -98,22 +105,13 @@ class TrialSteps:
 
     def _seconds(self, pipeline: Pipeline) -> float:
         """Of one step."""
-        run_backward, is_plain = backward_of(self._module)
-        work = Work(
-            kind=("tried", self._module.training),
-            step=lambda state, microbatch: self._step(microbatch),
-            loss_of=lambda state, loss: loss / state.num_microbatches,
-            run_backward=run_backward,
-            can_split=is_plain,
-            seed=0,
-        )
         microbatches = None
         if self._transport.stage == 0:
             own = tree.replace(self._batch, Tensor.clone)  # which the step may write into
             microbatches = microbatches_of(own, pipeline.num_microbatches, self._module)
         self._synchronize()
         began = time.perf_counter()
-        report = pipeline.run(work, microbatches)
+        report = pipeline.run(self._work, microbatches)
         self._synchronize()
         found = torch.tensor([time.perf_counter() - began, pipeline.is_new(report)], dtype=torch.float64)
         times, news = self._transport.all_gather_vector(found, "a trial of a plan").T

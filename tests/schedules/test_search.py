@@ -13,7 +13,7 @@ from lightning_pipeline.schedules import ScheduleError, build, simulate
 from lightning_pipeline.schedules.balance import Cuts, Machine, Plan, Segment, evaluate
 from lightning_pipeline.schedules.memory import live_activations, peak_bytes
 from lightning_pipeline.schedules.registry import build_for_batch
-from lightning_pipeline.schedules.search import best_plan, best_plans
+from lightning_pipeline.schedules.search import best_plans
 
 SCHEDULES = [
     ("gpipe", 3, 5, 1),
@@ -69,13 +69,13 @@ def test_no_cut_is_faster(name: str, num_ranks: int, num_microbatches: int, num_
         replicas=1 + seed % 3,
     )
     plans = try_all(segments, schedule, machine)
-    found = best_plan(segments, schedule, machine)
+    found = best_plans(segments, schedule, machine)[0]
     assert found.is_best
     assert found.seconds == pytest.approx(min(plan.seconds for plan in plans), rel=1e-9)
     # Within a memory that the fastest cut does not keep to, too, and with one that is different on each rank.
     memory = [max(plan.memory[rank] for plan in plans) * generator.uniform(0.5, 0.9) for rank in range(num_ranks)]
     tight = Machine(**{**vars(machine), "memory": memory})
-    bounded = best_plan(segments, schedule, tight)
+    bounded = best_plans(segments, schedule, tight)[0]
     fitting = [plan.seconds for plan in try_all(segments, schedule, tight) if not plan.excess]
     assert (bounded.excess == 0) == bool(fitting)
     if fitting:
@@ -91,9 +91,9 @@ def test_of_cuts_that_shared_cores_make_alike_the_one_is_taken_that_is_best_with
     shared = try_all(segments, schedule, machine)
     apart = try_all(segments, schedule, replace(machine, cores=None))
     least = min(plan.seconds for plan in shared)
-    assert best_plan(segments, schedule, machine).seconds == pytest.approx(least, rel=1e-9)
+    assert best_plans(segments, schedule, machine)[0].seconds == pytest.approx(least, rel=1e-9)
     for alike in (0.02, 0.1):
-        found = best_plan(segments, schedule, machine, alike=alike)
+        found = best_plans(segments, schedule, machine, alike=alike)[0]
         near = [one for one, own in zip(apart, shared, strict=True) if own.seconds <= least * (1 + alike)]
         assert found.is_best
         assert found.cuts == min(near, key=lambda plan: plan.seconds).cuts
@@ -105,7 +105,7 @@ def test_the_next_best_plans_come_after_the_best() -> None:
     schedule = build("1f1b", 3, 6)
     every = sorted(try_all(segments, schedule, Machine()), key=lambda plan: plan.seconds)
     found = best_plans(segments, schedule, most=3)
-    assert found[0] == best_plan(segments, schedule) and found[0].cuts == every[0].cuts
+    assert found[0].cuts == every[0].cuts
     assert [plan.cuts for plan in found[1:]] == [plan.cuts for plan in every[1:3]]
     assert len(best_plans(segments[:4], schedule, most=9)) == 3  # there are no more
 
@@ -202,15 +202,15 @@ def test_memory_counts_what_is_on_its_way() -> None:
 
 def test_too_few_segments() -> None:
     with pytest.raises(ScheduleError, match="2 segments cannot be cut into 3 stages"):
-        best_plan(random_segments(random.Random(0), 2), build("1f1b", 3, 3))
+        best_plans(random_segments(random.Random(0), 2), build("1f1b", 3, 3))
 
 
 def test_forty_layers_on_four_ranks_are_sure_within_half_a_percent() -> None:
     layers = [Segment(str(i), 1.0, 2.0, received=1.0) for i in range(40)]
     segments = [Segment("", 0.1, 0.2), *layers, Segment("head", 3.0, 6.0)]
-    plan = best_plan(segments, build("1f1b", 4, 16), gap=0.005)
+    plan = best_plans(segments, build("1f1b", 4, 16), gap=0.005)[0]
     assert plan.is_best
-    again = best_plan(segments, build("1f1b", 4, 16), effort=800, gap=0.005)
+    again = best_plans(segments, build("1f1b", 4, 16), effort=800, gap=0.005)[0]
     assert not again.is_best  # and yet it is as good
     assert again.seconds <= plan.seconds * 1.005
     works = [sum(segments[i].forward for i in part) for part in plan.stages(len(segments))]

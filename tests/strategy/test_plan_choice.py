@@ -25,7 +25,7 @@ class OnPaper:
     def __init__(self) -> None:
         self.tried: list[tuple[list[float], float]] = []
 
-    def choose(self, ranked: Callable[[float], list[StagePlan]], *, share_cores: bool) -> StagePlan:
+    def choose(self, ranked: Callable[[float, int], list[StagePlan]], *, share_cores: bool) -> StagePlan:
         return choose_plan(
             ranked, self._times, module(), lambda function: function(), share_cores=share_cores, limit=INF
         )
@@ -64,16 +64,16 @@ def test_a_plan_that_was_tried_says_what_it_took() -> None:
 
 
 def test_where_ranks_share_cores_plans_are_made_again_with_what_turns_were_seen_to_cost() -> None:
-    asked: list[float] = []
+    asked: list[tuple[float, int]] = []
     balanced = taking(0.15, expected=0.1)
 
-    def ranked(turns: float) -> list[StagePlan]:
-        asked.append(turns)
+    def ranked(turns: float, most: int) -> list[StagePlan]:
+        asked.append((turns, most))
         return [balanced] if turns == 1 else [taking(0.12, expected=0.13), taking(0.11, expected=0.14), balanced]
 
     trials = OnPaper()
     found = trials.choose(ranked, share_cores=True)
-    assert asked == [1.0, pytest.approx(1.5)]
+    assert asked == [(1.0, 1), (pytest.approx(1.5), MOST)]
     assert found.stage_config == {"0.11": 1} and found.step_seconds == 0.11
     (first, none), (then, left) = trials.tried
     assert first == [0.15] and none == 0
@@ -87,7 +87,8 @@ def test_what_was_tried_is_taken_where_there_is_no_time_to_try_what_is_hardly_be
 ) -> None:
     first = taking(0.7, expected=0.5)
     trials = OnPaper()
-    found = trials.choose(lambda turns: [first] if turns == 1 else [taking(0.6, expected=expected)], share_cores=True)
+    then = taking(0.6, expected=expected)
+    found = trials.choose(lambda turns, most: [first if turns == 1 else then], share_cores=True)
     assert found.step_seconds == takes
     assert found.is_tried == (takes == 0.7)
     assert len(trials.tried) == 1
@@ -96,10 +97,10 @@ def test_what_was_tried_is_taken_where_there_is_no_time_to_try_what_is_hardly_be
 def test_else_the_best_are_tried_at_once() -> None:
     trials = OnPaper()
     plans = [taking(0.15, expected=0.1), taking(0.12, expected=0.11)]
-    assert trials.choose(lambda turns: plans, share_cores=False).step_seconds == 0.12
+    assert trials.choose(lambda turns, most: plans, share_cores=False).step_seconds == 0.12
     assert trials.tried == [([0.15, 0.12], BUDGET_S)]
     same = [*plans, replace(plans[0], step_seconds=0.1001)]  # by another way to the same cut
-    trials.choose(lambda turns: same, share_cores=False)
+    trials.choose(lambda turns, most: same, share_cores=False)
     assert trials.tried[1] == trials.tried[0]
 
 
@@ -107,7 +108,7 @@ def test_what_takes_too_long_is_not_tried() -> None:
     trials = OnPaper()
     slow = taking(9.0, expected=9.0)
     for share_cores in (False, True):
-        assert trials.choose(lambda turns: [slow], share_cores=share_cores) == slow
+        assert trials.choose(lambda turns, most: [slow], share_cores=share_cores) == slow
     assert not trials.tried
 
 

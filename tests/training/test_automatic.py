@@ -379,7 +379,8 @@ def test_a_module_on_the_meta_device_is_cut_before_it_is_made(ranks: Any) -> Non
 
 
 def test_what_does_not_fit_to_be_measured_is_estimated(ranks: Any) -> None:
-    assert [rank["out of memory"]["plan"]["is_measured"] for rank in ranks] == [False, False]
+    for plan in (rank["out of memory"]["plan"] for rank in ranks):
+        assert not plan["is_measured"] and not plan["is_tried"]
 
 
 def test_layers_that_are_left_out_at_random(one: Any, ranks: Any) -> None:

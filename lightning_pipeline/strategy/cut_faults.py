@@ -1,4 +1,4 @@
-"""A trial of a cut in one process: all stages on one rank, before any other rank hears of it."""
+"""What is wrong with a cut: forwards of all its stages on one rank, before any other rank hears of it."""
 
 from __future__ import annotations
 
