@@ -35,9 +35,27 @@ SECONDS = {
 }
 TESTS = Path(__file__).parent
 
+# What failed before a test began, by its identity, with the first test that met it. pytest raises it again in the others.
+FAILED_SETUPS: dict[int, tuple[BaseException, str]] = {}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -SECONDS.get(item.path.relative_to(TESTS).with_suffix("").as_posix(), 0))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A fixture that several tests share, and that fails, is an error of the first of them; the others are skipped."""
+    report = yield
+    error = call.excinfo.value if call.when == "setup" and call.excinfo is not None else None
+    if error is None or not report.failed:
+        return report
+    first = FAILED_SETUPS.setdefault(id(error), (error, item.nodeid))[1]
+    if first != item.nodeid:
+        path, line, _ = item.location
+        report.outcome = "skipped"
+        report.longrepr = (path, (line or 0) + 1, f"Skipped: what it shares with {first} failed there")
+    return report
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from lightning_pipeline.cli import app
 from lightning_pipeline.schedules import SCHEDULE_NAMES, build, load_csv, render, save_csv, simulate
+from tests.launching import PATIENCE_S
 
 SVG_TEXT = "{http://www.w3.org/2000/svg}text"
 
@@ -37,7 +38,7 @@ def call(*arguments: str) -> str:
 
 
 def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", BARE, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", BARE, *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def figures(*arguments: str) -> dict[str, dict]:
@@ -47,7 +48,7 @@ def figures(*arguments: str) -> dict[str, dict]:
 def test_the_installed_command() -> None:
     script = shutil.which("lightning-pipeline", path=str(Path(sys.executable).parent))
     assert script is not None, "install the package again: pip install -e ."
-    done = subprocess.run([script, "draw", "nope"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([script, "draw", "nope"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("Error: unknown schedule 'nope'; the schedules are")

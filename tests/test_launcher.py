@@ -12,10 +12,8 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_pipeline.strategy.launcher import PipelineLauncher
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.scripts import Host
-
-TIMEOUT = 100.0
 
 HYDRA_SCRIPT = """
 import json, os, sys
@@ -60,7 +58,7 @@ if __name__ == "__main__":
 
 def run(*args: str, cwd: Path) -> str:
     """Runs Python in ``cwd`` and returns its output; a failure shows it."""
-    done = subprocess.run([sys.executable, *args], cwd=cwd, text=True, capture_output=True, timeout=TIMEOUT)
+    done = subprocess.run([sys.executable, *args], cwd=cwd, text=True, capture_output=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -89,9 +87,9 @@ def project(tmp_path: Path) -> Path:
 def test_a_sweep_runs_each_job_once_with_its_own_processes(project: Path) -> None:
     flags = ["--config-name", "other", "--config-dir", "more"]
     sweep = ["-m", "+extra=blue", "value=1,2", "hydra.sweep.dir=sweep", "hydra.job.chdir=true"]
-    with closing(Host(project / "job/train.py", TIMEOUT)) as host:
+    with closing(Host(project / "job/train.py", PATIENCE_S)) as host:
         process = host.start([], [*flags, *sweep], cwd=project)
-        output = process.communicate(timeout=TIMEOUT)[0]
+        output = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 0, output
 
     ports = set()

@@ -51,13 +51,19 @@ HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 """Functions whose result nobody needs on another stage."""
 
 
+_MIRRORED = {"gt": "lt", "__gt__": "lt", "ge": "le", "__ge__": "le"}
+"""Comparisons by the name that they share with their mirror image: where the right side alone is a placeholder, Python
+asks it first, as it is of a subclass, and ``a < b`` arrives as ``b > a``. No other operator is mirrored, as placeholders
+overload none."""
+
+
 @cache
 def function_name(function: Any) -> str:
     """A torch function's name as events carry it; of a property's getter, the property's."""
     name = getattr(function, "__name__", "") or type(function).__name__
     if name in ("__get__", "__set__", "__delete__"):
         return f"{getattr(getattr(function, '__self__', None), '__name__', '?')}.{name}"
-    return str(name)
+    return _MIRRORED.get(name, str(name))
 
 
 def users_line() -> str:

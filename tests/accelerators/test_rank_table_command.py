@@ -14,6 +14,7 @@ from lightning_pipeline.accelerators.rank_table_formats import read_rank_table
 from lightning_pipeline.accelerators.rank_table_rules import check_rank_table
 from lightning_pipeline.cli import app
 from tests.accelerators.tables import group_list, v1_0, v1_2, write
+from tests.launching import PATIENCE_S
 from tests.test_cli import BARE
 
 EXAMPLES = Path(__file__).parents[2] / "examples/rank_tables"
@@ -143,7 +144,7 @@ def test_this_machines_server_is_found_by_its_address(tmp_path: Path) -> None:
 
 def test_it_needs_neither_torch_nor_lightning() -> None:
     command = [sys.executable, "-c", BARE, "rank-table", "check", str(EXAMPLES / "8_devices.json"), "--stages", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert "that can be used" in done.stdout
 

@@ -23,7 +23,7 @@ from lightning_pipeline.accelerators.rank_table_environment import (
 )
 from lightning_pipeline.accelerators.rank_table_formats import format_rank_table, read_rank_table
 from tests.accelerators.tables import group_list, make_table, v1_0, write
-from tests.launching import free_port, launch
+from tests.launching import PATIENCE_S, free_port, launch
 from tests.training.measured import LitMeasured, measured_stages, point_loader
 from tests.training.runs import QUIET, Losses
 
@@ -47,7 +47,7 @@ def train(*, num_stages: int = 2, **devices: int) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy = PipelineStrategy(
-            stage_config=measured_stages(num_stages), num_stages=num_stages, num_microbatches=2, timeout=30
+            stage_config=measured_stages(num_stages), num_stages=num_stages, num_microbatches=2, timeout=PATIENCE_S
         )
         trainer = L.Trainer(strategy=strategy, callbacks=[losses], **{**QUIET, **devices, "max_epochs": 1})
         before = [trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
+from tests.launching import PATIENCE_S
 
 
 class Plain(L.LightningModule):
@@ -186,7 +187,7 @@ class Manual(Plain):
 def fit(module: type[Plain], *args: Any, world: int = 2, **strategy: Any) -> None:
     """Train `module` for a few batches of 8 samples in 4 micro-batches."""
     L.seed_everything(1, verbose=False)
-    strategy = {"num_microbatches": 4, "timeout": 30, **strategy}
+    strategy = {"num_microbatches": 4, "timeout": PATIENCE_S, **strategy}
     trainer = L.Trainer(
         strategy=PipelineStrategy(**strategy),
         accelerator="cpu",

@@ -8,18 +8,16 @@ import pytest
 
 from lightning_pipeline import PipelineStrategy
 from tests.errors import modules
-from tests.launching import Ended, run_ranks
+from tests.launching import SOON_S, Ended, run_ranks
 
 pytestmark = pytest.mark.multiprocess
-
-SECONDS = 20.0  # from start-up to the last rank's end, on a busy machine
 
 
 def errors_of(module: str, *args: Any, world: int = 2, **strategy: Any) -> list[Ended]:
     ended = run_ranks(fit, module, args, world, strategy, world=world)
     for rank, end in enumerate(ended):
         assert end.exit_code not in (0, None), f"rank {rank} ended with {end}"
-        assert end.seconds < SECONDS
+        assert end.seconds < SOON_S
     return ended
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 
 from .conftest import ROOT
 
@@ -18,7 +18,7 @@ ROUNDS = ["--num-rounds", "1", "--num-steps", "2"]
 
 def run_benchmark(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(ROOT / "examples/benchmark/run.py"), *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.multiprocess

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching import PATIENCE_S
+
 from .conftest import ROOT
 
 
@@ -23,7 +25,7 @@ def test_a_sweep_over_schedules(tmp_path: Path) -> None:
     short = ["trainer.max_epochs=1", "+trainer.limit_train_batches=10", "+trainer.limit_val_batches=2"]
     overrides = ["trainer.strategy.schedule=gpipe,1f1b", "hydra.sweep.dir=sweep", *short]
     command = [sys.executable, str(ROOT / "examples/train.py"), "-m", *overrides]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("val/acc  ") == 2  # rank 0 reports, once a job
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.launching import PATIENCE_S
+
 from .conftest import ROOT
 from .test_cifar10 import write_archive
 
@@ -48,7 +50,7 @@ def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[s
 
 def ended(process: subprocess.Popen[str]) -> str:
     try:
-        return process.communicate(timeout=100)[0]
+        return process.communicate(timeout=PATIENCE_S)[0]
     finally:
         process.terminate()  # ends what it has started, too
 
@@ -155,7 +157,7 @@ def test_a_process_that_fails_ends_the_others(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_all(tmp_path: Path) -> None:
     process = start_two(tmp_path, fails="none")
-    notes, deadline = [tmp_path / "0.pid", tmp_path / "1.pid"], time.monotonic() + 60
+    notes, deadline = [tmp_path / "0.pid", tmp_path / "1.pid"], time.monotonic() + PATIENCE_S
     while not all(note.exists() and note.read_text() for note in notes):
         assert time.monotonic() < deadline, ended(process)
         time.sleep(0.05)

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 
 from lightning_pipeline import PipelineStrategy
+from tests.launching import PATIENCE_S
 from tests.models.architectures import ARCHITECTURES
 from tests.models.zoo_worker import Recorder, quiet_trainer, split
 
@@ -42,7 +43,7 @@ def _fit(name: str, num_stages: int) -> dict[str, Any]:
     strategy: Any = "auto"
     accumulate = 1
     if num_stages:
-        strategy = PipelineStrategy(num_microbatches=NUM_MICROBATCHES, timeout=60)
+        strategy = PipelineStrategy(num_microbatches=NUM_MICROBATCHES, timeout=PATIENCE_S)
     else:
         batches = [part for batch in batches for part in split(batch)]
         accumulate = NUM_MICROBATCHES

@@ -11,7 +11,7 @@ from tests.launching import launch
 from tests.models.architectures import ARCHITECTURES, NUM_BATCHES
 from tests.models.architectures_worker import train
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.multiprocess
 
 OFTEN = list(ARCHITECTURES)[::16]  # the others are run where there is time for it
 LAID_OUT = [
@@ -19,7 +19,6 @@ LAID_OUT = [
     for num_stages in (2, 4)
     for name in ARCHITECTURES
 ]
-LIMIT_S = 600
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def results(request: pytest.FixtureRequest) -> dict[int, list[dict[str, Any]]]:
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     asked = {item.callspec.params["name"] for item in items}
     names = [name for name in ARCHITECTURES if name in asked]
-    return {n: launch(train, n, names, world=max(n, 1), timeout=LIMIT_S) for n in (0, 2, 4)}
+    return {n: launch(train, n, names, world=max(n, 1)) for n in (0, 2, 4)}
 
 
 def of(results: dict[int, list[dict[str, Any]]], name: str, num_stages: int) -> list[dict[str, Any]]:

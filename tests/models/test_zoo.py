@@ -15,7 +15,7 @@ from tests.launching import launch
 from tests.models.zoo import CASES
 from tests.models.zoo_worker import train
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.multiprocess
 
 STAGES = ("2", "4", "2x2")
 # Virtual stages are as stages are, which every third case shows; these are about them.
@@ -33,7 +33,6 @@ LAID_OUT = [
     for layout in STAGES
     for name in NAMES[layout]
 ]
-LIMIT_S = 240
 
 Results = dict[str, list[dict[str, Any]]]
 
@@ -46,7 +45,7 @@ def results(request: pytest.FixtureRequest) -> Results:
     found = {}
     for layout, names in NAMES.items():
         wanted = [name for name in names if layout in ("1", "2") or (name, layout) in asked]
-        found[layout] = launch(train, layout, wanted, world=int(layout[0]), timeout=LIMIT_S)
+        found[layout] = launch(train, layout, wanted, world=int(layout[0]))
     return found
 
 

@@ -267,6 +267,7 @@ CASES: dict[str, Case] = {
     "counts_calls": Case(habits.CountsCalls, vectors, _STACK),
     "keeps_state": Case(habits.KeepsState, vectors, _STACK),
     "unpacks_tensors": Case(habits.UnpacksTensors, vectors, _STACK),
+    "operates_on_buffers": Case(habits.OperatesOnBuffers, vectors, _STACK, poison=(2,)),
     "passes_structures": Case(habits.PassesStructures, vectors, _STACK),
     "without_gradient": Case(habits.WithoutGradient, vectors, _STACK),
     "begins_without_gradient": Case(

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from lightning_pipeline import PipelineStrategy
+from tests.launching import PATIENCE_S
 from tests.models.habits import EarlyFeatures
 from tests.models.zoo import CASES, NUM_MICROBATCHES, Case, blocks, vectors
 from tests.poison import Poison
@@ -132,7 +133,9 @@ def quiet_trainer(strategy: Strategy | str, devices: int, **options: Any) -> L.T
 
 
 def pipeline(num_stages: int, schedule: str = "1f1b") -> PipelineStrategy:
-    return PipelineStrategy(num_stages=num_stages, num_microbatches=NUM_MICROBATCHES, schedule=schedule, timeout=90)
+    return PipelineStrategy(
+        num_stages=num_stages, num_microbatches=NUM_MICROBATCHES, schedule=schedule, timeout=PATIENCE_S
+    )
 
 
 def run_on_stages(case: Case, num_stages: int, schedule: str, poisons: bool) -> dict[str, Result]:

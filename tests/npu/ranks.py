@@ -8,7 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=30)
+from tests.launching import PATIENCE_S
+
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 def connect() -> tuple[int, torch.device]:

@@ -144,6 +144,6 @@ def a_batch_that_others_miss() -> None:
     ],
 )
 def test_deadlocks_come_to_light(body: Callable[[], None], world: int, told: str) -> None:
-    ended = run_ranks(body, world=world, timeout=60)
+    ended = run_ranks(body, world=world)
     assert all(end.error for end in ended[:2])
     assert any("deadlock" in end.error and told in end.error for end in ended)  # the first to end may end the others

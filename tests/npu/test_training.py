@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.runs import QUIET, Losses, differing, weights
 
 NUM_BLOCKS = 8
@@ -88,7 +88,7 @@ def fit(
         num_stages=num_stages,
         num_microbatches=4,
         schedule=schedule,
-        timeout=30,
+        timeout=PATIENCE_S,
         **(strategy or {}),
     )
     callbacks = [losses, *options.pop("callbacks", [])]

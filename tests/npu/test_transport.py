@@ -99,5 +99,5 @@ def complaint_of(body: Callable[[], None]) -> str:
     ],
 )
 def test_wrong_orders_are_caught(body: Callable[[], None], told: str) -> None:
-    ended = run_ranks(complaint_of, body, world=3, timeout=60)
+    ended = run_ranks(complaint_of, body, world=3)
     assert any("deadlock" in str(end.value) and told in str(end.value) for end in ended), ended

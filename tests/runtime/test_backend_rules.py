@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.routes import Channel, Route, routes_along
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 
 
 def connects(routes: Iterable[Route], order_on: Callable[[int], list[Route]]) -> bool:
@@ -48,7 +48,7 @@ def test_pairs_need_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def sums() -> None:
     rank = int(os.environ["LOCAL_RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_S))
     backend_rules.warm_up()
     values = torch.arange(6.0, dtype=torch.float64).reshape(2, 3) / 3 + rank
     sent = values.clone()

@@ -22,12 +22,11 @@ from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
-from tests.launching import PRELOADED, free_port
+from tests.launching import PATIENCE_S, PRELOADED, SOON_S, free_port
 
 pytestmark = pytest.mark.multiprocess
 
 META = TensorMeta((4,), (1,), torch.float32)
-START_UP_S = 20.0  # importing torch on a busy machine
 
 
 class Ended(NamedTuple):
@@ -40,7 +39,9 @@ class Ended(NamedTuple):
     exit_code: int | None
 
 
-def run(body: Callable[[Transport], None], *, stages: int, timeout: float = 30.0, num_stopped: int = 0) -> list[Ended]:
+def run(
+    body: Callable[[Transport], None], *, stages: int, timeout: float = PATIENCE_S, num_stopped: int = 0
+) -> list[Ended]:
     """Run `body` on every stage, until all processes but the stopped ones have ended."""
     port = free_port()
     context = multiprocessing.get_context("forkserver")
@@ -56,7 +57,7 @@ def run(body: Callable[[Transport], None], *, stages: int, timeout: float = 30.0
     for _, writer in pipes:
         writer.close()
     ends: dict[int, float] = {}
-    deadline = time.monotonic() + START_UP_S + 15
+    deadline = time.monotonic() + PATIENCE_S
     while len(ends) < stages - num_stopped and time.monotonic() < deadline:
         for rank, process in enumerate(processes):
             if rank not in ends and process.exitcode is not None:
@@ -80,7 +81,8 @@ def _process(
 ) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=stages, timeout=timedelta(seconds=30))
+    patience = timedelta(seconds=PATIENCE_S)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=stages, timeout=patience)
     topology = Topology(num_ranks_per_pipeline=stages, world_size=stages, rank=rank)
     store = dist.distributed_c10d._get_default_store()
     transport = Transport(topology, torch.device("cpu"), timedelta(seconds=timeout), store)
@@ -180,7 +182,7 @@ def test_exception_on_one_stage(body: Callable[[Transport], None], culprit: int,
         assert f"stage {rank} (rank {rank}) failed: ValueError: the loss is not finite" in end.message
         assert 'raise ValueError("the loss is not finite")' in end.cause  # the original traceback
         assert "Traceback" not in end.message
-    assert all(end.exit_code == 1 and end.seconds < 8 for end in [failed, *ended])
+    assert all(end.exit_code == 1 and end.seconds < SOON_S for end in [failed, *ended])
 
 
 @pytest.mark.parametrize(("body", "culprit", "stages"), [(kill_first, 0, 3), (kill_last, -1, 2)])
@@ -194,7 +196,7 @@ def test_killed_process(body: Callable[[Transport], None], culprit: int, stages:
     for end in ended:
         assert end.kind == "PeerFailedError"
         assert f"stage {rank} (rank {rank}) failed" in end.message
-    assert all(end.exit_code == 1 and end.seconds < 12 for end in ended)
+    assert all(end.exit_code == 1 and end.seconds < SOON_S for end in ended)
 
 
 def test_stopped_process() -> None:
@@ -209,7 +211,7 @@ def test_stopped_process() -> None:
         assert f"stage {1 - stopped} (rank {1 - stopped}) waited 3 s for the {what} of micro-batch 2" in end.message
         assert f"from stage {stopped} (rank {stopped})" in end.message
         assert end.exit_code == 1
-        assert 3 <= end.seconds < 13
+        assert 3 <= end.seconds < SOON_S
 
 
 def test_failure_during_exchange_and_during_sends() -> None:
@@ -217,12 +219,12 @@ def test_failure_during_exchange_and_during_sends() -> None:
     for end in ended[:2]:
         assert "stage 2 (rank 2) failed: ValueError" in end.message
         assert "waiting for the norms of the gradients from stage" in end.message
-    assert all(end.exit_code == 1 and end.seconds < 8 for end in ended)
+    assert all(end.exit_code == 1 and end.seconds < SOON_S for end in ended)
 
     ended = run(raise_while_peer_sends, stages=2)
     assert "stage 1 (rank 1) failed: AssertionError: a fault of its own" in ended[0].message
     assert "by stage 1 (rank 1)" in ended[0].message
-    assert all(end.exit_code == 1 and end.seconds < 8 for end in ended)
+    assert all(end.exit_code == 1 and end.seconds < SOON_S for end in ended)
 
 
 def notices(store: dist.Store, *, world: int) -> list[FailureNotice]:

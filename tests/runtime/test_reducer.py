@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lightning_pipeline.partition.split_backward import SplitBackward
 from lightning_pipeline.runtime.reducer import PipelineGradReducer
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 
 WORLD = 4
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 Check = Callable[["Replica"], None]
 
 
@@ -252,7 +252,7 @@ def ready_does_not_wait_and_finish_does(replica: Replica) -> None:
         reducer.finish()
         assert time.perf_counter() - began > 0.15
     else:
-        replica.store.wait([key], timedelta(seconds=10))
+        replica.store.wait([key], TIMEOUT)
         time.sleep(0.2)
         reducer.finish()
 
@@ -373,7 +373,7 @@ def run_checks() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
-    return launch(run_checks, world=WORLD, timeout=60)
+    return launch(run_checks, world=WORLD)
 
 
 @pytest.mark.multiprocess

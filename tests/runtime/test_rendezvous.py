@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from lightning_pipeline.runtime.failure import PipelineTimeoutError
 from lightning_pipeline.runtime.rendezvous import fresh_store
+from tests.launching import PATIENCE_S
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 def meet(store: dist.Store, ranks: list[int], world_size: int, timeout: timedelta = TIMEOUT) -> list[dist.Store]:

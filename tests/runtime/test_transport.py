@@ -18,15 +18,15 @@ from lightning_pipeline.runtime.routes import Channel, Route, routes_along
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, wire_layout
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 FORWARD, BACKWARD, BATCH = Channel.FORWARD, Channel.BACKWARD, Channel.BATCH
 
 
 def run(body: Callable[[Transport], None], *, stages: int, replicas: int = 1, **options: Any) -> None:
     """Run `body` on every rank of a grid; an error of any rank fails the test."""
-    launch(_run, body, stages, options, world=stages * replicas, timeout=60)
+    launch(_run, body, stages, options, world=stages * replicas)
 
 
 def _run(body: Callable[[Transport], None], stages: int, options: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
-from tests.launching import free_port
+from tests.launching import PATIENCE_S, free_port
 
 
 class CountingTransport(Transport):
@@ -34,7 +34,7 @@ class CountingTransport(Transport):
 def _child(function: Callable[..., Any], stage: int, num_stages: int, port: int, results: Any) -> None:
     torch.set_num_threads(1)
     try:
-        timeout = timedelta(seconds=30)
+        timeout = timedelta(seconds=PATIENCE_S)
         store = dist.TCPStore("127.0.0.1", port, num_stages, is_master=stage == 0, timeout=timeout)
         dist.init_process_group("gloo", store=store, rank=stage, world_size=num_stages, timeout=timeout)
         topology = Topology(num_ranks_per_pipeline=num_stages, world_size=num_stages, rank=stage)
@@ -64,7 +64,7 @@ def run_stages() -> Callable[..., list[Any]]:
         for process in processes:
             process.start()
         try:
-            answers = [results.get(timeout=60) for _ in processes]
+            answers = [results.get(timeout=PATIENCE_S) for _ in processes]
         finally:
             for process in processes:
                 process.join(timeout=5)

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from lightning_pipeline.strategy.background import BackgroundSave
-
-PATIENCE_S = 10.0
+from tests.launching import PATIENCE_S
 
 
 def fail() -> None:

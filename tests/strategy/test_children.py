@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import lightning_pipeline
+from tests.launching import PATIENCE_S, SOON_S
 
 SCRIPT = """
 import importlib.util, subprocess, sys, time
@@ -28,7 +29,7 @@ watched = children.Children([process])
 @pytest.mark.parametrize(
     ("child", "body", "exit_code", "words"),
     [
-        ("exit 3", "time.sleep(60)", 1, "ended with exit code 3; ending this process too"),
+        ("exit 3", "time.sleep(300)", 1, "ended with exit code 3; ending this process too"),
         ("sleep 0.3; exit 3", "", 1, "ended with exit code 3"),
         ("exec sleep 60", "watched.failed = True", 0, ""),
         ("sleep 0.3", "", 0, ""),
@@ -39,8 +40,8 @@ def test_processes_end_together(child: str, body: str, exit_code: int, words: st
     file = Path(lightning_pipeline.__file__).parent / "strategy" / "children.py"
     command = [sys.executable, "-c", SCRIPT.format(body=body), str(file), child]
     start = time.monotonic()
-    done = subprocess.run(command, text=True, capture_output=True, timeout=30)
-    assert time.monotonic() - start < 20
+    done = subprocess.run(command, text=True, capture_output=True, timeout=PATIENCE_S)
+    assert time.monotonic() - start < SOON_S
     assert done.returncode == exit_code, done.stderr
     assert words in done.stderr
     assert not psutil.pid_exists(int(done.stdout))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -10,6 +13,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.partition import timing
+from lightning_pipeline.runtime import link, overhead
+from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
+from tests.launching import PATIENCE_S
 
 NUM_MICROBATCHES = 4
 QUIET: dict[str, Any] = {
@@ -35,7 +42,7 @@ def pipeline_trainer(
     stage_config: dict[str, int], *, world: int, strategy: dict[str, Any] | None = None, **options: Any
 ) -> L.Trainer:
     """A quiet Trainer whose stages are the processes of this launch."""
-    arguments = {"num_microbatches": NUM_MICROBATCHES, "timeout": 30, **(strategy or {})}
+    arguments = {"num_microbatches": NUM_MICROBATCHES, "timeout": PATIENCE_S, **(strategy or {})}
     return L.Trainer(
         strategy=PipelineStrategy(stage_config=stage_config, num_stages=world, **arguments),
         devices=world,
@@ -61,3 +68,21 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, flo
         for name in one
         if not torch.equal(one[name], other[name])
     }
+
+
+@contextmanager
+def measured_shortly() -> Iterator[None]:
+    """While entered, an automatic cut is made of few measurements: enough to show how, not to find the best one."""
+    fewer = {
+        (timing, "MAX_RUNS"): 4,
+        (timing, "MIN_RUNS"): 2,
+        (overhead, "_TIMES"): 1,
+        (link, "_TIMES"): (4, 2),
+        (trial_steps, "_MAX_STEPS"): 3,
+        (plan_choice, "MOST"): 2,
+        (automatic, "EFFORT"): 1e4,
+    }
+    with ExitStack() as patches:
+        for (module, name), value in fewer.items():
+            patches.enter_context(mock.patch.object(module, name, value))
+        yield

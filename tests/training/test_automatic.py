@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
 from tests.launching import launch
 from tests.models.lit import LayerDrop
 from tests.training.models import LitGPT, token_loader, tokens
-from tests.training.runs import Losses, differing, pipeline_trainer, weights
+from tests.training.runs import Losses, differing, measured_shortly, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
 
@@ -281,9 +282,14 @@ def run_all(world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, strategy in RUNS.items() if world > 1 else [("1f1b", {"schedule": "1f1b"})]:
         L.seed_everything(1, verbose=False)
-        found[name] = fit(LitGPT(dropout=0.1), world, {**strategy}, max_epochs=2)
+        with nullcontext() if name == "all chosen" else measured_shortly():
+            found[name] = fit(LitGPT(dropout=0.1), world, {**strategy}, max_epochs=2)
+    with measured_shortly():
+        return {"runs": found, **others(world, folder)}
+
+
+def others(world: int, folder: str) -> dict[str, Any]:
     return {
-        "runs": found,
         "watched": watched(world),
         "sanity": with_sanity_check(world),
         "predictions": only_predicting(world),
@@ -308,7 +314,7 @@ def one(tmp_path_factory: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    return launch(run_all, 2, str(tmp_path_factory.mktemp("two")), world=2, timeout=110)
+    return launch(run_all, 2, str(tmp_path_factory.mktemp("two")), world=2)
 
 
 def test_the_bits_are_those_of_one_process(one: Any, ranks: Any) -> None:

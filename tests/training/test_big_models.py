@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_pipeline import PipelineStrategy
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.models import LitGPT, gpt_stages, tokens
 from tests.training.runs import QUIET, Losses, differing, weights
 
@@ -84,7 +84,7 @@ def trainer_of(module: Any, stage_config: Any, world: int, **options: Any) -> An
     L.seed_everything(1, verbose=False)
     losses = Losses()
     strategy = PipelineStrategy(
-        stage_config=stage_config, num_stages=world, num_microbatches=4, timeout=30, **options
+        stage_config=stage_config, num_stages=world, num_microbatches=4, timeout=PATIENCE_S, **options
     )
     trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=1, callbacks=[losses], **QUIET)
     trainer.fit(module, DataLoader(tokens(16), batch_size=8))
@@ -105,7 +105,7 @@ def measure(world: int, width: int) -> float:
     """MB that a rank needs at most to set up the wide model and run a step, beyond what it had."""
     module = LitWide(width)
     stages = {f"layers.{NUM_LAYERS * stage // world}": stage for stage in range(1, world)}
-    strategy = PipelineStrategy(stage_config=stages, num_stages=world, num_microbatches=2, timeout=30)
+    strategy = PipelineStrategy(stage_config=stages, num_stages=world, num_microbatches=2, timeout=PATIENCE_S)
     trainer = L.Trainer(strategy=strategy, devices=world, max_steps=1, **QUIET)
     loader = DataLoader(TensorDataset(torch.zeros(2, width)), batch_size=2)
     Path("/proc/self/clear_refs").write_text("5")

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.cli import app
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.models import LitGPT, gpt_stages, tokens
 from tests.training.runs import QUIET, Losses, plain_trainer
 
@@ -88,7 +88,7 @@ def trainer_of(world: int, layout: dict[str, Any], **options: Any) -> L.Trainer:
         stage_config=gpt_stages(4 if layout.get("schedule") == VIRTUAL else num_stages),
         num_microbatches=NUM_MICROBATCHES * num_stages // world,
         save_distributed_checkpoint=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         **layout,
     )
     options = {**QUIET, "max_epochs": EPOCHS, "precision": "64-true", "use_distributed_sampler": False, **options}

@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_pipeline import PipelineStrategy
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.models import LitGPT, gpt_stages, token_loader, tokens
 from tests.training.runs import QUIET
 
@@ -52,7 +52,9 @@ def run(world: int, folder: Path) -> dict[str, Any]:
     for name, options in {"replicas": {}, "fsdp": {"data_parallel": "fsdp"}}.items():
         L.seed_everything(1, verbose=False)
         module = LitBuffers(tied=True)
-        strategy = PipelineStrategy(stage_config=gpt_stages(2), num_stages=2, num_microbatches=2, timeout=30, **options)
+        strategy = PipelineStrategy(
+            stage_config=gpt_stages(2), num_stages=2, num_microbatches=2, timeout=PATIENCE_S, **options
+        )
         trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=1, **QUIET)
         trainer.fit(module, token_loader(16, 4))
         trainer.save_checkpoint(folder / f"{name}.ckpt")
@@ -73,7 +75,7 @@ def run(world: int, folder: Path) -> dict[str, Any]:
             exported = torch.export.export(gathered.net, (ids,)).module()
             torch.testing.assert_close(exported(ids), found[name]["output"])
     module = LitHuggingFace()
-    strategy = PipelineStrategy(num_stages=2, num_microbatches=2, timeout=30)
+    strategy = PipelineStrategy(num_stages=2, num_microbatches=2, timeout=PATIENCE_S)
     trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=1, **QUIET)
     trainer.fit(module, token_loader(8, 4))
     trainer.save_checkpoint(folder / "hf.ckpt")

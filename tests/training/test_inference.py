@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.schedules import Kind
 from lightning_pipeline.strategy.outputs import combine, sendable
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.runs import QUIET, pipeline_trainer, plain_trainer
 
 pytestmark = pytest.mark.multiprocess
@@ -277,7 +277,7 @@ def run_four() -> Result:
 
     def replicas(**options: Any) -> L.Trainer:
         strategy = PipelineStrategy(
-            stage_config=cut(2), num_stages=2, num_microbatches=4, output_broadcast=False, timeout=30
+            stage_config=cut(2), num_stages=2, num_microbatches=4, output_broadcast=False, timeout=PATIENCE_S
         )
         return L.Trainer(strategy=strategy, devices=4, **{**QUIET, **options})
 

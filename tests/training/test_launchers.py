@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.launching import launch
+from tests.launching import PATIENCE_S, SOON_S, launch
 from tests.scripts import Host
 from tests.training.measured import LitMeasured, measured_stages, point_loader
 from tests.training.runs import pipeline_trainer
@@ -25,18 +25,17 @@ pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).with_name("script.py")
 LIGHTNING: tuple[str, ...] = ()
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-TIMEOUT = 90.0
 
 
 def ended(process: subprocess.Popen[str], folder: Path) -> str:
     """Its output, once it and the process of the other rank are gone."""
     try:
-        output = process.communicate(timeout=TIMEOUT)[0]
+        output = process.communicate(timeout=PATIENCE_S)[0]
     finally:
         process.kill()
     running = {int(file.read_text()) for file in folder.glob("*.pid")}
     assert len(running) == 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SOON_S
     while running and time.monotonic() < deadline:
         running = {pid for pid in running if psutil.pid_exists(pid)}
         time.sleep(0.05)
@@ -46,7 +45,7 @@ def ended(process: subprocess.Popen[str], folder: Path) -> str:
 
 def test_lightnings_launcher_and_torchrun_run_a_script(tmp_path: Path) -> None:
     processes = {}
-    with closing(Host(SCRIPT, TIMEOUT)) as host:
+    with closing(Host(SCRIPT, PATIENCE_S)) as host:
         for name, launcher in (("lightning", LIGHTNING), ("torchrun", TORCHRUN)):
             (tmp_path / name).mkdir()
             processes[name] = host.start(launcher, [str(tmp_path / name), "Split"])
@@ -62,7 +61,7 @@ def test_lightnings_launcher_and_torchrun_run_a_script(tmp_path: Path) -> None:
 
 
 def test_a_refusal_ends_both_processes_of_a_script(tmp_path: Path) -> None:
-    with closing(Host(SCRIPT, TIMEOUT)) as host:
+    with closing(Host(SCRIPT, PATIENCE_S)) as host:
         process = host.start(LIGHTNING, [str(tmp_path), "Manual"])
         output = ended(process, tmp_path)
     assert process.returncode != 0

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
 from lightning_pipeline import PipelineStrategy
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.models import LitGPT, gpt_stages, token_loader
 from tests.training.runs import QUIET, Losses, pipeline_trainer, weights
 
@@ -80,7 +80,7 @@ def overflow(world: int) -> dict[str, Any]:
         scales = Scales()
         L.seed_everything(1, verbose=False)
         plugin = MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=2.0**24, growth_interval=3))
-        strategy = PipelineStrategy(stage_config=gpt_stages(2), num_microbatches=4, timeout=30, **options)
+        strategy = PipelineStrategy(stage_config=gpt_stages(2), num_microbatches=4, timeout=PATIENCE_S, **options)
         trainer = L.Trainer(
             strategy=strategy, devices=world, plugins=[plugin], max_epochs=3, callbacks=[scales], **QUIET
         )

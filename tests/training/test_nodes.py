@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_pipeline import PipelineStrategy
-from tests.launching import free_port, launch
+from tests.launching import PATIENCE_S, free_port, launch
 from tests.scripts import Host
 from tests.training.measured import LitMeasured, measured_stages, point_loader
 from tests.training.runs import QUIET, Losses
@@ -24,14 +24,13 @@ pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__)
 NODES, DEVICES = 2, 2
 WORLD = NODES * DEVICES
-TIMEOUT = 60.0
 
 
 def train(num_nodes: int, devices: int) -> dict[str, Any]:
     """Where this process is, before training and after, and its losses."""
     L.seed_everything(1, verbose=False)
     losses = Losses()
-    strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, num_microbatches=2, timeout=30)
+    strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, num_microbatches=2, timeout=PATIENCE_S)
     trainer = L.Trainer(
         strategy=strategy,
         devices=devices,
@@ -113,13 +112,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     """By environment, what each rank found; all at once."""
     folders = {name: tmp_path_factory.mktemp(name) for name in LAUNCHERS}
     started = []
-    with closing(Host(SCRIPT, TIMEOUT)) as host:
+    with closing(Host(SCRIPT, PATIENCE_S)) as host:
         for name, launcher in LAUNCHERS.items():
             for options, environment in launcher():
                 started.append((name, host.start(options, [str(folders[name])], **environment)))
         try:
             for name, process in started:
-                output = process.communicate(timeout=TIMEOUT)[0]
+                output = process.communicate(timeout=PATIENCE_S)[0]
                 assert process.returncode == 0, f"{name}: {output}"
         finally:
             for _, process in started:

@@ -17,7 +17,7 @@ from lightning_pipeline.runtime import clock
 from lightning_pipeline.runtime.recording import Recording, gather_recordings
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.schedules import build, simulate
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.models import LitGPT, gpt_stages, token_loader
 from tests.training.runs import QUIET
 
@@ -57,7 +57,7 @@ def run(schedule: str, folder: str) -> dict[str, Any]:
         num_stages=NUM_STAGES,
         num_microbatches=LAST + 1,
         schedule=schedule,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     trainer = L.Trainer(
         strategy=strategy, devices=WORLD, callbacks=[timeline, gradients], **{**QUIET, "max_steps": 2, "max_epochs": 1}

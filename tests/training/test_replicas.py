@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from lightning_pipeline import PipelineStrategy, sync_pipeline_shared_parameters
 from lightning_pipeline.runtime.fully_sharded import local_part
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.measured import LitMeasured, measured_stages, point_loader
 from tests.training.models import NUM_BLOCKS, LitGPT, gpt_stages, tokens
 from tests.training.runs import QUIET, Losses
@@ -112,7 +112,7 @@ def train(
     strategy = PipelineStrategy(
         stage_config=gpt_stages(4 if layout.get("schedule") in VIRTUAL else num_stages),
         num_microbatches=NUM_MICROBATCHES // num_replicas,
-        timeout=30,
+        timeout=PATIENCE_S,
         **layout,
     )
     trainer = L.Trainer(
@@ -186,7 +186,7 @@ def sharded_twice(world: int, folder: Path) -> dict[str, Any]:
 
     def fit(module: Any, max_epochs: int, path: Path | None = None, callback: Any = None, **options: Any) -> Any:
         losses = Losses()
-        strategy = PipelineStrategy(stage_config=gpt_stages(2), num_microbatches=2, timeout=30, **options)
+        strategy = PipelineStrategy(stage_config=gpt_stages(2), num_microbatches=2, timeout=PATIENCE_S, **options)
         callbacks = [losses] if callback is None else [losses, callback]
         trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=max_epochs, callbacks=callbacks, **QUIET)
         try:
@@ -218,7 +218,9 @@ class Stream(IterableDataset):
 def measure(world: int) -> dict[str, Any]:
     """Logged values, metrics and collectives, on a validation set that the replicas share."""
     trainer = L.Trainer(
-        strategy=PipelineStrategy(stage_config=measured_stages(2), num_stages=2, num_microbatches=2, timeout=30),
+        strategy=PipelineStrategy(
+            stage_config=measured_stages(2), num_stages=2, num_microbatches=2, timeout=PATIENCE_S
+        ),
         devices=world,
         **QUIET,
     )
@@ -243,7 +245,7 @@ class LitSeen(LitMeasured):
 
 
 def samples_seen(world: int) -> list[int]:
-    strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, num_microbatches=2, timeout=30)
+    strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, num_microbatches=2, timeout=PATIENCE_S)
     trainer = L.Trainer(strategy=strategy, devices=world, **{**QUIET, "max_epochs": 1})
     module = LitSeen()
     numbered = torch.arange(24.0)[:, None].expand(24, 8)
@@ -257,7 +259,9 @@ def uneven(world: int) -> str:
             return self(batch).square().mean()
 
     trainer = L.Trainer(
-        strategy=PipelineStrategy(stage_config=measured_stages(2), num_stages=2, num_microbatches=2, timeout=20),
+        strategy=PipelineStrategy(
+            stage_config=measured_stages(2), num_stages=2, num_microbatches=2, timeout=PATIENCE_S
+        ),
         devices=world,
         **{**QUIET, "max_epochs": 1},
     )
@@ -270,7 +274,7 @@ def uneven(world: int) -> str:
 
 def disagree(world: int) -> str:
     rank = int(os.environ["LOCAL_RANK"])
-    strategy = PipelineStrategy(stage_config={f"layers.{1 + rank // 3}": 1}, num_microbatches=2, timeout=20)
+    strategy = PipelineStrategy(stage_config={f"layers.{1 + rank // 3}": 1}, num_microbatches=2, timeout=PATIENCE_S)
     trainer = L.Trainer(strategy=strategy, devices=world, **{**QUIET, "max_epochs": 1})
     try:
         trainer.fit(LitMeasured(), point_loader(32, 8))
@@ -295,7 +299,7 @@ class LitContrastive(LitGPT):
 def contrasted(world: int, stage_config: Any) -> dict[str, Tensor]:
     """Weights of stages that are given, or found by measuring, where other ranks must not be waited for."""
     L.seed_everything(1, verbose=False)
-    strategy = PipelineStrategy(stage_config=stage_config, num_stages=2, num_microbatches=2, timeout=30)
+    strategy = PipelineStrategy(stage_config=stage_config, num_stages=2, num_microbatches=2, timeout=PATIENCE_S)
     trainer = L.Trainer(strategy=strategy, devices=world, **{**QUIET, "max_epochs": 1})
     module = LitContrastive()
     trainer.fit(module, DataLoader(tokens(32), batch_size=8))

@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_pipeline import PipelineStrategy
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.measured import LitMeasured, measured_stages, points
 from tests.training.resumable import ResumableLoader
 from tests.training.runs import NUM_MICROBATCHES, QUIET, Losses, differing, weights
@@ -131,7 +131,10 @@ def fit(num_stages: int, name: str, *, world: int, folder: Path | None = None, f
     if num_stages != PLAIN:
         microbatches = NUM_MICROBATCHES * num_stages // world
         options["strategy"] = PipelineStrategy(
-            stage_config=measured_stages(num_stages), num_stages=num_stages, num_microbatches=microbatches, timeout=30
+            stage_config=measured_stages(num_stages),
+            num_stages=num_stages,
+            num_microbatches=microbatches,
+            timeout=PATIENCE_S,
         )
     trainer = L.Trainer(
         devices=world,

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
 from lightning_pipeline import PipelineStrategy
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 
 pytestmark = pytest.mark.multiprocess
 
@@ -136,7 +136,7 @@ def fit_again_after_an_error() -> list[list[float]]:
 
         def trainer() -> L.Trainer:
             return L.Trainer(
-                strategy=PipelineStrategy(stage_config={"second": 1}, num_microbatches=4, timeout=20),
+                strategy=PipelineStrategy(stage_config={"second": 1}, num_microbatches=4, timeout=PATIENCE_S),
                 accelerator="cpu",
                 devices=2,
                 max_steps=4,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.strategy.checkpoint_folder import read_folder, replace_stored
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.models import LENGTH, NUM_BLOCKS, VOCABULARY, WIDTH, LitGPT, tokens
 from tests.training.runs import QUIET, Losses
 
@@ -88,7 +88,7 @@ def train(world: int, optimizer: str, schedule: str, folder: Path, resume: bool 
         tensor_parallel_size=size,
         num_microbatches=4,
         schedule=schedule,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     trainer = L.Trainer(
         strategy=strategy,
@@ -134,7 +134,7 @@ class LitTied(LitSplit):
 
 def train_tied(world: int) -> str:
     strategy = PipelineStrategy(
-        stage_config={"net.blocks.2": 1}, num_stages=2, tensor_parallel_size=2, num_microbatches=4, timeout=30
+        stage_config={"net.blocks.2": 1}, num_stages=2, tensor_parallel_size=2, num_microbatches=4, timeout=PATIENCE_S
     )
     trainer = L.Trainer(strategy=strategy, devices=world, max_steps=1, **QUIET)
     try:
@@ -145,7 +145,7 @@ def train_tied(world: int) -> str:
 
 
 def train_uncut(world: int) -> str:
-    strategy = PipelineStrategy(num_stages=2, tensor_parallel_size=2, num_microbatches=4, timeout=30)
+    strategy = PipelineStrategy(num_stages=2, tensor_parallel_size=2, num_microbatches=4, timeout=PATIENCE_S)
     trainer = L.Trainer(strategy=strategy, devices=world, max_steps=1, **QUIET)
     with pytest.raises(ValueError) as error:
         trainer.fit(LitSplit("adamw"), DataLoader(tokens(8), batch_size=8))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipeline import PipelineStrategy
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.runs import QUIET, plain_trainer
 
 pytestmark = pytest.mark.multiprocess
@@ -69,7 +69,7 @@ def batches_of(trainer: Callable[[], L.Trainer], dropout: float) -> dict[int, Te
 
 def pipeline(num_stages: int, world: int) -> L.Trainer:
     config = {"second": 1} if num_stages == 2 else {}
-    strategy = PipelineStrategy(stage_config=config, num_stages=num_stages, num_microbatches=2, timeout=30)
+    strategy = PipelineStrategy(stage_config=config, num_stages=num_stages, num_microbatches=2, timeout=PATIENCE_S)
     return L.Trainer(strategy=strategy, devices=world, **{**QUIET, "max_epochs": 2})
 
 
