@@ -144,4 +144,7 @@ def commands(*argv: str) -> list[Any]:
 def test_without_hydra_the_command_is_lightnings(tmp_path: Path) -> None:
     [started] = launch(commands, str(tmp_path / "plain.py"), "--lr", "1", world=1)
     command = [sys.executable, str(tmp_path / "plain.py"), "--lr", "1"]
-    assert started == [(command, "1", None), (command, "2", None)]
+    assert [(args[-len(command) :], rank, folder) for args, rank, folder in started] == [
+        (command, "1", None),
+        (command, "2", None),
+    ]

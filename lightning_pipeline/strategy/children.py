@@ -1,4 +1,7 @@
-"""The processes that a run's first process started: none outlives its failure, and none fails unheard."""
+"""The processes that a run's first process starts: they end together, and none fails unheard.
+
+The standard library alone: what it does is tried without what takes seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,72 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 POLL_S = 0.5
 PATIENCE_S = 8.0  # how long this process may go on after a child has failed: it should end by itself, and say why
 FAREWELL_S = 6.5  # how long the children have when this process ends with an error
-EXIT_S = 10.0  # how long this process waits for them when it ends well
+NEWS_S = 10.0  # after how long this process says that it waits for them when it ends well
+EXIT_S = 60.0  # how long it waits then
+ORPHAN_S = 5.0  # how long a child may go on after this process is gone: it should end by itself, and say why
+
+LAUNCHER = "LIGHTNING_PIPELINE_LAUNCHER"
+"""The variable that tells a child which process started it."""
+
+# A child asks Linux for its own end with that of the process that started it, before it becomes what it is to be.
+# torch's import takes seconds, and what the user's script does before it comes to this package may take any time.
+_GUARDED = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+os.execvp(sys.argv[2], sys.argv[2:]) if os.getppid() == int(sys.argv[1]) else os._exit(1)
+"""
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], folder: str | None = None) -> subprocess.Popen:
+    """Start a process that does not outlive this one, once it has called `watch_launcher`, and on Linux before."""
+    if sys.platform == "linux":
+        command = [sys.executable, "-I", "-S", "-c", _GUARDED, str(os.getpid()), *command]
+    return subprocess.Popen(command, env={**environment, LAUNCHER: str(os.getpid())}, cwd=folder)
+
+
+def watch_launcher() -> None:
+    """In a process that `start` started: from now on a thread sees to its end with the one that started it.
+
+    The system's own guard is taken off: it depends on the thread that called `start`, which may end earlier than its
+    process, and leaves no time to say why.
+    """
+    launcher = os.environ.pop(LAUNCHER, "")
+    if launcher:
+        threading.Thread(target=_end_with, args=(int(launcher),), name="pipeline-launcher", daemon=True).start()
+        if sys.platform == "linux":
+            import ctypes
+
+            ctypes.CDLL(None).prctl(1, 0)
+
+
+def _end_with(launcher: int) -> None:
+    """End this process some seconds after the one that started it has ended."""
+    # Where an interpreter is a script that starts another one, the launcher is an ancestor.
+    is_parent = os.getppid() == launcher
+    while os.getppid() == launcher if is_parent else _exists(launcher):
+        time.sleep(POLL_S)
+    time.sleep(ORPHAN_S)
+    _end_process(f"process {launcher}, which started this one ({os.getpid()}), has ended; ending this one too")
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 class Children:
@@ -25,56 +84,94 @@ class Children:
     and leaves it to its success where a child fails after the last common step.
 
     Args:
-        processes: started by this process.
+        processes: started by this process, by rank.
     """
 
-    def __init__(self, processes: Sequence[subprocess.Popen]) -> None:
+    def __init__(self, processes: Mapping[int, subprocess.Popen]) -> None:
         self.failed = False
         """To be set when this process has met an error."""
-        self._processes = list(processes)
-        threading.Thread(target=self._watch, name="pipeline-children", daemon=True).start()
+        self.is_running = False
+        """A run is underway, which no child may end before, with whatever exit code."""
+        self.tell: Callable[[int, str], None] = lambda rank, how: None
+        """Called with the first child that failed, and how it ended."""
+        self._processes = dict(processes)
         atexit.register(self._at_exit)
+        try:
+            threading.Thread(target=self._watch, name="pipeline-children", daemon=True).start()
+        except BaseException:
+            self.failed = True
+            raise
 
     def _watch(self) -> None:
-        while any(process.poll() is None for process in self._processes) and not self._failures():
+        while not (failures := self._failures()):
             time.sleep(POLL_S)
-        if not self._failures():
-            return
+        self.tell(*next(iter(failures.items())))
         time.sleep(PATIENCE_S)
-        print(f"{self._told()}; ending this process too", file=sys.stderr)
-        self._end()
+        self._kill()
+        _end_process(f"{self._told()}; ending this process ({os.getpid()}) too")
 
     def _at_exit(self) -> None:
-        self._wait(FAREWELL_S if self.failed else EXIT_S)
         if self.failed:
+            self._wait(FAREWELL_S)
             self._kill()
-        elif self._failures():
-            print(self._told(), file=sys.stderr)
+            return
+        self._wait(NEWS_S)
+        if left := self._running():
+            print(f"this process has ended, and waits for {left}", file=sys.stderr, flush=True)
+            self._wait(EXIT_S - NEWS_S)
+        if left := self._running():
+            self._kill()
             logging.shutdown()
-            self._end()
-
-    def _end(self) -> None:
-        """End this process with exit code 1, whatever it is doing."""
-        self._kill()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(1)
+            _end_process(f"{left} went on for {EXIT_S:g} s after this process had ended, and was killed")
+        if self._failures():
+            logging.shutdown()
+            _end_process(self._told())
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+        while time.monotonic() < deadline and self._running():
             time.sleep(0.02)
 
     def _kill(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(1)
 
-    def _failures(self) -> list[subprocess.Popen]:
-        return [process for process in self._processes if process.poll()]
+    def _running(self) -> str:
+        """The processes that have not ended."""
+        running = {rank: process.pid for rank, process in self._processes.items() if process.poll() is None}
+        return ", ".join(f"rank {rank} (process {pid})" for rank, pid in running.items())
+
+    def _failures(self) -> dict[int, str]:
+        """Those that ended and should not have, by rank, and how."""
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {
+            rank: _described(self._processes[rank].pid, code)
+            for rank, code in codes.items()
+            if code or (code == 0 and self.is_running)
+        }
 
     def _told(self) -> str:
-        return ", ".join(f"process {one.pid} ended with exit code {one.returncode}" for one in self._failures())
+        return "; ".join(f"rank {rank} failed: its {how}" for rank, how in self._failures().items())
+
+
+def _described(process: int, exit_code: int) -> str:
+    """How a process ended."""
+    if exit_code == -signal.SIGKILL:
+        return f"process {process} was killed by SIGKILL, as the system does when memory runs out"
+    if exit_code < 0:
+        with contextlib.suppress(ValueError):
+            return f"process {process} was ended by {signal.Signals(-exit_code).name}"
+    return f"process {process} ended with exit code {exit_code}"
+
+
+def _end_process(told: str) -> None:
+    """End this process with exit code 1, whatever it is doing."""
+    with contextlib.suppress(Exception):
+        print(told, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)

@@ -17,7 +17,8 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from omegaconf import OmegaConf
 from typing_extensions import override
 
-from lightning_pipeline.strategy.children import Children
+from lightning_pipeline.runtime.errors import Failure
+from lightning_pipeline.strategy.children import Children, start, watch_launcher
 from lightning_pipeline.strategy.lightning_private import share_threads
 
 # What a launch leaves in this process's environment. The next job of a sweep must not find it: with LOCAL_RANK set,
@@ -37,9 +38,9 @@ class _Launch:
 class PipelineLauncher(_SubprocessScriptLauncher):
     """Lightning's sub-process launcher, which also knows Hydra.
 
-    Without Hydra it does what Lightning's does. In a script under ``@hydra.main`` the other processes get the overrides
-    of *this* job and its output folder, never the sweep, so ``-m a=1,2`` runs two jobs one after the other, each with
-    processes of its own, and a run has one folder however many processes it has.
+    Without Hydra it starts what Lightning's does. In a script under ``@hydra.main`` the other processes get the
+    overrides of *this* job and its output folder, never the sweep, so ``-m a=1,2`` runs two jobs one after the other,
+    each with processes of its own, and a run has one folder however many processes it has.
 
     Construct it whatever ``cluster_environment.creates_processes_externally`` says: in the second job of a sweep the
     answer is right only afterwards.
@@ -51,9 +52,11 @@ class PipelineLauncher(_SubprocessScriptLauncher):
     # A process has one environment and one default process group, so this belongs to the class.
     _launched: ClassVar[_Launch | None] = None
 
+    # So do the processes, which the next Trainer of a script finds there.
+    _children: ClassVar[Children | None] = None
+
     def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._children: Children | None = None
         launched = PipelineLauncher._launched
         if launched is not None and launched.job != _hydra_job():
             _forget(launched)
@@ -63,23 +66,34 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-            self._children = Children(self.procs)
+        watch_launcher()
         share_threads(self.num_processes)
+        children = PipelineLauncher._children if self.num_processes > 1 else None
+        if children is None:
+            return function(*args, **kwargs)
+        children.is_running = True
         try:
             return function(*args, **kwargs)
         except BaseException:
-            if self._children is not None:
-                self._children.failed = True
+            children.failed = True
             raise
+        finally:
+            children.is_running = False
+
+    def tell_of_failures(self, report: Callable[[Failure], None]) -> None:
+        """From now on, call `report` when a process that was started here ends before the run does."""
+        if PipelineLauncher._children is not None:
+            PipelineLauncher._children.tell = lambda rank, how: report(Failure(rank, f"its {how}", is_gone=True))
+
+    def end_run(self) -> None:
+        """From now on the processes may end."""
+        if PipelineLauncher._children is not None:
+            PipelineLauncher._children.is_running = False
 
     @override
     def _call_children_scripts(self) -> None:
-        job = _hydra_job()
-        if job is None:
-            super()._call_children_scripts()
-            return
-
         self._check_can_spawn_children()
+        job = _hydra_job()
         before = {name: os.environ.get(name) for name in _VARIABLES}
         os.environ.update(
             MASTER_ADDR=self.cluster_environment.main_address,
@@ -88,11 +102,21 @@ class PipelineLauncher(_SubprocessScriptLauncher):
             LOCAL_RANK=str(self.cluster_environment.local_rank()),
             WORLD_SIZE=str(self.num_processes * self.num_nodes),
         )
-        for local_rank in range(1, self.num_processes):
-            environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
-            command = hydra_command(local_rank)
-            self.procs.append(subprocess.Popen(command, env=environment, cwd=get_original_cwd()))
-        PipelineLauncher._launched = _Launch(job, before, self.procs)
+        first = self.cluster_environment.node_rank() * self.num_processes
+        started: dict[int, subprocess.Popen] = {}
+        try:
+            for local_rank in range(1, self.num_processes):
+                command = [*_program(), *sys.argv[1:]] if job is None else hydra_command(local_rank)
+                environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
+                started[first + local_rank] = start(command, environment, None if job is None else get_original_cwd())
+            PipelineLauncher._children = Children(started)
+        except BaseException:
+            for process in started.values():
+                process.kill()
+            raise
+        self.procs = list(started.values())
+        if job is not None:
+            PipelineLauncher._launched = _Launch(job, before, self.procs)
 
 
 def hydra_command(local_rank: int) -> list[str]:
@@ -121,7 +145,9 @@ def _program() -> list[str]:
 
     if __main__.__spec__ is not None:
         return [sys.executable, "-m", __main__.__spec__.name]
-    return [sys.executable, to_absolute_path(sys.argv[0])]
+    # Under Hydra the working directory may be another one by now.
+    script = to_absolute_path(sys.argv[0]) if HydraConfig.initialized() else os.path.abspath(sys.argv[0])
+    return [sys.executable, script]
 
 
 def _config_flags() -> list[str]:

@@ -21,7 +21,7 @@ spec.loader.exec_module(children)
 children.POLL_S, children.PATIENCE_S, children.FAREWELL_S = 0.05, 0.3, 0.3
 process = subprocess.Popen(["sh", "-c", sys.argv[2]])
 print(process.pid, flush=True)
-watched = children.Children([process])
+watched = children.Children(dict([(1, process)]))
 {body}
 """
 
@@ -29,7 +29,7 @@ watched = children.Children([process])
 @pytest.mark.parametrize(
     ("child", "body", "exit_code", "words"),
     [
-        ("exit 3", "time.sleep(300)", 1, "ended with exit code 3; ending this process too"),
+        ("exit 3", "time.sleep(300)", 1, "ended with exit code 3; ending this process ("),
         ("sleep 0.3; exit 3", "", 1, "ended with exit code 3"),
         ("exec sleep 60", "watched.failed = True", 0, ""),
         ("sleep 0.3", "", 0, ""),
