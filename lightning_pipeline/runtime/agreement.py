@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store
+from lightning_pipeline.runtime.errors import STOPPED, Failure, PeerFailedError, PipelineTimeoutError, ranks
+from lightning_pipeline.runtime.failure import LINGER_S, FailureNotice
+from lightning_pipeline.runtime.store import BoundedStore, StoreLostError
 
-from lightning_pipeline.runtime.failure import LINGER_S, Failure, PeerFailedError, PipelineTimeoutError
-
+_GLANCE_S = 0.5  # how long a rank waits for others before it looks whether one of them has failed
 SAME = "start all of them with the same script, arguments, data and packages"
 
 
@@ -25,14 +27,18 @@ class Agreement:
     Args:
         store: the one that all ranks share; rank 0's process may host it.
         timeout: the longest that the ranks wait for the slowest.
+        notice: tells of ranks that failed or do not answer.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: BoundedStore, rank: int, world_size: int, timeout: timedelta, notice: FailureNotice
+    ) -> None:
         run = store.add(f"agreement/rank{rank}", 1)  # the store outlives a run
-        self._store = PrefixStore(f"agreement/{run}", store)
+        self._store = store.under(f"agreement/{run}")
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
+        self._notice = notice
         self._turn = 0
         self._has_left = False
 
@@ -50,6 +56,19 @@ class Agreement:
             PeerFailedError: another rank failed before it came here.
             PipelineTimeoutError: a rank did not come here in time.
         """
+        try:
+            verdict = self._compare(place, facts, way_out, is_last=is_last)
+        except StoreLostError as error:
+            raise PeerFailedError(f"{error}\nrank {self._rank} had come to {place}", error.failure) from None
+        if "failure" in verdict:
+            raise _failed_before(place, Failure(**verdict["failure"]))
+        if "late" in verdict:
+            raise PipelineTimeoutError(verdict["late"])
+        if "differing" in verdict:
+            raise ValueError(verdict["differing"])
+
+    def _compare(self, place: str, facts: Mapping[str, str], way_out: str, *, is_last: bool) -> dict:
+        """The verdict on what all ranks say: {} if they agree."""
         self._turn += 1
         self._say(str(self._rank), {"place": place, "facts": dict(facts)})
         if self._rank == 0:
@@ -59,26 +78,23 @@ class Agreement:
             verdict = self._hear(place)
         if verdict or is_last:
             self._leave()
-        if "failure" in verdict:
-            failure = Failure(**verdict["failure"])
-            raise PeerFailedError(f"rank {failure.rank} failed before it came to {place}: {failure.summary}", failure)
-        if "late" in verdict:
-            raise PipelineTimeoutError(verdict["late"])
-        if "differing" in verdict:
-            raise ValueError(verdict["differing"])
+        return verdict
 
     def decline(self, error: BaseException) -> None:
         """Let the ranks that come to their next comparison know that this one failed. Never raises."""
         if self._has_left:
             return
         self._turn += 1
-        summary = traceback.format_exception_only(type(error), error)[-1].strip()
-        failure = error.failure if isinstance(error, PeerFailedError) else Failure(self._rank, summary)
-        text = json.dumps({"failure": asdict(failure)})
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
+            self._store.hurry()
+            if isinstance(error, PeerFailedError):
+                failure = error.failure
+            else:
+                failure = Failure(self._rank, traceback.format_exception_only(type(error), error)[-1].strip())
+            text = json.dumps({"failure": asdict(failure)})
             # In the name of all, so that rank 0 has not to wait for the others first.
             for key in ("verdict", *range(self._world_size)) if self._rank == 0 else range(self._world_size):
-                self._store.compare_set(f"{self._turn}/{key}", "", text)
+                self._store.set_first(f"{self._turn}/{key}", text)
             self._leave()
 
     def _say(self, key: str, what: dict) -> None:
@@ -87,12 +103,13 @@ class Agreement:
     def _judge(self, place: str, way_out: str) -> dict:
         """Rank 0's verdict on what all have said: {} if they agree."""
         keys = [f"{self._turn}/{rank}" for rank in range(self._world_size)]
-        try:
-            self._store.wait(keys, self._timeout)
-        except RuntimeError:
-            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        if not self._wait(keys, self._timeout, place):
+            late = [rank for rank, key in enumerate(keys) if not self._store.check(key)]
             limit = self._timeout.total_seconds()
-            return {"late": f"{ranks(late)} did not come to {place} within {limit:g} s, and the others waited for it"}
+            told = f"{ranks(late)} did not come to {place} within {limit:g} s, and the others waited for it"
+            if absent := self._notice.absent():
+                told += f"; {ranks(absent)} {'does' if len(absent) == 1 else 'do'} not answer: {STOPPED}"
+            return {"late": told}
         said = [json.loads(text) for text in self._store.multi_get(keys)]
         for one in said:
             if "failure" in one:
@@ -109,14 +126,24 @@ class Agreement:
 
     def _hear(self, place: str) -> dict:
         key = f"{self._turn}/verdict"
-        try:
-            # Rank 0 may wait for others that long itself, and is to be heard on that.
-            self._store.wait([key], self._timeout + timedelta(seconds=LINGER_S))
+        # Rank 0 may wait for others that long itself, and is to be heard on that.
+        limit = self._timeout + timedelta(seconds=LINGER_S)
+        if self._wait([key], limit, place):
             return json.loads(self._store.get(key))
-        except RuntimeError as error:
-            raise PipelineTimeoutError(
-                f"rank 0 did not answer rank {self._rank} at {place}: it has ended or is busy elsewhere ({error})"
-            ) from error
+        raise PipelineTimeoutError(
+            f"rank 0 did not come to {place} within {limit.total_seconds():g} s, and rank {self._rank} waited for it"
+        )
+
+    def _wait(self, keys: list[str], timeout: timedelta, place: str) -> bool:
+        """Whether the keys came within the timeout, and before a failure of another rank was told."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while (left := deadline - time.monotonic()) > 0:
+            if self._store.wait(keys, timedelta(seconds=min(left, _GLANCE_S)), limit=self._timeout.total_seconds()):
+                return True
+            failure = self._notice.failure
+            if failure is not None and failure.rank != self._rank:
+                raise _failed_before(place, failure)
+        return False
 
     def _leave(self) -> None:
         """The last message of this rank. Rank 0, whose process may host the store, waits a while for the others'."""
@@ -131,9 +158,9 @@ class Agreement:
                 self._store.wait(["all have left"], timedelta(seconds=LINGER_S))
 
 
-def ranks(numbers: list[int]) -> str:
-    """``"rank 3"``, or ``"ranks 1 3"``."""
-    return f"rank{'s' * (len(numbers) > 1)} {' '.join(map(str, numbers))}"
+def _failed_before(place: str, failure: Failure) -> PeerFailedError:
+    name = "a rank" if failure.rank is None else f"rank {failure.rank}"
+    return PeerFailedError(f"{name} failed before it came to {place}: {failure.summary}", failure)
 
 
 def _differing(values: list[str | None]) -> str:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeline.runtime.failure import waiting_for
+
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = False) -> Tensor:
     """Every rank's `tensor`, which has one shape on all of them, as [number of ranks, ...].
@@ -33,11 +35,13 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
+        with waiting_for("the gradients of what all ranks gathered"):
+            dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
+    with waiting_for("a tensor of all ranks"):
+        dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.stack(parts)

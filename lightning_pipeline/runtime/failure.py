@@ -6,61 +6,52 @@ import atexit
 import contextlib
 import json
 import os
-import re
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
+from lightning_pipeline.runtime.errors import (
+    STOPPED,
+    Failure,
+    PeerFailedError,
+    PipelineTimeoutError,
+    is_broken_connection,
+    is_late,
+    without_advice,
+)
 from lightning_pipeline.runtime.excepthook import show_as_line
+from lightning_pipeline.runtime.mail import Mail, RollCall
+from lightning_pipeline.runtime.store import GRACE_S, BoundedStore, StoreLostError
 
-GRACE_S = 2.0  # how long a rank whose connection broke looks for the notice that says why
 LINGER_S = 3.0  # how long the store's host stays for the others to read its notice
 PATIENCE_S = 5.0  # how long a rank that is busy elsewhere may go on after another one failed
+PERIOD_S = 60.0  # how often at least a rank looks after the others
 FOREVER = timedelta(days=365)
-CLOSED = "closed"
-
-# What a rank's collectives say when another's process is gone: Gloo, NCCL, and the system under both.
-BROKEN = ("connection closed", "connection was likely closed", "connection reset", "broken pipe", "process exited")
-
-
-class PipelineTimeoutError(RuntimeError):
-    """A peer did not deliver within the timeout."""
-
-
-class PeerFailedError(RuntimeError):
-    """Another rank raised or died; ``failure`` says which and why, with its traceback if it had one."""
-
-    def __init__(self, message: str, failure: Failure) -> None:
-        super().__init__(message)
-        self.failure = failure
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first failure of a run: the rank it happened on (None if that is not known), what it said, and whether its
-    process is gone."""
-
-    rank: int | None
-    summary: str
-    traceback: str = ""
-    is_gone: bool = False
+CLOSED = "{}"
+_RESERVE = 1 << 20  # bytes, for the telling of a failure for want of memory
 
 
 class FailureNotice:
     """Spreads the first failure of any rank to all, through the store of the process group.
 
-    A daemon thread waits in the store for this rank's copy of the notice, so the news is here, and costs nothing,
-    before the broken connections wake the main thread. Every rank makes its notices in the same order.
+    A daemon thread reads this rank's mail in the store, so the news is here, and costs nothing, before the broken
+    connections wake the main thread. It also answers when the roll is called, which tells a rank whose process is gone
+    or stopped from one that only waits for it, as all others do then. Every rank makes its notices in the same order.
+
+    Nothing here starts a thread or needs much memory once a run has failed: it may have failed for want of them.
 
     Args:
         store: the default process group's store, or a PrefixStore around it. Unused with one rank.
         rank: this process, of `world_size`.
+        timeout: how long the process of a rank may be stopped, if `is_watching`.
 
     Attributes:
         failure: the first failure of the run, once it is known here.
@@ -69,62 +60,78 @@ class FailureNotice:
         interrupt: ends device work that waits for a failed rank.
         is_strict: end this process some seconds after another rank failed, if the main thread has not come to know:
             it may be in a long computation, reading data or waiting for something that is not ours.
+        is_watching: a run is underway: rank 0 calls the roll of the others, and rank 1 that of rank 0, lest they wait
+            where there is no timeout, as Lightning does while one of them prepares data.
     """
 
     # Connections outlive a strategy, and the notice that is waited for with them.
     _shared: ClassVar[FailureNotice | None] = None
 
-    def __init__(self, store: Store | None, *, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store | None, *, rank: int, world_size: int, timeout: timedelta = FOREVER) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.timeout = timeout
         self.failure: Failure | None = None
         self.describe: Callable[[int], str] = "rank {}".format
         self.tear_down: Callable[[], None] = lambda: None
         self.interrupt: Callable[[], None] = lambda: None
         self.is_strict = False
+        self.is_watching = False
         self._arrived = threading.Event()
         self._noticed = threading.Event()
-        self._host_is_gone = False
+        self._host: StoreLostError | None = None
         self._thread: threading.Thread | None = None
-        self._source = store
+        self._root = getattr(store, "_underlying_non_prefix_store", store)
+        self._reserve: bytearray | None = None
         if store is None or world_size == 1:
             return
+        shared = BoundedStore(store, rank=rank, limit=timeout)
         # A fresh prefix for each notice of a process: the store outlives a strategy.
-        generation = store.add(f"pipeline_failure/rank{rank}", 1)
-        # A store connection serves one call at a time, so the blocked watcher has its own, and writing another.
-        prefix = f"pipeline_failure/{generation}"
-        self._store = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
-        self._watched = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
-        self._watched.set_timeout(FOREVER)
-        self._thread = threading.Thread(target=self._watch, name="pipeline-failure-notice", daemon=True)
+        generation = shared.add(f"pipeline_failure/rank{rank}", 1)
+        # A store connection serves one call at a time, so the reader has its own, and writing another.
+        self._store = shared.clone().under(f"pipeline_failure/{generation}")
+        self._mail = Mail(self._store)
+        self._inbox = Mail(shared.clone().under(f"pipeline_failure/{generation}"))
+        self._reserve = bytearray(_RESERVE)
+        self._thread = threading.Thread(target=self._read, name="pipeline-failure-notice", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that wakes up in a finalising interpreter would abort it
 
     @classmethod
-    def shared(cls, store: Store, *, rank: int, world_size: int) -> FailureNotice:
+    def shared(cls, store: Store, *, rank: int, world_size: int, timeout: timedelta) -> FailureNotice:
         """This process's notice over `store`, or a new one where there is none or the run has failed."""
         notice = cls._shared
-        if notice is None or notice._source is not store or notice._thread is None or notice.failure is not None:
+        root = getattr(store, "_underlying_non_prefix_store", store)
+        if notice is None or notice._root is not root or notice._thread is None or notice.failure is not None:
             if notice is not None:
                 notice.close()
-            notice = cls._shared = cls(store, rank=rank, world_size=world_size)
+            notice = cls._shared = cls(store, rank=rank, world_size=world_size, timeout=timeout)
+        notice.timeout = timeout
         return notice
+
+    # -- telling ----------------------------------------------------------------------------------------------------
 
     def publish(self, error: BaseException) -> None:
         """Tell every rank that this one failed with `error`; only the first failure of a run counts. Never raises."""
+        if self._thread is not None and self.failure is None:
+            self._reserve = None
+            self.report(self._failure_in(error))
+
+    def report(self, failure: Failure) -> None:
+        """Tell every rank of a failure, on this one or another, unless there was one before. Never raises."""
         if self._thread is None or self.failure is not None:
             return
-        failure = self._failure_in(error)
-        text = json.dumps(asdict(failure))
-
-        def write() -> None:
-            first = self._store.compare_set("first", "", text).decode()
+        with contextlib.suppress(Exception):
+            self._store.hurry()
+            try:
+                text = json.dumps(asdict(failure))
+            except MemoryError:
+                text = json.dumps(asdict(replace(failure, traceback="")))
+            first = self._store.set_first("first", text)
             if first == text:
                 for rank in range(self.world_size):
-                    self._store.set(str(rank), text)
+                    self._mail.send(rank, text)
             self.failure = Failure(**json.loads(first))
-
-        _bounded(write, GRACE_S)
 
     def fail(self, error: BaseException) -> None:
         """Publish `error`, close this rank's connections so that its peers wake up, and let them read why.
@@ -133,68 +140,123 @@ class FailureNotice:
         `error` is a consequence of another rank's failure, it will be shown as one line, without a traceback.
         """
         self._noticed.set()
-        if _is_broken_connection(error):
+        self.is_watching = False
+        if is_broken_connection(error):
             self._arrived.wait(GRACE_S + 1)  # a rank that knows whom it waited for comes first
         self.publish(error)
-        failure = self.failure or self._failure_in(error)
-        if failure.rank != self.rank and isinstance(error, RuntimeError):
-            show_as_line(error, f"[rank{self.rank}]: {self._in_one_line(failure, error)}")
+        with contextlib.suppress(Exception):
+            failure = self.failure or self._failure_in(error)
+            if failure.rank != self.rank and isinstance(error, RuntimeError):
+                show_as_line(error, f"[rank{self.rank}]: {self._in_one_line(failure, error)}")
         for act in (self.interrupt, self.tear_down):
             with contextlib.suppress(Exception):
                 act()
         if self.rank == 0 and self._thread is not None:  # the store lives in this process
-            _bounded(lambda: self._store.wait(["all_read"], timedelta(seconds=LINGER_S)), LINGER_S + 1)
+            with contextlib.suppress(Exception):
+                self._store.wait(["all_read"], timedelta(seconds=LINGER_S))
         self.close()
 
     def close(self) -> None:
         """Stop watching. Never raises."""
         self._noticed.set()
-        thread = self._thread
+        self.is_watching = False
+        thread, self._thread = self._thread, None
         if thread is None:
             return
         atexit.unregister(self.close)
-        if thread.is_alive() and _bounded(lambda: self._store.set(str(self.rank), CLOSED), GRACE_S):
-            thread.join(GRACE_S)
-        self._thread = None
+        try:
+            self._store.hurry()
+            self._store.set(f"closed/{self.rank}", "")
+            self._mail.send(self.rank, CLOSED)
+        except Exception:
+            self._inbox.store.shut_down()  # only then, as torch prints a stack of its own code over it
+        thread.join(GRACE_S)
 
-    def explain(self, error: BaseException, *, waiting_for: str, peer: int, timed_out_after: float | None) -> Exception:
+    # -- knowing ----------------------------------------------------------------------------------------------------
+
+    def explain(
+        self, error: BaseException, *, waiting_for: str, peer: int | None, timed_out_after: float | None
+    ) -> Exception:
         """The exception to raise when a wait for `peer` (a global rank) broke with `error`.
 
         Args:
             waiting_for: what and from whom, such as ``"the activations of micro-batch 3 from stage 0 (rank 0)"``.
+            peer: None in a collective, which does not say whom it waited for.
             timed_out_after: seconds waited if the timeout passed, None if the connection broke.
         """
         me = self.describe(self.rank)
         self._noticed.set()
-        if self._thread is not None:
-            self._arrived.wait(GRACE_S if timed_out_after is None else 0.0)
-        failure = self.failure
-        if failure is None and timed_out_after is not None:
-            return PipelineTimeoutError(
-                f"{me} waited {timed_out_after:g} s for {waiting_for}, and nothing came: the process of rank {peer} "
-                f"is stopped, out of step or slower than the timeout. Raise the strategy's `timeout` if it is slow"
-            )
-        if failure is None:
-            failure = self._gone(error, peer)
+        if timed_out_after is not None and self.failure is None:
+            absent = self.absent()
+            if self.failure is None:
+                reason = self._reason(absent, peer)
+                return PipelineTimeoutError(f"{me} waited {timed_out_after:g} s for {waiting_for}, {reason}")
+        failure = self.failure or self._gone(error, peer)
         message = f"{self._name(failure)} failed: {failure.summary}\n{me} was waiting for {waiting_for}"
         return PeerFailedError(message, failure)
+
+    def absent(self) -> list[int]:
+        """Ranks that do not answer when the roll is called: their processes are gone or stopped. Never raises.
+
+        It takes some seconds, if no failure becomes known meanwhile.
+        """
+        if self._thread is None:
+            return []
+        with contextlib.suppress(RuntimeError):
+            try:
+                self._store.hurry()
+                call = RollCall(self._mail, [rank for rank in range(self.world_size) if rank != self.rank])
+                deadline = time.monotonic() + GRACE_S
+                while missing := call.missing():
+                    if self._arrived.wait(0.05) or time.monotonic() > deadline:
+                        break
+            except StoreLostError as error:
+                self._host = error
+                return [0]
+            return missing if self.failure is None else []
+        return []
+
+    def _reason(self, absent: list[int], peer: int | None) -> str:
+        """Why what a rank waited for did not come in time."""
+        if absent:
+            told = " and ".join(map(self.describe, absent))
+            return f"and nothing came: {told} {'does' if len(absent) == 1 else 'do'} not answer: {STOPPED}"
+        who = "the process of each rank runs, and one" if peer is None else f"the process of rank {peer} runs, and"
+        return (
+            f"and nothing came: {who} is stuck, out of step or slower than the timeout. Raise the strategy's `timeout` "
+            f"if it is slow"
+        )
 
     def _failure_in(self, error: BaseException) -> Failure:
         """What `error` on this rank says about the run."""
         if isinstance(error, PeerFailedError):
             return error.failure
-        if _is_broken_connection(error):
-            return self._gone(error, 1 - self.rank if self.world_size == 2 else None)
-        summary = traceback.format_exception_only(type(error), error)[-1].strip()
-        frames = traceback.format_exception(type(error), error, error.__traceback__)
-        return Failure(self.rank, summary, "".join(frames[-12:]).rstrip())
+        if is_broken_connection(error):
+            return self._gone(error, None)
+        if is_late(error) and (absent := self.absent()):
+            return Failure(absent[0], f"it did not answer: {STOPPED} ({without_advice(error)})", is_gone=True)
+        summary = type(error).__name__
+        try:
+            summary = traceback.format_exception_only(type(error), error)[-1].strip()
+            frames = traceback.format_exception(type(error), error, error.__traceback__)
+            return Failure(self.rank, summary, "".join(frames[-12:]).rstrip())
+        except MemoryError:
+            return Failure(self.rank, summary)
 
     def _gone(self, error: BaseException, peer: int | None) -> Failure:
-        """The failure of a rank that could not tell any more."""
+        """The failure of a rank that could not tell any more; if one could, what it told."""
+        absent = self.absent()
+        if not absent:
+            self._arrived.wait(GRACE_S)  # it tells before its connections close, and may not have come further
+        if self.failure is not None:
+            return self.failure
         # A host that ends in order leaves its store open until all have read its notice.
-        culprit = 0 if self._host_is_gone else peer
-        reason = "so did the store it hosts" if self._host_is_gone else _without_advice(error)
-        return Failure(culprit, f"its process ended or lost its connections ({reason})", is_gone=True)
+        if self._host is not None:
+            return replace(self._host.failure, summary=f"{self._host.failure.summary} (so did the store it hosts)")
+        if absent:
+            summary = f"its process ended or lost its connections ({without_advice(error)})"
+            return Failure(peer if peer in absent else absent[0], summary, is_gone=True)
+        return Failure(peer, f"its connections broke, though its process runs ({without_advice(error)})")
 
     def _name(self, failure: Failure) -> str:
         return "a rank" if failure.rank is None else self.describe(failure.rank)
@@ -204,20 +266,22 @@ class FailureNotice:
         if isinstance(error, PeerFailedError):
             return str(error).replace("\n", "; ")
         own = "lost its connections"
-        if not _is_broken_connection(error):
-            own = f"met {type(error).__name__}: {_without_advice(error)}"
+        if not is_broken_connection(error):
+            own = f"met {type(error).__name__}: {without_advice(error)}"
         return f"{self._name(failure)} failed: {failure.summary}; then {self.describe(self.rank)} {own}"
 
-    def _watch(self) -> None:
+    # -- the reader's thread ------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
         try:
-            text = self._watched.get(str(self.rank)).decode()
-            if text != CLOSED:
-                self.failure = Failure(**json.loads(text))
-                self._arrived.set()
-                if self._watched.add("read", 1) == self.world_size - self.failure.is_gone:
-                    self._watched.set("all_read", "")
+            self._read_mail()
+        except StoreLostError as error:
+            if self._thread is not None:
+                self._host = error
+                if self.is_watching:
+                    self.failure = self.failure or error.failure
         except RuntimeError:
-            self._host_is_gone = True
+            pass  # a store that is not remote, and in which time ran out
         finally:
             self._arrived.set()
         if self.failure is None:
@@ -227,41 +291,68 @@ class FailureNotice:
         if self.failure.rank != self.rank and not self._noticed.wait(PATIENCE_S) and self.is_strict:
             self._end_process(self.failure)
 
+    def _read_mail(self) -> None:
+        """Until a failure is told, or this is closed."""
+        call: RollCall | None = None
+        ticks = 0
+        while True:
+            period = min(PERIOD_S, self.timeout.total_seconds() / 4)
+            text = self._inbox.next(self.rank, timedelta(seconds=period))
+            if text == CLOSED:
+                return
+            if text is not None:
+                message = json.loads(text)
+                if "call" in message:
+                    self._inbox.store.set(f"{message['call']}/{self.rank}", "")
+                    continue
+                self.failure = Failure(**message)
+                self._arrived.set()
+                if self._inbox.store.add("read", 1) == self.world_size - self.failure.is_gone:
+                    self._inbox.store.set("all_read", "")
+                return
+            if not self.is_watching or self.rank > 1:
+                call = None
+            elif call is None or not (missing := call.missing()):
+                # Ranks are looked after for good, by one that is looked after itself.
+                call, ticks = RollCall(self._inbox, [0] if self.rank else range(1, self.world_size)), 0
+            else:
+                ticks += 1  # rather than seconds, which pass while this process is stopped as well
+                if ticks * period > self.timeout.total_seconds():
+                    summary = f"it did not answer within {self.timeout.total_seconds():g} s: {STOPPED}"
+                    self.report(Failure(missing[0], summary, is_gone=True))
+                    call = None
+
     def _end_process(self, failure: Failure) -> None:
         """End a process whose main thread does not come to know that the run has failed."""
-        print(
-            f"[rank{self.rank}]: {self._name(failure)} failed: {failure.summary}; {self.describe(self.rank)} had "
-            f"not come to know it after {PATIENCE_S:g} s, and ends",
-            file=sys.stderr,
-        )
+        with contextlib.suppress(Exception):
+            print(
+                f"[rank{self.rank}]: {self._name(failure)} failed: {failure.summary}; {self.describe(self.rank)} had "
+                f"not come to know it after {PATIENCE_S:g} s, and ends",
+                file=sys.stderr,
+            )
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(1)
 
 
-def _is_broken_connection(error: BaseException) -> bool:
-    """Whether `error` is that of a collective whose peer is gone, raised by whoever made it."""
-    told = isinstance(error, RuntimeError) and not isinstance(error, PeerFailedError)
-    return told and any(words in str(error).lower() for words in BROKEN)
+@contextmanager
+def waiting_for(what: str, peer: int | None = None) -> Iterator[None]:
+    """Around collectives: where ranks do not come to them, the error says which, and what was waited for.
 
+    Args:
+        peer: the rank that is waited for, if it is one.
 
-def _without_advice(error: BaseException) -> str:
-    """The first sentence of a backend's error, without the place in its source."""
-    sentence = str(error).partition("\n")[0].partition(". ")[0]
-    return re.sub(r"^\[\S+:\d+\] ", "", sentence)
-
-
-def _bounded(call: Callable[[], Any], seconds: float) -> bool:
-    """Whether `call` returned in time: a store whose host is stopped or dead may block a call or fail it."""
-    done = threading.Event()
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            call()
-            done.set()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return done.is_set()
+    Raises:
+        PeerFailedError: another rank failed.
+        PipelineTimeoutError: one did not come in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        notice = FailureNotice._shared
+        late = is_late(error)
+        if notice is None or not (late or is_broken_connection(error)):
+            raise
+        seconds = notice.timeout.total_seconds() if late else None
+        raise notice.explain(error, waiting_for=what, peer=peer, timed_out_after=seconds) from None

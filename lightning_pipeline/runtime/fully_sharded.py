@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
 
 
@@ -80,8 +81,9 @@ class FullySharded:
     def gather(self) -> None:
         """Give every replica the whole parameters. All of them must call it."""
         trained = [parameter.requires_grad for parameter in self.parameters()]
-        for leaf, _ in self._leaves:
-            leaf.unshard()
+        with waiting_for("other replicas' slices of parameters"):
+            for leaf, _ in self._leaves:
+                leaf.unshard()
         for parameter, requires_grad in zip(self.parameters(), trained, strict=True):
             parameter.requires_grad_(requires_grad)  # FSDP2 remembers what it was at first
 
@@ -105,7 +107,8 @@ class FullySharded:
             leaf.set_requires_gradient_sync(True)
             leaf.set_is_last_backward(True)
             # FSDP2 queues this in a backward that its hooks see; it reduces what is left to reduce, here everything.
-            fully_shard.state(leaf)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+            with waiting_for("other replicas' gradients"):
+                fully_shard.state(leaf)._root_post_backward_final_callback()  # type: ignore[attr-defined]
             leaf.set_is_last_backward(False)
             leaf.set_requires_gradient_sync(False)
 
@@ -132,7 +135,8 @@ def whole(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor, or the tensor itself. All ranks that hold its parts must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.full_tensor().detach()
+    with waiting_for("other replicas' slices of a tensor"):
+        return tensor.full_tensor().detach()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeline.runtime.buckets import Bucket, Sum, into_buckets
+from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
+from lightning_pipeline.runtime.failure import waiting_for
 
 NAMED_IN_ERRORS = 4
 """Parameters of a bucket that an error names."""
@@ -261,26 +264,34 @@ class _Step:
                 self._check(place, gradient)
         divisor = self._reducer.num_replicas if self._divides_before(bucket.dtype) else 1
         timed = self._reducer.observe is not None
-        try:
+        with self._summing(len(self._sums), bucket):
             self._sums.append(Sum(bucket, gradients, self._group, divisor=divisor, timed=timed))
-        except RuntimeError as error:
-            self._failed(len(self._sums), bucket, error)
 
     def _wait(self, number: int, started: Sum) -> None:
-        try:
+        with self._summing(number, started.bucket):
             started.wait()
-        except RuntimeError as error:
-            self._failed(number, started.bucket, error)
 
-    def _failed(self, number: int, bucket: Bucket, error: RuntimeError) -> NoReturn:
-        self._sums.clear()
+    @contextmanager
+    def _summing(self, number: int, bucket: Bucket) -> Iterator[None]:
+        """Around the sum of a bucket, whose errors then say which it was."""
+        try:
+            with waiting_for(f"{self._describe(number, bucket)} of other replicas"):
+                yield
+        except (PeerFailedError, PipelineTimeoutError):
+            self._sums.clear()
+            raise
+        except RuntimeError as error:
+            self._sums.clear()
+            raise RuntimeError(
+                f"{self._describe(number, bucket)} could not be summed over {self._reducer.num_replicas} replicas: "
+                f"{error}. A replica has ended or is late, or has other parameters or other frozen ones than this"
+            ) from error
+
+    def _describe(self, number: int, bucket: Bucket) -> str:
         names = [self._reducer.names[place] for place in bucket.places]
         more = f" and {len(names) - NAMED_IN_ERRORS} more" if len(names) > NAMED_IN_ERRORS else ""
-        raise RuntimeError(
-            f"the all-reduce of gradients over {self._reducer.num_replicas} replicas failed at bucket {number + 1} of "
-            f"{len(self._buckets)} ({', '.join(names[:NAMED_IN_ERRORS])}{more}): {error}. A replica has ended or is "
-            f"late, or has other parameters or other frozen ones than this"
-        ) from error
+        named = ", ".join(names[:NAMED_IN_ERRORS])
+        return f"the gradients of bucket {number + 1} of {len(self._buckets)} ({named}{more})"
 
     def _check(self, place: int, gradient: Tensor) -> None:
         parameter, name = self._reducer.parameters[place], self._reducer.names[place]

@@ -6,15 +6,13 @@ import time
 import uuid
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store
-
-from lightning_pipeline.runtime.agreement import ranks
-from lightning_pipeline.runtime.failure import PipelineTimeoutError
+from lightning_pipeline.runtime.errors import PipelineTimeoutError, ranks
+from lightning_pipeline.runtime.store import BoundedStore
 
 POLL_S = 0.02
 
 
-def fresh_store(store: Store, *, rank: int, world_size: int, timeout: timedelta) -> Store:
+def fresh_store(store: BoundedStore, *, world_size: int, timeout: timedelta) -> BoundedStore:
     """`store` under a prefix that all ranks of this attempt come to know, and none of an earlier one knew.
 
     torchrun keeps its store when it restarts the workers, and in it the addresses where the earlier ones listened:
@@ -26,34 +24,33 @@ def fresh_store(store: Store, *, rank: int, world_size: int, timeout: timedelta)
 
     Raises:
         PipelineTimeoutError: not all ranks came within the timeout.
+        StoreLostError: the store's host ended or does not answer.
     """
-    common = PrefixStore("pipeline_rendezvous", store)
+    common, rank = store.under("pipeline_rendezvous"), store.rank
     name = uuid.uuid4().hex
     if rank == 0:
         _welcome(common, name, world_size, timeout)
-        return PrefixStore(name, store)
+        return store.under(name)
     common.set(f"hello/{rank}", name)
-    try:
-        common.wait([f"welcome/{name}"], timeout)
-    except RuntimeError as error:
+    if not common.wait([f"welcome/{name}"], timeout):
         raise PipelineTimeoutError(
             f"rank 0 did not greet rank {rank} of {world_size} within {timeout.total_seconds():g} s: its process did "
             f"not start, or has ended; see what its machine says"
-        ) from error
-    prefix = common.get(f"welcome/{name}").decode()
+        )
+    prefix = common.get(f"welcome/{name}")
     common.set(f"{prefix}/came/{rank}", "")
-    return PrefixStore(prefix, store)
+    return store.under(prefix)
 
 
-def _welcome(store: Store, prefix: str, world_size: int, timeout: timedelta) -> None:
+def _welcome(store: BoundedStore, prefix: str, world_size: int, timeout: timedelta) -> None:
     missing = set(range(1, world_size))
     deadline = time.monotonic() + timeout.total_seconds()
     while missing:
         for rank in sorted(missing):
-            if store.check([f"{prefix}/came/{rank}"]):
+            if store.check(f"{prefix}/came/{rank}"):
                 missing.remove(rank)
-            elif store.check([f"hello/{rank}"]):
-                store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", prefix)
+            elif store.check(f"hello/{rank}"):
+                store.set(f"welcome/{store.get(f'hello/{rank}')}", prefix)
         if missing and time.monotonic() > deadline:
             raise PipelineTimeoutError(
                 f"{ranks(sorted(missing))} of {world_size} did not start within {timeout.total_seconds():g} s; see "

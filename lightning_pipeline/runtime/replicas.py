@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.runtime.backend_rules import broadcast, warm_up
+from lightning_pipeline.runtime.errors import ranks
+from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.runtime.groups import new_group
 from lightning_pipeline.runtime.topology import Topology
 
 
@@ -61,36 +64,43 @@ class Replicas:
 
     def send_object(self, obj: Any, replica: int) -> None:
         """Send a small object to another replica's rank of this stage."""
-        dist.send_object_list([obj], group_dst=replica, group=self.control_group)
+        rank = self.topology.data_ranks[replica]
+        with waiting_for(f"the receipt of an object by {self.topology.describe(rank)}", rank):
+            dist.send_object_list([obj], group_dst=replica, group=self.control_group)
 
     def recv_object(self, replica: int, what: str) -> Any:
         """The next object from another replica. `what` names it in errors."""
         received: list[Any] = [None]
-        try:
+        rank = self.topology.data_ranks[replica]
+        with waiting_for(f"{what} from {self.topology.describe(rank)}", rank):
             dist.recv_object_list(received, group_src=replica, group=self.control_group)
-        except RuntimeError as error:
-            rank = self.topology.data_ranks[replica]
-            raise RuntimeError(f"waited for {what} from {self.topology.describe(rank)}: {error}") from error
         return received[0]
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """Every replica's `obj`, by replica, on all of them."""
         gathered: list[Any] = [None] * self.num_replicas
-        dist.all_gather_object(gathered, obj, group=self.control_group)
+        with waiting_for(f"an object of each replica ({self._others})"):
+            dist.all_gather_object(gathered, obj, group=self.control_group)
         return gathered
 
     def gather_numbers(self, *numbers: float) -> list[list[float]]:
         """Every replica's `numbers`, by replica, on all of them."""
         own = torch.tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(self.num_replicas)]
-        dist.all_gather(gathered, own, group=self.control_group)
+        with waiting_for(f"a number of each replica ({self._others})"):
+            dist.all_gather(gathered, own, group=self.control_group)
         return [row.tolist() for row in gathered]
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Give all replicas the first one's values."""
         source = self.topology.data_ranks[0]
-        for tensor in tensors:
-            broadcast(tensor, source, self.group)
+        with waiting_for(f"the first replica's values, by {ranks(self.topology.data_ranks)}"):
+            for tensor in tensors:
+                broadcast(tensor, source, self.group)
+
+    @property
+    def _others(self) -> str:
+        return ranks(rank for rank in self.topology.data_ranks if rank != self.topology.rank)
 
     def close(self) -> None:
         """Drop the groups, which wakes up ranks that wait in them. Never raises."""
@@ -102,7 +112,7 @@ class Replicas:
         """The ranks that hold the same as this one, as a group; every rank of the world makes all such groups."""
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for rank in range(self.topology.world_size):
-            ranks = tuple(replace(self.topology, rank=rank).data_ranks)
-            if ranks not in groups:
-                groups[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+            members = tuple(replace(self.topology, rank=rank).data_ranks)
+            if members not in groups:
+                groups[members] = new_group(members, timeout, backend)
         return groups[tuple(self.topology.data_ranks)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_pipeline.runtime.backend_rules import backend_of, check_environment, first_uses, to_wire
 from lightning_pipeline.runtime.endpoint import Connection, Endpoint, PendingReceive, StagedReceive
 from lightning_pipeline.runtime.failure import FailureNotice
+from lightning_pipeline.runtime.groups import new_group
 from lightning_pipeline.runtime.messages import CONTROL_WINDOW, Messages
 from lightning_pipeline.runtime.routes import Channel, Route, routes_along
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
@@ -65,7 +66,9 @@ class Transport(Messages):
         self._groups: list[dist.ProcessGroup] = []
         self._wire_device = torch.device("cpu")
         self._staged = False
-        notice = notice or FailureNotice(store, rank=topology.rank, world_size=topology.world_size)
+        notice = notice or FailureNotice(
+            store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
+        )
         self._connection = Connection(topology, timeout, notice)
         self._receives = self._connection.receives
         self._use(notice)
@@ -185,7 +188,7 @@ class Transport(Messages):
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """This pipeline's ranks as a group; every rank of the world makes those of all pipelines."""
         for pipeline in range(self.topology.num_pipelines):
-            group = dist.new_group(self.topology.ranks_of_pipeline(pipeline), timeout=self.timeout, backend=backend)
+            group = new_group(self.topology.ranks_of_pipeline(pipeline), self.timeout, backend)
             if pipeline == self.topology.pipeline:
                 own = group
         self._groups.append(own)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipeline.runtime.failure import waiting_for
+
 
 class Wire(Protocol):
     """A connection to other ranks, numbered as in its group, which carries tensors in host memory."""
@@ -43,7 +45,8 @@ def send_tree(tree: Any, wire: Wire, peer: int) -> None:
     for tensor in tensors:
         if tensor.numel():
             data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-            dist.send(_as_bytes(data), group_dst=peer, group=wire.control_group)
+            with waiting_for("the receipt of a tensor in host memory"):
+                dist.send(_as_bytes(data), group_dst=peer, group=wire.control_group)
 
 
 def recv_tree(wire: Wire, peer: int, what: str) -> Any:
@@ -52,7 +55,8 @@ def recv_tree(wire: Wire, peer: int, what: str) -> Any:
     def fill(slot: _Slot) -> Tensor:
         tensor = torch.empty(slot.shape, dtype=slot.dtype)
         if tensor.numel():
-            dist.recv(_as_bytes(tensor), group_src=peer, group=wire.control_group)
+            with waiting_for(what):
+                dist.recv(_as_bytes(tensor), group_src=peer, group=wire.control_group)
         return tensor
 
     return map_tensors(wire.recv_object(peer, what), fill, kind=_Slot)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition.guards import absent_state_expected
+from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.strategy.checkpoint import load_module_state
 from lightning_pipeline.strategy.checkpoint_io import CheckpointError, few
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
@@ -41,7 +42,8 @@ def with_one_outcome(action: Callable[[], T]) -> T:
     told = [f"{type(failure).__name__}: {failure}" if failure is not None else ""]
     if dist.is_initialized() and dist.get_world_size() > 1:
         own, told = told[0], [""] * dist.get_world_size()
-        dist.all_gather_object(told, own)
+        with waiting_for("whether other ranks could load the checkpoint"):
+            dist.all_gather_object(told, own)
     if failure is not None:
         raise failure
     for rank, message in enumerate(told):

@@ -14,6 +14,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_
 
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.backend_rules import all_reduce
+from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.fully_sharded import local_part, plain
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 
@@ -135,11 +136,12 @@ def _is_replicated(tensor: DTensor) -> bool:
 
 def _over_slices(norms: torch.Tensor, norm_type: float, mesh: DeviceMesh) -> torch.Tensor:
     """The norms of whole gradients from those of this rank's slices, by one message."""
-    if norm_type == float("inf"):
-        all_reduce(norms, dist.ReduceOp.MAX, group=mesh.get_group()).wait()
-        return norms
-    powers = norms.pow(norm_type) if norm_type else norms  # of order 0 it is a count
-    all_reduce(powers, group=mesh.get_group()).wait()
+    is_maximum = norm_type == float("inf")
+    powers = norms.pow(norm_type) if norm_type and not is_maximum else norms  # of order 0 it is a count
+    with waiting_for("the norms of other ranks' slices of gradients"):
+        all_reduce(powers, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=mesh.get_group()).wait()
+    if is_maximum:
+        return powers
     return powers.pow(1 / norm_type) if norm_type else powers
 
 

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.fully_sharded import whole
+from lightning_pipeline.runtime.groups import new_group
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu
 from lightning_pipeline.strategy.background import BackgroundSave
 from lightning_pipeline.strategy.checkpoint_folder import (
@@ -112,10 +114,10 @@ class FolderWriter:
                 f"such a path, or leave it out for one plain file"
             )
         path = Path(path).absolute()
-        sections: list[str] = self._from_rank_0(_sections(checkpoint))
-        tensors, values = self._given(checkpoint, sections)
+        sections: list[str] = self._from_rank_0(path, _sections(checkpoint))
+        tensors, values = self._given(path, checkpoint, sections)
         states = [_descriptions(optimizer["state"]) for optimizer in checkpoint.get("optimizer_states", [])]
-        parts = self._on_rank_0_of_all((values, states))
+        parts = self._on_rank_0_of_all(path, (values, states))
         begin = partial(self._begin, path, checkpoint, sections, parts)
         if self.background is None:
             self._write(path, begin, tensors)
@@ -136,10 +138,10 @@ class FolderWriter:
             raise
 
     def _given(
-        self, checkpoint: Mapping[str, Any], sections: Sequence[str]
+        self, path: Path, checkpoint: Mapping[str, Any], sections: Sequence[str]
     ) -> tuple[dict[str, Tensor], dict[tuple[str, str], Any]]:
         """What this rank gives: tensors by name, a tied one by its first, and entries that are no tensors by place."""
-        holders = self._holders_of_others(checkpoint, sections)
+        holders = self._holders_of_others(path, checkpoint, sections)
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         tensors: dict[str, Tensor] = {}
         values: dict[tuple[str, str], Any] = {}
@@ -161,7 +163,7 @@ class FolderWriter:
         return tensors, values
 
     def _holders_of_others(
-        self, checkpoint: Mapping[str, Any], sections: Sequence[str]
+        self, path: Path, checkpoint: Mapping[str, Any], sections: Sequence[str]
     ) -> dict[tuple[str, str], int]:
         """The stage that gives each entry that is neither a parameter nor a buffer, the same on every rank."""
         others = [
@@ -170,7 +172,8 @@ class FolderWriter:
         present = {(section, key) for section, key in others if not _is_meta(checkpoint[section][key])}
         claimed = {(section, key): self.stage_of_module(key.rpartition(".")[0]) for section, key in others}
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (self.is_writer, self.ownership.stage, present, claimed), group=self.group)
+        with waiting_for(f"all ranks to say what they hold of the checkpoint {path}"):
+            dist.all_gather_object(ranks, (self.is_writer, self.ownership.stage, present, claimed), group=self.group)
         holders = {}
         for place, claim in ranks[0][3].items():
             stages = sorted(stage for is_writer, stage, present, _ in ranks if is_writer and place in present)
@@ -201,22 +204,25 @@ class FolderWriter:
     def _write_shards(self, path: Path, tensors: dict[str, Tensor]) -> None:
         writer = dcp.FileSystemWriter(unfinished(path))
         try:
-            dcp.save(tensors, storage_writer=writer, process_group=self.group)
+            with waiting_for(f"all ranks to write the checkpoint {path}"):
+                dcp.save(tensors, storage_writer=writer, process_group=self.group)
         except CheckpointException as error:
             reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in sorted(error.failures.items()))
             raise RuntimeError(f"could not write the checkpoint {path}: {reasons}") from error
 
     # -- between the ranks --------------------------------------------------------------------------------------------
 
-    def _from_rank_0(self, value: Any) -> Any:
+    def _from_rank_0(self, path: Path, value: Any) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, 0, group=self.group)
+        with waiting_for(f"what rank 0 says of the checkpoint {path}"):
+            dist.broadcast_object_list(values, 0, group=self.group)
         return values[0]
 
-    def _on_rank_0_of_all(self, value: Any) -> list[Any]:
+    def _on_rank_0_of_all(self, path: Path, value: Any) -> list[Any]:
         """Every rank's value on rank 0, [] elsewhere."""
         values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(value, values, 0, group=self.group)
+        with waiting_for(f"all ranks' parts of the checkpoint {path}"):
+            dist.gather_object(value, values, 0, group=self.group)
         return values or []
 
     def _do_on_rank_0(self, path: Path, function: Callable[[], None]) -> None:
@@ -227,7 +233,7 @@ class FolderWriter:
                 function()
             except Exception as raised:
                 error = raised
-        reason = self._from_rank_0(repr(error) if error is not None else None)
+        reason = self._from_rank_0(path, repr(error) if error is not None else None)
         if reason is not None:
             raise RuntimeError(f"could not write the checkpoint {path}: {reason}") from error
 
@@ -247,7 +253,7 @@ def host_group(world: dist.ProcessGroup, timeout: timedelta, *, own: bool = Fals
     """
     if not own and dist.get_backend(world) == "gloo":
         return world
-    return dist.new_group(timeout=timeout, backend="gloo")
+    return new_group(None, timeout, "gloo")
 
 
 def _sections(checkpoint: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
+from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.fully_sharded import plain
 
 
@@ -30,7 +31,8 @@ def agree_on_overflow(scaler: GradScaler, device: torch.device) -> Callable[[], 
         worst = torch.zeros((), dtype=torch.float32, device=device)
         for value in found.values():
             worst = torch.maximum(worst, value.to(device))
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        with waiting_for("whether gradients of another rank are infinite"):
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         if hasattr(scaler, "_has_overflow"):  # where torch_npu's scaler notes it once more, to change the scale by
             scaler._has_overflow |= bool(worst)
         return {device: worst}

@@ -530,6 +530,7 @@ class PipelineStrategy(CheckpointingStrategy):
         if self._failed:
             self._background.abandon()
         self._background.wait()
+        self._let_processes_end()
         self.agree("the end of the run", {}, is_last=True)
         if self._transport is not None and not self._failed:
             # A process may end after this, and one that ends with messages unread breaks its peers' connections.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,6 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed import Store
 from typing_extensions import override
 
 from lightning_pipeline.accelerators.npu import warn_of_unused_npus
@@ -29,9 +29,10 @@ from lightning_pipeline.accelerators.rank_table_environment import (
 from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.all_gather import all_gather
-from lightning_pipeline.runtime.failure import FailureNotice
+from lightning_pipeline.runtime.failure import FailureNotice, waiting_for
 from lightning_pipeline.runtime.meeting import meet
 from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.store import BoundedStore
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.dataloading import has_length
 from lightning_pipeline.strategy.facts import evaluation_of, settings_of, training_of, versions
@@ -155,17 +156,18 @@ class ProcessStrategy(ParallelStrategy):
         store = self._meet(environment) if self.world_size > 1 else None
         self._agreement = None
         if store is not None:
-            self._agreement = Agreement(store, self.global_rank, self.world_size, self.timeout)
+            self._watch_over(store)
         self._started = set()
         trainer = self.lightning_module.trainer
         self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings(), **table})
-        self.process_group_backend = connect_processes(
-            environment, self.root_device, self.process_group_backend, self.timeout, store
-        )
-        if self.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self._notice = FailureNotice.shared(store, rank=self.global_rank, world_size=self.world_size)
-            self._notice.is_strict = True
+        with nullcontext() if store is None else store.asked(), waiting_for("all ranks to connect"):
+            self.process_group_backend = connect_processes(
+                environment,
+                self.root_device,
+                self.process_group_backend,
+                self.timeout,
+                store=None if store is None else store.torch,
+            )
 
     # -- agreement --------------------------------------------------------------------------------------------------
 
@@ -227,10 +229,27 @@ class ProcessStrategy(ParallelStrategy):
             self._started.add(kind)
             self.agree(f"the start of {kind}", facts, way_out=way_out)
 
-    def _meet(self, environment: ClusterEnvironment) -> Store:
+    def _watch_over(self, store: BoundedStore) -> None:
+        """From now on, let the ranks know of one another's failures and agree."""
+        rank, world_size = self.global_rank, self.world_size
+        self._notice = FailureNotice.shared(store.torch, rank=rank, world_size=world_size, timeout=self.timeout)
+        self._notice.is_strict = self._notice.is_watching = True
+        self._agreement = Agreement(store, rank, world_size, self.timeout, self._notice)
+        if isinstance(self._launcher, PipelineLauncher):
+            self._launcher.tell_of_failures(self._notice.report)
+
+    def _let_processes_end(self) -> None:
+        """From now on, let processes end without a failure."""
+        if self._notice is not None:
+            self._notice.is_watching = False
+        if isinstance(self._launcher, PipelineLauncher):
+            self._launcher.end_run()
+
+    def _meet(self, environment: ClusterEnvironment) -> BoundedStore:
         """The store that all processes share, once they are there."""
         if dist.is_initialized():
-            return dist.distributed_c10d._get_default_store()
+            store = dist.distributed_c10d._get_default_store()
+            return BoundedStore(store, rank=self.global_rank, limit=self.timeout)
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
         return meet(self.global_rank, self.world_size, self.timeout)
@@ -242,14 +261,16 @@ class ProcessStrategy(ParallelStrategy):
         """Over replicas: within a pipeline every rank has the same value."""
         if self._replicas is None or not isinstance(tensor, Tensor):
             return tensor
-        return backend_rules.reduce(tensor, reduce_op, self._replicas.group)
+        with waiting_for("a reduction over replicas"):
+            return backend_rules.reduce(tensor, reduce_op, self._replicas.group)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if not dist.is_initialized() or self.world_size == 1:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
+        with waiting_for("a decision of all ranks"):
+            dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
 
     @override
@@ -262,12 +283,14 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized() and not self._failed:
-            dist.barrier()
+            with waiting_for(f"all ranks at the barrier {name!r}" if name else "all ranks at a barrier"):
+                dist.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized() or self.world_size == 1 or self._failed:
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src)
+        with waiting_for(f"what rank {src} tells all ranks"):
+            dist.broadcast_object_list(objects, src)
         return objects[0]

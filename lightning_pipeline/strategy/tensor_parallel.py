@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.runtime.backend_rules import broadcast, warm_up
+from lightning_pipeline.runtime.failure import waiting_for
 
 
 class TensorGroup:
@@ -28,14 +29,16 @@ class TensorGroup:
     def same(self, value: Any) -> Any:
         """The first rank's value, on all of them."""
         values = [value]
-        dist.broadcast_object_list(values, self._source, group=self.group)
+        with waiting_for("the first tensor-parallel rank's batch"):
+            dist.broadcast_object_list(values, self._source, group=self.group)
         return values[0]
 
     def spread(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give all ranks the first one's values of tensors that are not split."""
-        for tensor in tensors:
-            if not isinstance(tensor, DTensor):
-                broadcast(tensor, self._source, self.group)
+        with waiting_for("the first tensor-parallel rank's values"):
+            for tensor in tensors:
+                if not isinstance(tensor, DTensor):
+                    broadcast(tensor, self._source, self.group)
 
 
 def place_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -1,0 +1,244 @@
+"""A store whose host may be stopped, or its machine gone: no call waits for its answer longer than a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from lightning_pipeline.runtime.errors import STOPPED, Failure, PeerFailedError
+
+T = TypeVar("T")
+GRACE_S = 2.0  # how long an answer may take that no rank depends on: when a wait is given up, and once a run has failed
+_connecting = threading.Lock()
+
+
+class StoreLostError(PeerFailedError):
+    """The process that hosts the store ended or does not answer."""
+
+
+class BoundedStore:
+    """What a rank asks of the store that all ranks share.
+
+    The timeout of torch's own client bounds how long its host waits for a key, and not how long the client waits for
+    its host: once a host's process is stopped, or its machine is gone without a word, each call but ``set`` blocks for
+    ever, ``wait`` with a timeout included. So the limit is put on the connection, as the system's own timeout for
+    receiving and sending, which holds for the calls that torch makes itself as well, when it makes process groups. It
+    takes no thread, which a process that fails for want of threads could not start. An answer that comes too late would
+    be taken for that to the next question, so a connection on which the limit has passed is shut down.
+
+    A connection serves one call at a time: another thread's wait keeps a call from being made.
+
+    Args:
+        store: torch's; one that is not reached over TCP answers at once, and has no limit.
+        rank: this process, for messages.
+        limit: seconds that an answer may take, from now on and for all that use `store`.
+    """
+
+    def __init__(self, store: Store, *, rank: int, limit: timedelta) -> None:
+        self.torch = store
+        """For those that take torch's."""
+        self.rank = rank
+        self.limit = limit.total_seconds()
+        self._sockets: list[int] = []
+        self._place = ""
+        root = getattr(store, "_underlying_non_prefix_store", store)
+        if isinstance(root, dist.TCPStore):
+            self._place = f"{root.host}:{root.port}"
+            self._sockets = _sockets_to(root.port)
+            self._put_limit(self.limit)
+
+    def under(self, prefix: str) -> BoundedStore:
+        """The same connection, with other keys."""
+        return self._like(PrefixStore(prefix, self.torch), self._sockets)
+
+    def clone(self) -> BoundedStore:
+        """The same keys over a connection of its own.
+
+        Raises:
+            StoreLostError: the host did not accept it in time.
+        """
+        if not self._sockets:
+            return self._like(self.torch.clone(), [])  # type: ignore[attr-defined]
+        port = int(self._place.rpartition(":")[2])
+        with _connecting:
+            before = _sockets_to(port)
+            try:
+                store = in_time(self.torch.clone, self.limit)  # type: ignore[attr-defined]
+            except TimeoutError:
+                raise self._lost(None, self.limit) from None
+            except RuntimeError as error:
+                raise self._lost(error, self.limit) from error
+            own = self._like(store, [number for number in _sockets_to(port) if number not in before])
+        own._put_limit(self.limit)
+        store.set_timeout(timedelta(seconds=self.limit))  # of a get, which first waits for its key
+        return own
+
+    def set(self, key: str, value: str) -> None:
+        with self.asked():
+            self.torch.set(key, value)
+
+    def get(self, key: str) -> str:
+        """The value of a key that is there."""
+        with self.asked():
+            return self.torch.get(key).decode()
+
+    def multi_get(self, keys: Sequence[str]) -> list[str]:
+        """The values of keys that are there."""
+        with self.asked():
+            return [value.decode() for value in self.torch.multi_get(list(keys))]
+
+    def add(self, key: str, number: int) -> int:
+        with self.asked():
+            return self.torch.add(key, number)
+
+    def set_first(self, key: str, value: str) -> str:
+        """Set a key that is not there yet. Returns what it is now."""
+        with self.asked():
+            return self.torch.compare_set(key, "", value).decode()
+
+    def check(self, key: str) -> bool:
+        """Whether a key is there."""
+        with self.asked():
+            return self.torch.check([key])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta, *, limit: float = GRACE_S) -> bool:
+        """Whether the keys came within the timeout.
+
+        Args:
+            limit: seconds that the host may take, when the time is over, to answer that it is.
+
+        Raises:
+            StoreLostError: the host ended, or did not answer.
+        """
+        with self.asked(min(limit, self.limit)):
+            try:
+                self.torch.wait(list(keys), timeout)
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # what it is depends on the kind of store
+                return False
+        return True
+
+    @contextmanager
+    def asked(self, limit: float | None = None) -> Iterator[None]:
+        """Around calls that this store or torch makes with it, whose errors then say who did not answer.
+
+        Args:
+            limit: seconds that an answer may take; default: this store's.
+
+        Raises:
+            StoreLostError: the host ended or did not answer.
+        """
+        limit = self.limit if limit is None else limit
+        if limit != self.limit:
+            self._put_limit(limit)
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            self.shut_down()
+            raise self._lost(error, limit) from None
+        finally:
+            if limit != self.limit:
+                self._put_limit(self.limit)
+
+    def hurry(self) -> None:
+        """From now on a host has a moment to answer: the run has failed, and others wait for this rank to say so."""
+        self.limit = min(self.limit, GRACE_S)
+        self._put_limit(self.limit)
+
+    def shut_down(self) -> None:
+        """End the connection, and with it any call that waits in another thread. Never raises."""
+        for number in self._sockets:
+            with contextlib.suppress(OSError), _opened(number) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _like(self, store: Store, sockets: list[int]) -> BoundedStore:
+        own = object.__new__(BoundedStore)
+        own.torch, own.rank, own.limit = store, self.rank, self.limit
+        own._sockets, own._place = sockets, self._place
+        return own
+
+    def _put_limit(self, seconds: float) -> None:
+        seconds = max(seconds, 0.001)  # 0 is no limit
+        value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        for number in self._sockets:
+            with contextlib.suppress(OSError), _opened(number) as connection:
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    connection.setsockopt(socket.SOL_SOCKET, option, value)
+
+    def _lost(self, error: RuntimeError | None, limit: float) -> StoreLostError:
+        """What there is to raise of an answer that did not come, or of a connection that broke."""
+        host = "the launcher's agent" if has_agent() else "rank 0"
+        place = f"{host}, which hosts the store of the run at {self._place}"
+        if error is None or "timeout" in str(error).lower():
+            summary = f"it did not answer within {limit:g} s: {STOPPED}"
+            told = f"rank {self.rank} waited {limit:g} s for an answer of {place}: {STOPPED}; look after its machine"
+        else:
+            summary = "its process ended or lost its connections"
+            told = f"rank {self.rank} lost its connection to {place}: its process has ended; see what it says"
+        return StoreLostError(told, Failure(None if has_agent() else 0, summary, is_gone=True))
+
+
+def has_agent() -> bool:
+    """Whether torchrun's agent hosts the store, in place of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def in_time(call: Callable[[], T], seconds: float) -> T:
+    """What `call` returns, or raises. It runs in a thread, which goes on if it does not return in time.
+
+    Raises:
+        TimeoutError: it did not.
+    """
+    result: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not result:
+        raise TimeoutError
+    return result[0]
+
+
+def _sockets_to(port: int) -> list[int]:
+    """File descriptors of this process's connections to a port, of any machine. None on Windows."""
+    found = []
+    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
+        with contextlib.suppress(OSError), _opened(int(name)) as connection:
+            families = (socket.AF_INET, socket.AF_INET6)
+            if connection.family in families and connection.type == socket.SOCK_STREAM:
+                peer: Any = connection.getpeername()
+                if peer[1] == port:
+                    found.append(int(name))
+    return found
+
+
+@contextmanager
+def _opened(number: int) -> Iterator[socket.socket]:
+    """The socket with this file descriptor, which stays open."""
+    connection = socket.socket(fileno=number)
+    try:
+        if socket.getdefaulttimeout() is not None:  # which Python has put on it
+            connection.setblocking(True)
+        yield connection
+    finally:
+        connection.detach()

@@ -1,0 +1,162 @@
+"""What ranks ask of the store ends in time and says who did not answer, whatever becomes of its host."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_pipeline.runtime.errors import PipelineTimeoutError
+from lightning_pipeline.runtime.mail import Mail, RollCall
+from lightning_pipeline.runtime.meeting import meet
+from lightning_pipeline.runtime.store import BoundedStore, StoreLostError
+from tests.launching import PATIENCE_S, SOON_S, free_port
+
+pytestmark = pytest.mark.multiprocess
+
+LIMIT = timedelta(seconds=1)
+HOST = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that hosts a store, and its port."""
+    port = free_port()
+    command = [sys.executable, "-c", HOST, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        try:
+            yield process, port
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with host() as found:
+        yield found
+
+
+def connect(port: int, *, limit: timedelta = LIMIT) -> BoundedStore:
+    patience = timedelta(seconds=PATIENCE_S)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
+    return BoundedStore(store, rank=3, limit=limit)
+
+
+def torchs_own(store: BoundedStore) -> None:
+    with store.asked():
+        dist.PrefixStore("group", store.torch).add("ranks", 1)
+
+
+CALLS: dict[str, Callable[[BoundedStore], Any]] = {
+    "get": lambda store: store.get("there"),
+    "multi_get": lambda store: store.multi_get(["there"]),
+    "add": lambda store: store.add("number", 1),
+    "set_first": lambda store: store.set_first("first", "3"),
+    "check": lambda store: store.check("there"),
+    "wait": lambda store: store.wait(["nowhere"], LIMIT),
+    "clone": lambda store: store.clone(),
+    "torch": torchs_own,
+    "mail": lambda store: Mail(store).next(3, LIMIT),
+    "roll": lambda store: RollCall(Mail(store), [0]),
+}
+
+
+def test_no_call_waits_for_ever_for_a_stopped_host() -> None:
+    def outcome(name: str) -> tuple[str, float]:
+        started = time.monotonic()
+        with pytest.raises(StoreLostError) as error:
+            CALLS[name](stores[name])
+        assert error.value.failure.rank == 0
+        with pytest.raises(StoreLostError):  # a late answer would be taken for that to this question
+            stores[name].check("there")
+        return str(error.value), time.monotonic() - started
+
+    with host() as (process, port):
+        shared = connect(port)
+        stores = {name: shared.clone() for name in CALLS}
+        shared.set("there", "1")
+        process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(len(CALLS)) as threads:
+            futures = {name: threads.submit(outcome, name) for name in CALLS}
+            for name, future in futures.items():
+                told, seconds = future.result(SOON_S)
+                assert told.startswith("rank 3 waited 1 s for an answer of rank 0, which hosts the store of the run"), name
+                assert f"127.0.0.1:{port}: its process is stopped, or its machine or the network is gone" in told
+                assert 0.9 < seconds < SOON_S
+
+
+def test_a_host_that_stops_for_a_while_is_waited_for(shared: Any) -> None:
+    process, port = shared
+    store = connect(port, limit=timedelta(seconds=PATIENCE_S))
+    assert store.add("counted", 1) == 1
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(1.5, process.send_signal, [signal.SIGCONT]).start()
+    assert store.add("counted", 1) == 2
+    assert not store.wait(["nowhere"], timedelta(seconds=0.1))
+    assert store.get("counted") == "2"
+
+
+def test_a_host_that_ends_is_told(shared: Any) -> None:
+    with host() as (process, port):
+        store = connect(port)
+        process.kill()
+        process.wait()
+        with pytest.raises(StoreLostError, match=r"rank 3 lost its connection to rank 0, .*: its process has ended"):
+            store.check("there")
+
+
+def test_shutting_a_connection_down_ends_a_wait_on_it_alone(shared: Any) -> None:
+    store = connect(shared[1], limit=timedelta(seconds=PATIENCE_S))
+    watching = store.clone()
+    threading.Timer(0.3, watching.shut_down).start()
+    with pytest.raises(StoreLostError):
+        watching.wait(["nowhere"], timedelta(seconds=PATIENCE_S))
+    assert store.add("after", 1) == 1
+
+
+@contextmanager
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Somebody who never answers listens where the ranks are to meet."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        yield
+
+
+def test_a_port_that_is_taken_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with taken(monkeypatch):
+        started = time.monotonic()
+        port = os.environ["MASTER_PORT"]
+        told = rf"at 127.0.0.1:{port}: the port is in use, .* Set MASTER_PORT to a free one"
+        with pytest.raises(OSError, match=told) as error:
+            meet(0, 2, timedelta(seconds=PATIENCE_S))
+        assert error.value.errno == errno.EADDRINUSE
+        assert time.monotonic() - started < SOON_S
+
+
+def test_who_does_not_answer_is_not_taken_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    with taken(monkeypatch), pytest.raises(PipelineTimeoutError) as error:
+        meet(1, 2, LIMIT)
+    assert "rank 1 of 2 did not reach rank 0 at 127.0.0.1:" in str(error.value)
+    assert "something accepts connections there and does not answer" in str(error.value)
