@@ -68,19 +68,19 @@ def parts_of(module: LightningModule) -> dict[str, str]:
     }
 
 
-def training_of(trainer: Trainer, *, has_replicas: bool) -> dict[str, str]:
+def training_of(trainer: Trainer) -> dict[str, str]:
     """What a training loop sets out from, a checkpoint that was restored included."""
     schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
-    facts = {
+    return {
         "training batches": str(trainer.num_training_batches),
         "global step": str(trainer.global_step),
         "epoch": str(trainer.current_epoch),
         "optimizers": ", ".join(map(_describe, trainer.optimizers)) or "none",
         "lr schedulers": ", ".join(schedulers) or "none",
+        # Lightning's samplers share out the samples by it, and whoever gives ranks seeds of their own does not get what
+        # one process would have made of any of them.
+        "seed_everything": os.environ.get("PL_GLOBAL_SEED", "not called"),
     }
-    if has_replicas:  # Lightning's samplers share out the samples by it
-        facts["seed_everything"] = os.environ.get("PL_GLOBAL_SEED", "not called")
-    return facts
 
 
 def evaluation_of(kind: str, num_batches: list[int | float], replica: int) -> dict[str, str]:

@@ -34,9 +34,11 @@ from lightning_pipeline.strategy.advice import Advice, Advisor
 from lightning_pipeline.strategy.arguments import ALIKE, check_arguments
 from lightning_pipeline.strategy.batch_norms import convert_batch_norms
 from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
+from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
 from lightning_pipeline.strategy.dataloading import share_loader
 from lightning_pipeline.strategy.facts import parts_of
+from lightning_pipeline.strategy.initial_values import take_initial_values
 from lightning_pipeline.strategy.installation import install
 from lightning_pipeline.strategy.lightning_private import leave_modules_unnamed, note_mesh, total_batches
 from lightning_pipeline.strategy.observing import Observer, observed
@@ -260,6 +262,8 @@ class PipelineStrategy(CheckpointingStrategy):
             fsdp=self.data_parallel == "fsdp",
             tensor_parallel=self.tensor_parallel_size > 1,
         )
+        if self.world_size > 1:
+            take_initial_values(module, copies_of(module, module.trainer), self.broadcast)
         replicas = self._topology(num_stages).data_parallel_size
         if module.trainer.state.fn == TrainerFn.FITTING:
             convert_batch_norms(module, self._layer_sync, self.root_device, num_replicas=replicas)

@@ -40,7 +40,7 @@ from lightning_pipeline.strategy.launcher import PipelineLauncher
 from lightning_pipeline.strategy.lightning_private import connect_processes
 
 EVEN = (
-    "give all ranks the same data, checkpoint and optimizers; replicas that read data of their own may need "
+    "give all ranks the same seed, data, checkpoint and optimizers; replicas that read data of their own may need "
     "limit_train_batches"
 )
 
@@ -195,7 +195,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        facts = training_of(self.lightning_module.trainer, has_replicas=self.is_distributed)
+        facts = training_of(self.lightning_module.trainer)
         self._agree_once("training", facts, way_out=EVEN)
 
     @override

@@ -101,7 +101,7 @@ def test_no_call_waits_for_ever_for_a_stopped_host() -> None:
             futures = {name: threads.submit(outcome, name) for name in CALLS}
             for name, future in futures.items():
                 told, seconds = future.result(SOON_S)
-                assert told.startswith("rank 3 waited 1 s for an answer of rank 0, which hosts the store of the run"), name
+                assert "rank 3 waited 1 s for an answer of rank 0, which hosts the store of the run" in told, name
                 assert f"127.0.0.1:{port}: its process is stopped, or its machine or the network is gone" in told
                 assert 0.9 < seconds < SOON_S
 
