@@ -274,8 +274,11 @@ class _Step:
     @contextmanager
     def _summing(self, number: int, bucket: Bucket) -> Iterator[None]:
         """Around the sum of a bucket, whose errors then say which it was."""
+        names = [self._reducer.names[place] for place in bucket.places]
+        more = f" and {len(names) - NAMED_IN_ERRORS} more" if len(names) > NAMED_IN_ERRORS else ""
+        place = f"bucket {number + 1} of {len(self._buckets)} ({', '.join(names[:NAMED_IN_ERRORS])}{more})"
         try:
-            with waiting_for(f"{self._describe(number, bucket)} of other replicas"):
+            with waiting_for(f"the gradients of other replicas, {place}"):
                 yield
         except (PeerFailedError, PipelineTimeoutError):
             self._sums.clear()
@@ -283,15 +286,9 @@ class _Step:
         except RuntimeError as error:
             self._sums.clear()
             raise RuntimeError(
-                f"{self._describe(number, bucket)} could not be summed over {self._reducer.num_replicas} replicas: "
-                f"{error}. A replica has ended or is late, or has other parameters or other frozen ones than this"
+                f"the all-reduce of gradients over {self._reducer.num_replicas} replicas failed at {place}: {error}. A "
+                f"replica has ended or is late, or has other parameters or other frozen ones than this"
             ) from error
-
-    def _describe(self, number: int, bucket: Bucket) -> str:
-        names = [self._reducer.names[place] for place in bucket.places]
-        more = f" and {len(names) - NAMED_IN_ERRORS} more" if len(names) > NAMED_IN_ERRORS else ""
-        named = ", ".join(names[:NAMED_IN_ERRORS])
-        return f"the gradients of bucket {number + 1} of {len(self._buckets)} ({named}{more})"
 
     def _check(self, place: int, gradient: Tensor) -> None:
         parameter, name = self._reducer.parameters[place], self._reducer.names[place]
