@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -23,6 +26,8 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Mod
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.runtime import failure
+from lightning_pipeline.runtime.failure import FailureNotice
 from tests.launching import PATIENCE_S, SOON_S, launch, run_ranks
 from tests.scripts import Host
 from tests.training.faulty_script import fit as fit_faulty
@@ -93,8 +98,9 @@ class Met(Callback):
             self.act(trainer)
 
 
-def fit(*callbacks: Callback, world: int = 2, **options: Any) -> None:
-    strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, num_microbatches=4, timeout=PATIENCE_S)
+def fit(*callbacks: Callback, world: int = 2, strategy: dict[str, Any] | None = None, **options: Any) -> None:
+    arguments = {"num_stages": 2, "num_microbatches": 4, "timeout": PATIENCE_S, **(strategy or {})}
+    strategy = PipelineStrategy(stage_config=measured_stages(2), **arguments)
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     options = {**QUIET, "enable_checkpointing": saves, "max_epochs": 1, **options}
     L.Trainer(strategy=strategy, devices=world, callbacks=list(callbacks), **options).fit(
@@ -151,8 +157,9 @@ class ShortOfPatience(Callback):
         trainer.strategy.transport.timeout = timedelta(seconds=2)
 
 
-def hangs(folder: Path) -> None:
-    """One rank stops, until the other has told of it."""
+@contextmanager
+def stopping(folder: Path) -> Iterator[Callable[[Any], None]]:
+    """What lets its process stop, until another one is through with this."""
     told = folder / "told"
 
     def stop(trainer: Any) -> None:
@@ -161,12 +168,92 @@ def hangs(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     try:
-        fit(ShortOfPatience(), Met(stop, rank=1))
+        yield stop
     finally:
         told.touch()
 
 
+def hangs(folder: Path) -> None:
+    with stopping(folder) as stop:
+        fit(ShortOfPatience(), Met(stop, rank=1))
+
+
+def rank_0_hangs(folder: Path) -> None:
+    """The store, by which the others would tell of it, is in its process."""
+    with stopping(folder) as stop:
+        fit(ShortOfPatience(), Met(stop, rank=0))
+
+
+def hangs_where_nothing_times_out(folder: Path) -> None:
+    """Lightning waits for ever for the rank that prepares data. Rank 1 is ended there, and touches the file first."""
+
+    class Data(L.LightningDataModule):
+        def prepare_data(self) -> None:
+            stop(None)
+
+        def train_dataloader(self) -> Any:
+            return point_loader(16)
+
+    end = FailureNotice._end_process
+
+    def end_and_tell(notice: FailureNotice, found: Any) -> None:
+        (folder / "told").touch()
+        end(notice, found)
+
+    FailureNotice._end_process = end_and_tell  # type: ignore[method-assign]
+    with stopping(folder) as stop:
+        strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, timeout=2)
+        L.Trainer(strategy=strategy, devices=2, **QUIET, max_epochs=1).fit(LitMeasured(), Data())
+
+
+def ends_in_a_collective(folder: Path) -> None:
+    """What the others are in does not say for whom they wait."""
+    leave = Met(lambda trainer: os._exit(0), rank=3, at_end=True)
+    waits = [Met(lambda trainer: trainer.strategy.barrier("the test's"), rank=rank, at_end=True) for rank in range(3)]
+    fit(leave, *waits, world=4)
+
+
+def ends_while_folders_are_saved(folder: Path) -> None:
+    class Leaves(Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            if trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    strategy = {"save_distributed_checkpoint": True}
+    fit(Leaves(), ModelCheckpoint(folder, every_n_train_steps=2), strategy=strategy)
+
+
+def fails_without_threads(folder: Path) -> None:
+    def fail(trainer: Any) -> None:
+        def refused(*_: Any, **__: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+        threading.Thread.start = refused  # type: ignore[method-assign]
+        raise_error(trainer)
+
+    fit(Met(fail, rank=1))
+
+
+def fails_without_memory(folder: Path) -> None:
+    def fail(trainer: Any) -> None:
+        def refused(*_: Any, **__: Any) -> None:
+            raise MemoryError
+
+        vars(failure)["traceback"] = SimpleNamespace(
+            format_exception=refused, format_exception_only=traceback.format_exception_only
+        )
+        raise_error(trainer)
+
+    fit(Met(fail, rank=1))
+
+
 SCENARIOS = {
+    "rank 0 hung": (rank_0_hangs, 2),
+    "hung for ever": (hangs_where_nothing_times_out, 2),
+    "in a collective": (ends_in_a_collective, 4),
+    "folders": (ends_while_folders_are_saved, 2),
+    "threads": (fails_without_threads, 2),
+    "memory": (fails_without_memory, 2),
     "saving": (fails_while_saving_on_exceptions, 2),
     "sleeping": (fails_while_another_sleeps, 2),
     "replicas": (fails_in_a_replica, 4),
@@ -245,6 +332,40 @@ def test_a_hung_rank_is_reported(ended: Any) -> None:
     assert "stage 0 (rank 0) waited 2 s for the list of gradients of micro-batch 0 (0B0) from stage 1 (rank 1)" in (
         told.error
     )
+
+
+def test_a_hung_rank_0_is_reported(ended: Any) -> None:
+    told = ended["rank 0 hung"][1]
+    assert told.exit_code == 1
+    assert "stage 1 (rank 1) waited 2 s for" in told.error
+    assert "nothing came: stage 0 (rank 0) does not answer: its process is stopped, or its machine" in told.error
+
+
+def test_a_rank_is_not_waited_for_where_nothing_times_out(ended: Any) -> None:
+    waited = ended["hung for ever"][1]
+    assert waited.exit_code == 1
+    assert "rank 0 failed: it did not answer within 2 s: its process is stopped" in waited.log
+
+
+def test_a_collective_says_which_rank_is_gone(ended: Any) -> None:
+    for rank, end in enumerate(ended["in a collective"][:3]):
+        assert "stage 1 (rank 3) failed: its process ended or lost its connections" in end.error
+        assert f"(rank {rank}) was waiting for all ranks at the barrier \"the test's\"" in end.error.replace("\n", " ")
+
+
+def test_a_save_of_folders_says_which_rank_is_gone(ended: Any) -> None:
+    told = ended["folders"][0]
+    assert "stage 1 (rank 1) failed: its process ended or lost its connections" in told.error
+    assert "stage 0 (rank 0) was waiting for" in told.error
+    assert f"the checkpoint {ended['folder'] / 'folders'}" in told.error
+
+
+@pytest.mark.parametrize("name", ["threads", "memory"])
+def test_what_is_short_of_resources_is_told(ended: Any, name: str) -> None:
+    told, failed = ended[name]
+    assert failed.error == "ValueError: the user's own error"
+    assert told.error.startswith("PeerFailedError: stage 1 (rank 1) failed: ValueError")
+    assert told.seconds - failed.seconds < SOON_S
 
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------
