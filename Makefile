@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-npu lint clean
+.PHONY: help train test test-slow test-npu campaign lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -22,6 +22,9 @@ test-slow: $(VENV)/.stamp ## run what the default tests leave out: more models, 
 
 test-npu: ## run the tests over a simulated Ascend device, in an environment of their own, where g++ and torch_npu can be had
 	@PYTHON=$(PYTHON) tests/npu/run.sh $(ARGS)
+
+campaign: $(VENV)/.stamp ## let faults befall small runs, for hours; options as ARGS="--trials 200 --seed 1" (ARGS=-h lists them)
+	$(BIN)/python -m tests.campaign $(ARGS)
 
 lint: $(VENV)/.stamp ## check style and types
 	$(BIN)/ruff check .

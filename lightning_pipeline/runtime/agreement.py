@@ -82,7 +82,7 @@ class Agreement:
 
     def decline(self, error: BaseException) -> None:
         """Let the ranks that come to their next comparison know that this one failed. Never raises."""
-        if self._has_left:
+        if self._has_left or self._notice.has_lost_host:
             return
         self._turn += 1
         with contextlib.suppress(Exception):

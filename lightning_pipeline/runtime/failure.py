@@ -109,6 +109,11 @@ class FailureNotice:
         notice.timeout = timeout
         return notice
 
+    @property
+    def has_lost_host(self) -> bool:
+        """Whether the store's host is known to have ended or not to answer."""
+        return self._host is not None
+
     # -- telling ----------------------------------------------------------------------------------------------------
 
     def publish(self, error: BaseException) -> None:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from typing import Any
 from torch import Tensor
 
 from tests.campaign.checks import differing, expected_seconds, leftovers, problems_of
-from tests.campaign.runs import can_mount, copy_checkpoints, damage, make_room, run, small_disk, weights_of
+from tests.campaign.runs import SCRIPT, can_mount, copy_checkpoints, damage, make_room, run, small_disk, weights_of
 from tests.campaign.script import train
 from tests.campaign.trials import KINDS, LAYOUTS, Trial, draw
 from tests.launching import launch
+from tests.scripts import Host
 
 USUAL_S = 8.0
 """What a run of two ranks takes on a machine that is fast and idle."""
@@ -39,10 +41,23 @@ class Campaign:
     Args:
         folder: for logs of trials in which something does not hold.
         timeout: of the strategy, in seconds; None for one that fits the machine's speed.
+        kinds: of fault, that are drawn.
+        layouts: that are drawn.
+        host: see `run`.
     """
 
-    def __init__(self, folder: Path, seed: int, *, timeout: float | None, kinds: list[str], layouts: list[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        *,
+        timeout: float | None,
+        kinds: list[str],
+        layouts: list[str],
+        host: Host | None = None,
+    ) -> None:
         self.folder = folder
+        self.host = host
         self.seed = seed
         self.kinds = kinds
         self.layouts = layouts
@@ -68,7 +83,7 @@ class Campaign:
         with small_disk(folder, wanted=trial.kind == "disk"):
             note = self._prepare(trial, folder)
             limit = 3 * usual + expected_seconds(trial, usual=usual) + HANGS_S
-            ended = run(trial, folder, start_up=0.8 * usual, limit=limit)
+            ended = run(trial, folder, start_up=0.8 * usual, limit=limit, host=self.host)
             weights = weights_of(folder)
             problems = problems_of(trial, ended, weights, reference, usual=usual)
             if trial.kind != "damage" and weights is None:
@@ -123,7 +138,7 @@ class Campaign:
             (place / "checkpoints").mkdir(parents=True)
             plain = Trial(trial.seed, trial.number, trial.layout, is_auto=trial.is_auto, timeout=120.0)
             started = time.monotonic()
-            ended = run(plain, place, start_up=0.0, limit=600.0)
+            ended = run(plain, place, start_up=0.0, limit=600.0, host=self.host)
             weights = weights_of(place)
             if ended.exit_code != 0 or weights is None:
                 raise SystemExit(f"the run without a fault failed:\n{ended.output}")
@@ -175,9 +190,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, help="the strategy's, in seconds; default: by the machine's speed")
     parser.add_argument("--jobs", type=int, default=1, help="trials at once; more than one disturb one another")
     parser.add_argument("--folder", type=Path, default=Path("campaign"), help="for results and logs")
+    parser.add_argument(
+        "--forked", action="store_true", help="run scripts in processes forked with Lightning imported: faster"
+    )
     given = parser.parse_args(arguments)
+    with closing(Host(SCRIPT, 600.0)) if given.forked else nullcontext() as host:
+        return report(given, host)
+
+
+def report(given: argparse.Namespace, host: Host | None) -> int:
+    """Run the trials, and print and write what became of them."""
     campaign = Campaign(
-        given.folder.absolute(), given.seed, timeout=given.timeout, kinds=given.kinds, layouts=given.layouts
+        given.folder.absolute(), given.seed, timeout=given.timeout, kinds=given.kinds, layouts=given.layouts, host=host
     )
     print(f"speed {campaign.speed:.1f}, timeout {campaign.timeout:g} s, small disks: {campaign.has_small_disks}")
     numbers = given.trial or range(given.first, given.first + given.trials)

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from tests.campaign.trials import BY_SIGNAL, Trial
+from tests.scripts import Host
 
 SCRIPT = Path(__file__).with_name("script.py")
 ROOT = Path(__file__).parents[2]
@@ -48,18 +49,18 @@ class Ended:
     output: str = ""
 
 
-def run(trial: Trial, folder: Path, *, start_up: float, limit: float) -> Ended:
+def run(trial: Trial, folder: Path, *, start_up: float, limit: float, host: Host | None = None) -> Ended:
     """Start a trial's script, let what is to befall it befall it, and wait until its processes have ended.
 
     Args:
         folder: for what it writes.
         start_up: seconds that a run takes before its first step.
         limit: seconds that it may take in all.
+        host: runs the script in processes that have imported Lightning, in place of interpreters that start.
     """
     ended = Ended()
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PL_", "LIGHTNING"))},
+    variables = {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "CAMPAIGN_MARK": mark,
@@ -69,9 +70,16 @@ def run(trial: Trial, folder: Path, *, start_up: float, limit: float) -> Ended:
     launcher = [] if trial.launcher == "lightning" else ["-m", "torch.distributed.run", "--standalone"]
     if launcher:
         launcher += ["--nproc_per_node", str(trial.world)]
-    command = [sys.executable, *launcher, str(SCRIPT)]
     with (folder / "launcher.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process: subprocess.Popen[Any]
+        if host is not None:
+            process = host.start(launcher, [], **variables)
+        else:
+            command = [sys.executable, *launcher, str(SCRIPT)]
+            own = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "LIGHTNING"))}
+            process = subprocess.Popen(
+                command, env={**own, **variables}, stdout=log, stderr=log, start_new_session=True
+            )
         began = time.monotonic()
         try:
             attack = Attack(trial, folder, process, mark, start_up)
@@ -81,14 +89,14 @@ def run(trial: Trial, folder: Path, *, start_up: float, limit: float) -> Ended:
                 time.sleep(POLL_S)
                 if stopped and attack.happened:  # this launcher is not waited for, but the others are
                     time.sleep(20 * POLL_S)
-                    if not of(mark, but=process.pid):
+                    if not of(mark, but_of=process.pid):
                         break
             ended.exit_code = process.poll()
             at_end = time.time()
             if stopped and attack.happened:
                 ended.exit_code = 1
             deadline = time.monotonic() + LEFT_S
-            while left := of(mark, but=process.pid if stopped else None):
+            while left := of(mark, but_of=process.pid if stopped and attack.happened else None):
                 if time.monotonic() > deadline:
                     ended.stayed = [f"{one.pid} {' '.join(cmdline(one))[-120:]} {status(one)}" for one in left]
                     break
@@ -165,24 +173,32 @@ class Attack:
 
     def _find(self) -> int | None:
         """The victim's process, if it is there."""
-        if self.trial.launcher == "lightning" and self.trial.victim == 0:
-            return self._launcher.pid if self._launcher.poll() is None else None
         told = self.folder / f"{self.trial.victim}.pid"
         if told.exists() and (text := told.read_text()):
             return int(text)
-        for one in of(self._mark, but=self._launcher.pid):
+        if self.trial.launcher == "lightning" and self.trial.victim == 0:
+            return self._launcher.pid if self._launcher.poll() is None else None
+        for one in of(self._mark):
             with suppress(psutil.Error):
                 if one.environ().get("LOCAL_RANK") == str(self.trial.victim) and one.ppid() == self._launcher.pid:
                     return one.pid
         return None
 
 
-def of(mark: str, *, but: int | None = None) -> list[psutil.Process]:
-    """The processes that a trial started, and those that they did."""
+def of(mark: str, *, but_of: int | None = None) -> list[psutil.Process]:
+    """The processes that a trial started, and those that they did.
+
+    Args:
+        but_of: without this process and the workers of its loaders, which stay as long as it does.
+    """
     found = []
     for one in psutil.process_iter():
         with suppress(psutil.Error, FileNotFoundError):
-            if one.pid != but and one.status() != psutil.STATUS_ZOMBIE and one.environ().get("CAMPAIGN_MARK") == mark:
+            variables = one.environ()
+            is_left_out = but_of is not None and (
+                one.pid == but_of or (one.ppid() == but_of and "LOCAL_RANK" not in variables)
+            )
+            if variables.get("CAMPAIGN_MARK") == mark and not is_left_out and one.status() != psutil.STATUS_ZOMBIE:
                 found.append(one)
     return found
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -62,10 +63,10 @@ def run_script(fault: str, folder: Path) -> ScriptEnded:
     )
 
 
-def run_under_torchrun(fault: str, folder: Path) -> ScriptEnded:
+def run_on_host(fault: str, folder: Path, launcher: Sequence[str] = ()) -> ScriptEnded:
     folder.mkdir()
     with closing(Host(SCRIPT, PATIENCE_S)) as host:
-        return ended_script(host.start(TORCHRUN, [str(folder), fault]), folder)
+        return ended_script(host.start(launcher, [str(folder), fault]), folder)
 
 
 def ended_script(process: subprocess.Popen[str], folder: Path) -> ScriptEnded:
@@ -208,7 +209,12 @@ def hangs_where_nothing_times_out(folder: Path) -> None:
 
 def ends_in_a_collective(folder: Path) -> None:
     """What the others are in does not say for whom they wait."""
-    leave = Met(lambda trainer: os._exit(0), rank=3, at_end=True)
+
+    def leave_later(trainer: Any) -> None:
+        time.sleep(1)  # until they are in it
+        os._exit(0)
+
+    leave = Met(leave_later, rank=3, at_end=True)
     waits = [Met(lambda trainer: trainer.strategy.barrier("the test's"), rank=rank, at_end=True) for rank in range(3)]
     fit(leave, *waits, world=4)
 
@@ -274,7 +280,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     script = run_script("raise", folder / "raise")
     with ThreadPoolExecutor(3) as threads:
-        futures = {"torchrun": threads.submit(run_under_torchrun, "kill", folder / "kill")}
+        futures = {
+            "torchrun": threads.submit(run_on_host, "kill", folder / "kill", TORCHRUN),
+            "left": threads.submit(run_on_host, "leave", folder / "leave"),
+        }
         futures.update((name, threads.submit(scenario, name)) for name in SCENARIOS)
         return {"folder": folder, "script": script, **{name: future.result() for name, future in futures.items()}}
 
@@ -289,6 +298,14 @@ def test_a_scripts_error_is_told_once_and_ends_it(ended: Any) -> None:
     told = [line for line in output.splitlines() if line.startswith("[rank0]")]
     assert len(told) == 1, told
     assert told[0].startswith("[rank0]: stage 1 (rank 1) failed: ValueError: the user's own error; stage 0 (rank 0)")
+
+
+def test_a_rank_that_ends_with_exit_code_0_in_a_run_has_failed(ended: Any) -> None:
+    output, exit_code, seconds, left = ended["left"]
+    assert exit_code == 1
+    assert seconds < SOON_S
+    assert not left
+    assert re.search(r"\[rank0\]: stage 1 \(rank 1\) failed: its process \d+ ended with exit code 0; stage 0", output)
 
 
 def test_torchrun_goes_on_from_the_last_checkpoint_after_a_killed_rank(ended: Any, tmp_path: Path) -> None:
