@@ -106,7 +106,10 @@ class FailureNotice:
             if notice is not None:
                 notice.close()
             notice = cls._shared = cls(store, rank=rank, world_size=world_size, timeout=timeout)
-        notice.timeout = timeout
+        if notice.timeout != timeout:
+            notice.timeout = timeout
+            for own in (notice._store, notice._inbox.store):
+                own.put_limit(timeout)
         return notice
 
     @property

@@ -151,10 +151,14 @@ class BoundedStore:
             if limit != self.limit:
                 self._put_limit(self.limit)
 
+    def put_limit(self, limit: timedelta) -> None:
+        """From now on an answer may take so long."""
+        self.limit = limit.total_seconds()
+        self._put_limit(self.limit)
+
     def hurry(self) -> None:
         """From now on a host has a moment to answer: the run has failed, and others wait for this rank to say so."""
-        self.limit = min(self.limit, GRACE_S)
-        self._put_limit(self.limit)
+        self.put_limit(timedelta(seconds=min(self.limit, GRACE_S)))
 
     def shut_down(self) -> None:
         """End the connection, and with it any call that waits in another thread. Never raises."""

@@ -27,11 +27,22 @@ LAUNCHER = "LIGHTNING_PIPELINE_LAUNCHER"
 """The variable that tells a child which process started it."""
 
 # A child asks Linux for its own end with that of the process that started it, before it becomes what it is to be.
-# torch's import takes seconds, and what the user's script does before it comes to this package may take any time.
+# torch's import takes seconds, and what the user's script does before it comes to this package may take any time. The
+# launcher may have died before that; where an interpreter is a script that starts another one, it is an ancestor.
 _GUARDED = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-os.execvp(sys.argv[2], sys.argv[2:]) if os.getppid() == int(sys.argv[1]) else os._exit(1)
+import os, sys
+try:
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 9)
+except Exception:
+    pass
+try:
+    state = open(f"/proc/{sys.argv[1]}/stat").read().rpartition(")")[2].split()[0]
+except OSError:
+    state = "X"
+if os.getppid() != int(sys.argv[1]) and state in "ZX":
+    os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -51,7 +62,7 @@ def watch_launcher() -> None:
     launcher = os.environ.pop(LAUNCHER, "")
     if launcher:
         threading.Thread(target=_end_with, args=(int(launcher),), name="pipeline-launcher", daemon=True).start()
-        if sys.platform == "linux":
+        with contextlib.suppress(Exception):  # where there is no such call, or no ctypes
             import ctypes
 
             ctypes.CDLL(None).prctl(1, 0)
@@ -68,6 +79,12 @@ def _end_with(launcher: int) -> None:
 
 
 def _exists(process: int) -> bool:
+    """Whether it runs; one that has ended exists until its parent takes note of that, which Linux tells."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        pass
     try:
         os.kill(process, 0)
     except ProcessLookupError:
