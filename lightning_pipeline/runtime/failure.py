@@ -121,9 +121,14 @@ class FailureNotice:
 
     def publish(self, error: BaseException) -> None:
         """Tell every rank that this one failed with `error`; only the first failure of a run counts. Never raises."""
-        if self._thread is not None and self.failure is None:
-            self._reserve = None
-            self.report(self._failure_in(error))
+        if self._thread is None or self.failure is not None:
+            return
+        self._reserve = None
+        try:
+            failure = self._failure_in(error)
+        except Exception:  # the error cannot even be printed
+            failure = Failure(self.rank, type(error).__name__)
+        self.report(failure)
 
     def report(self, failure: Failure) -> None:
         """Tell every rank of a failure, on this one or another, unless there was one before. Never raises."""
@@ -149,8 +154,6 @@ class FailureNotice:
         """
         self._noticed.set()
         self.is_watching = False
-        if is_broken_connection(error):
-            self._arrived.wait(GRACE_S + 1)  # a rank that knows whom it waited for comes first
         self.publish(error)
         with contextlib.suppress(Exception):
             failure = self.failure or self._failure_in(error)
@@ -220,7 +223,7 @@ class FailureNotice:
                         break
             except StoreLostError as error:
                 self._host = error
-                return [0]
+                return [] if error.failure.rank is None else [error.failure.rank]
             return missing if self.failure is None else []
         return []
 
@@ -254,13 +257,13 @@ class FailureNotice:
     def _gone(self, error: BaseException, peer: int | None) -> Failure:
         """The failure of a rank that could not tell any more; if one could, what it told."""
         absent = self.absent()
-        if not absent:
+        if not absent and self._host is None:
             self._arrived.wait(GRACE_S)  # it tells before its connections close, and may not have come further
         if self.failure is not None:
             return self.failure
         # A host that ends in order leaves its store open until all have read its notice.
         if self._host is not None:
-            return replace(self._host.failure, summary=f"{self._host.failure.summary} (so did the store it hosts)")
+            return self._host.failure
         if absent:
             summary = f"its process ended or lost its connections ({without_advice(error)})"
             return Failure(peer if peer in absent else absent[0], summary, is_gone=True)

@@ -188,9 +188,11 @@ class BoundedStore:
             summary = f"it did not answer within {limit:g} s: {STOPPED}"
             told = f"rank {self.rank} waited {limit:g} s for an answer of {place}: {STOPPED}; look after its machine"
         else:
-            summary = "its process ended or lost its connections"
+            summary = "its process ended or lost its connections, and so did the store it hosts"
             told = f"rank {self.rank} lost its connection to {place}: its process has ended; see what it says"
-        return StoreLostError(told, Failure(None if has_agent() else 0, summary, is_gone=True))
+        if has_agent():
+            return StoreLostError(told, Failure(None, f"{host} lost the store ({summary})"))
+        return StoreLostError(told, Failure(0, summary, is_gone=True))
 
 
 def has_agent() -> bool:
