@@ -19,7 +19,7 @@ KILLED = "[rank0]: stage 1 (rank 1) failed: its process 7 was killed by SIGKILL"
 
 
 def test_trials_are_drawn_again_from_their_seed_and_number() -> None:
-    everything: dict[str, Any] = {"timeout": 12.0, "kinds": list(KINDS), "layouts": list(LAYOUTS)}
+    everything: dict[str, Any] = {"kinds": list(KINDS), "layouts": list(LAYOUTS)}
     drawn = [draw(1, number, **everything) for number in range(3000)]
     assert drawn == [draw(1, number, **everything) for number in range(3000)]
     assert {trial.kind for trial in drawn} == set(KINDS)

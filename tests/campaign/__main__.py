@@ -29,8 +29,8 @@ from tests.campaign.trials import KINDS, LAYOUTS, Trial, draw
 from tests.launching import launch
 from tests.scripts import Host
 
-USUAL_S = 8.0
-"""What a run of two ranks takes on a machine that is fast and idle."""
+LEAST_S, TIMES_USUAL = 12.0, 1.3
+"""The strategy's timeout: seconds, or what a run without a fault takes on this machine, whichever is more."""
 HANGS_S = 60.0
 """How much longer than it may a run is let go on."""
 
@@ -40,7 +40,7 @@ class Campaign:
 
     Args:
         folder: for logs of trials in which something does not hold.
-        timeout: of the strategy, in seconds; None for one that fits the machine's speed.
+        timeout: of the strategy, in seconds; None for one that fits each layout and the machine's speed.
         kinds: of fault, that are drawn.
         layouts: that are drawn.
         host: see `run`.
@@ -65,19 +65,16 @@ class Campaign:
         self.has_small_disks = can_mount(folder)
         self.usual: dict[str, float] = {}
         self.references: dict[str, dict[str, Tensor]] = {}
-        self.timeout = timeout or 12.0
-        started = time.monotonic()
-        self._reference(Trial(seed, 0, layouts[0], timeout=60.0))
-        self.speed = max(1.0, (time.monotonic() - started) / USUAL_S)
-        if timeout is None:
-            self.timeout = round(12.0 * min(self.speed, 3.0))
+        self.timeout = timeout
 
     def trial(self, number: int) -> dict[str, Any]:
         """Run a trial. Returns its line."""
         kinds = [kind for kind in self.kinds if kind != "disk" or self.has_small_disks]
-        trial = draw(self.seed, number, timeout=self.timeout, kinds=kinds, layouts=self.layouts)
+        trial = draw(self.seed, number, kinds=kinds, layouts=self.layouts)
         reference = self._reference(trial)
         usual = self.usual[trial.run]
+        # Within it all processes have to start, too.
+        trial = trial.within(self.timeout or round(max(LEAST_S, TIMES_USUAL * usual)))
         folder = self.folder / f"{self.seed}-{number}"
         shutil.rmtree(folder, ignore_errors=True)
         with small_disk(folder, wanted=trial.kind == "disk"):
@@ -103,14 +100,14 @@ class Campaign:
             "exit_code": ended.exit_code,
             "seconds": round(ended.seconds, 1),
             "problems": problems,
-            "again": f'make campaign ARGS="{self._again(number)}"',
+            "again": f'make campaign ARGS="{self._again(trial)}"',
             "folder": str(folder) if problems else "",
             "fields": trial.as_dict(),
         }
 
-    def _again(self, number: int) -> str:
+    def _again(self, trial: Trial) -> str:
         """The arguments that give this trial."""
-        told = f"--seed {self.seed} --trial {number} --timeout {self.timeout:g}"
+        told = f"--seed {self.seed} --trial {trial.number} --timeout {trial.timeout:g}"
         if self.kinds != list(KINDS):
             told += f" --kinds {' '.join(self.kinds)}"
         return told if self.layouts == list(LAYOUTS) else f"{told} --layouts {' '.join(self.layouts)}"
@@ -203,7 +200,8 @@ def report(given: argparse.Namespace, host: Host | None) -> int:
     campaign = Campaign(
         given.folder.absolute(), given.seed, timeout=given.timeout, kinds=given.kinds, layouts=given.layouts, host=host
     )
-    print(f"speed {campaign.speed:.1f}, timeout {campaign.timeout:g} s, small disks: {campaign.has_small_disks}")
+    if not campaign.has_small_disks:
+        print("this process may not mount: no disk is filled")
     numbers = given.trial or range(given.first, given.first + given.trials)
     lines = []
     with (campaign.folder / "trials.jsonl").open("a") as file, ThreadPoolExecutor(given.jobs) as threads:

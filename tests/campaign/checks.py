@@ -21,7 +21,7 @@ EXIT_S = 65.0
 
 CAUSES = {
     "kill": r"was killed by SIGKILL|its process (ended|has ended)|has ended; ending|Signal 9|exitcode *: -9",
-    "stop": r"process is stopped|was killed by SIGKILL",
+    "stop": r"process is stopped|was killed by SIGKILL|after this process had ended, and was killed",
     "terminate": r"SIGTERM|its process (ended|has ended)|has ended; ending",
     "interrupt": r"KeyboardInterrupt|SIGINT",
     "exit": r"ended with exit code|its process (ended|has ended)|has ended; ending|exitcode",
@@ -38,7 +38,9 @@ CAUSES = {
 def may_end_well(trial: Trial) -> bool:
     """Whether a fault that happened may leave a run that ends as if it had not."""
     late = trial.phase in ("shutdown", "end")
-    return trial.kind in ("none", "pause", "memory", "damage") or (late and trial.kind not in ("stop",))
+    # Where a module is cut automatically, a rank on which a step cannot be measured has no say.
+    unmeasured = trial.is_auto and trial.victim != 0 and trial.hook in ("module.training_step", "module.forward")
+    return trial.kind in ("none", "pause", "memory", "damage") or unmeasured or (late and trial.kind != "stop")
 
 
 def expected_seconds(trial: Trial, *, usual: float) -> float:
@@ -51,7 +53,7 @@ def expected_seconds(trial: Trial, *, usual: float) -> float:
     if trial.kind in ("stop", "close", "memory"):
         seconds += 1.5 * trial.timeout
     if trial.kind in ("pause", "memory", "damage", "disk", "threads", "raise"):
-        seconds += 2 * usual + trial.pause  # it may go on to its end, or the fault comes late
+        seconds += 2 * usual + trial.pause * trial.timeout  # it may go on to its end, or the fault comes late
     if trial.launcher == "torchrun":
         seconds += TORCHRUN_S
     if trial.phase in ("shutdown", "end"):
@@ -103,8 +105,8 @@ def is_silent(trial: Trial) -> bool:
 
 def untold(trial: Trial, ended: Ended) -> list[str]:
     """What the output does not say."""
-    if trial.victim == 0 and trial.launcher == "lightning" and trial.phase == "start-up":
-        return []  # nobody is left who knows what there was
+    if trial.victim == 0 and trial.launcher == "lightning" and trial.phase in ("start-up", "shutdown", "end"):
+        return []  # nobody is left who knows what there was, or has anything to wait for
     problems = []
     cause = CAUSES.get(trial.kind) or (r"SystemExit" if trial.error == "sys.exit(0)" else trial.error)
     lines = [line for line in ended.output.splitlines() if re.search(cause, line)]

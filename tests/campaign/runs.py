@@ -168,7 +168,7 @@ class Attack:
             if not _send(victim, numbers.get(kind, signal.SIGSTOP)):
                 return
             if kind == "pause":
-                self._continue = victim, time.monotonic() + self.trial.pause
+                self._continue = victim, time.monotonic() + self.trial.pause * self.trial.timeout
         self.happened, self.at = True, time.time()
 
     def _find(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 LAYOUTS = {"2": (2, 2), "4": (4, 4), "2x2": (2, 4)}
@@ -79,7 +79,7 @@ class Trial:
         victim: the rank that it befalls.
         phase: of `PHASES`, for what befalls a process from outside or at any time.
         delay: seconds from the beginning of the phase; at start-up a share of what that takes.
-        pause: seconds that a process stops.
+        pause: share of the timeout that a process stops.
         hook: which raises, "owner.name".
         call: of that hook, which is the one that raises.
         error: what it raises.
@@ -128,11 +128,15 @@ class Trial:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {**values, "stages": self.stages, "world": self.world}
 
+    def within(self, timeout: float) -> Trial:
+        """The same with another timeout."""
+        return replace(self, timeout=timeout)
+
     def describe(self) -> str:
         """In a line: what, where and when."""
         where = f"{self.layout} under {self.launcher}{', auto' * self.is_auto}{', folders' * self.is_folder}"
         what = {
-            "pause": f"for {self.pause:.1f} s",
+            "pause": f"for {self.pause * self.timeout:.1f} s",
             "raise": f"{self.error} in {self.hook}, call {self.call}",
             "threads": f"then {self.error} in {self.hook}",
             "exit": f"with {self.exit_code}",
@@ -143,11 +147,10 @@ class Trial:
         return f"{self.kind} {what} on rank {self.victim} {when} ({where}, {self.workers} workers)"
 
 
-def draw(seed: int, number: int, *, timeout: float, kinds: list[str], layouts: list[str]) -> Trial:
-    """The trial with this number; the same for the same arguments.
+def draw(seed: int, number: int, *, kinds: list[str], layouts: list[str]) -> Trial:
+    """The trial with this number, but for what depends on the machine; the same for the same arguments.
 
     Args:
-        timeout: of the strategy, in seconds, on this machine.
         kinds: that may be drawn.
         layouts: that may be drawn.
     """
@@ -160,7 +163,6 @@ def draw(seed: int, number: int, *, timeout: float, kinds: list[str], layouts: l
         "is_auto": pick.random() < 0.2,
         "is_folder": pick.random() < 0.35,
         "workers": int(pick.random() < 0.25),
-        "timeout": timeout,
     }
     if kind in WITH_PHASE:
         # Nothing of ours runs in a process that starts up; and torchrun waits for ever for one that stops at its end.
@@ -190,7 +192,7 @@ def draw(seed: int, number: int, *, timeout: float, kinds: list[str], layouts: l
         layout,
         kind=kind,
         victim=victim,
-        pause=pick.uniform(0.1, 0.5) * timeout,
+        pause=pick.uniform(0.1, 0.5),
         exit_code=pick.choice((0, 0, 3)),
         **found,
     )
