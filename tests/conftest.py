@@ -35,7 +35,7 @@ SECONDS = {
 }
 TESTS = Path(__file__).parent
 
-# What failed before a test began, by its identity, with the first test that met it. pytest raises it again in the others.
+# What failed before a test began, by identity, with the first test that met it. pytest raises it again in the others.
 FAILED_SETUPS: dict[int, tuple[BaseException, str]] = {}
 
 

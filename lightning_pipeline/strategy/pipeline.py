@@ -55,6 +55,9 @@ REGISTERED = {
 }
 """Names for `Trainer(strategy=...)`, with their schedules."""
 
+_GIVEN_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+"""What a Trainer gives a strategy that was made without."""
+
 
 class PipelineStrategy(CheckpointingStrategy):
     """Trains a LightningModule over several devices, each holding one stage of it.
@@ -97,6 +100,7 @@ class PipelineStrategy(CheckpointingStrategy):
     """
 
     strategy_name = "pipeline"
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __init__(
         self,
@@ -168,6 +172,17 @@ class PipelineStrategy(CheckpointingStrategy):
         self._cutting: Cutting | None = None
         self._seed = 0
         self._set_up_for: tuple[LightningModule, int] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> PipelineStrategy:
+        made = super().__new__(cls)
+        made._arguments = args, kwargs
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, and what comes out of a pickle, was asked for the same and has not been set up: connections belong to
+        this process, and its stages to this module."""
+        given_later = {name: getattr(self, name) for name in _GIVEN_BY_TRAINER}
+        return _asked_for, (type(self), self._arguments, given_later)
 
     @property
     def transport(self) -> Transport | None:
@@ -551,6 +566,14 @@ class PipelineStrategy(CheckpointingStrategy):
                 strategy_registry.register(
                     name, cls, description=f"Pipeline parallelism, {schedule} schedule", schedule=schedule
                 )
+
+
+def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[str, Any]) -> PipelineStrategy:
+    args, kwargs = arguments
+    made = cls(*args, **kwargs)
+    for name, value in given_later.items():
+        setattr(made, name, value)
+    return made
 
 
 def register_strategies() -> None:

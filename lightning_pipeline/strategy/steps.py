@@ -32,6 +32,8 @@ from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 _LOG_OPTIONS = frozenset(_LOG_SIGNATURE.parameters) - {"self", "name", "value"}
 _NEW, _LOSS, _OUTPUTS, _SIGNALS = range(4)
+_SINGLE_SAMPLE = "more than 1 value per channel"
+"""In the error of torch's batch norms."""
 
 
 class Steps:
@@ -183,6 +185,13 @@ class Steps:
                     return function(batch, *args)
                 with context():
                     return function(batch, *args)
+            except ValueError as error:
+                if state.num_samples == 1 and _SINGLE_SAMPLE in str(error):
+                    raise ValueError(
+                        f"micro-batch {state.index} has one sample, of which a batch norm has no statistics: give "
+                        f"batches two samples or more, as with DataLoader(drop_last=True) ({error})"
+                    ) from error
+                raise
             finally:
                 attributes.pop("log", None)
 

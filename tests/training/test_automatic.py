@@ -99,6 +99,63 @@ def with_sanity_check(world: int) -> dict[str, Any]:
     }
 
 
+class ReturnsEarly(LitGPT):
+    """Validates the first layers alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net.blocks[0](self.net.tokens(batch[0])).square().mean())
+
+
+class CallsOthers(LitGPT):
+    """Validates modules that training does not call, and those that it calls in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(16, 4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = self.net.tokens(batch[0])
+        for block in reversed(self.net.blocks):
+            hidden = block(hidden)
+        self.log("val_loss", self.probe(hidden).square().mean())
+
+
+class FastPath(LitGPT):
+    """torch's own encoder calls no layers in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net.head(self.encoder(self.net.tokens(ids)))
+
+
+VALIDATING = (ReturnsEarly, CallsOthers, FastPath)
+
+
+def validating(world: int) -> dict[str, Any]:
+    """Fits that begin with a validation of another kind, before which a Trainer has validated as well."""
+    found = {}
+    for kind in VALIDATING:
+        L.seed_everything(1, verbose=False)
+        module, losses, seen = kind(), Losses(), []
+
+        class Logged(L.Callback):
+            def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule, seen: Any = seen) -> None:
+                seen.append(float(trainer.callback_metrics["val_loss"]))
+
+        trainer = pipeline_trainer(
+            "auto" if world > 1 else {}, world=world, callbacks=[losses, Logged()], max_steps=2, max_epochs=1
+        )  # type: ignore[arg-type]
+        if kind is CallsOthers:
+            trainer.validate(module, token_loader(8, 8), verbose=False)
+        trainer.fit(module, token_loader(32, 8), token_loader(8, 8))
+        found[kind.__name__] = {"losses": losses.values, "val": seen, "plan": trainer.strategy.plan}
+    return found
+
+
 def only_predicting(world: int) -> list[Tensor]:
     L.seed_everything(1, verbose=False)
 
@@ -292,6 +349,7 @@ def others(world: int, folder: str) -> dict[str, Any]:
     return {
         "watched": watched(world),
         "sanity": with_sanity_check(world),
+        "validating": validating(world),
         "predictions": only_predicting(world),
         "stream": a_stream(world),
         "saved": saved_and_read(world, folder),
@@ -358,6 +416,16 @@ def test_a_sanity_check_and_other_trainers_come_before_and_after(one: Any, ranks
         assert rank["sanity"]["val_loss"] == pytest.approx(one["sanity"]["val_loss"])
         assert rank["sanity"]["cut"]
         assert rank["sanity"]["second"] is None  # its parts are on their ranks already
+
+
+@pytest.mark.parametrize("kind", VALIDATING)
+def test_the_training_step_decides_whatever_is_validated_before(kind: Any, one: Any, ranks: Any) -> None:
+    expected = one["validating"][kind.__name__]
+    for rank in ranks:
+        found = rank["validating"][kind.__name__]
+        assert found["losses"] == expected["losses"]
+        assert found["val"] == pytest.approx(expected["val"], rel=1e-5)
+        assert found["plan"].stage_config
 
 
 def test_a_module_that_only_predicts(one: Any, ranks: Any) -> None:
