@@ -26,10 +26,10 @@ NAMES = {
     "4": list(CASES),
     "2x2": [name for index, name in enumerate(CASES) if index % 3 == 0 or name in ABOUT_VIRTUAL_STAGES],
 }
-# What these show on two stages, they show on more; where there is time for it.
-ALIKE = set(list(CASES)[1::2]) - ABOUT_VIRTUAL_STAGES - {"frozen"}
+# What the others show on two stages, they show on more; where there is time for it.
+ON_MORE = {*list(CASES)[::5], *ABOUT_VIRTUAL_STAGES, "frozen"}
 LAID_OUT = [
-    pytest.param(name, layout, marks=pytest.mark.slow if layout != "2" and name in ALIKE else ())
+    pytest.param(name, layout, marks=() if layout == "2" or name in ON_MORE else pytest.mark.slow)
     for layout in STAGES
     for name in NAMES[layout]
 ]

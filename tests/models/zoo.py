@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.models import habits, lit
 
-NUM_BATCHES, BATCH_SIZE, NUM_MICROBATCHES = 3, 8, 4
+NUM_BATCHES, BATCH_SIZE, NUM_MICROBATCHES = 2, 8, 4
 
 Cuts = dict[int, dict[str, int]]
 

@@ -23,7 +23,7 @@ from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
 from tests.launching import launch
 from tests.models.lit import LayerDrop
-from tests.training.models import LitGPT, token_loader, tokens
+from tests.training.models import VOCABULARY, LitGPT, token_loader, tokens
 from tests.training.runs import Losses, differing, measured_shortly, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -126,10 +126,8 @@ class FastPath(LitGPT):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.net.head(self.encoder(self.net.tokens(ids)))
+        encoder = nn.TransformerEncoder(layer, 4)
+        self.net = nn.Sequential(nn.Embedding(VOCABULARY, 16), encoder, nn.Linear(16, VOCABULARY))
 
 
 VALIDATING = (ReturnsEarly, CallsOthers, FastPath)
@@ -260,6 +258,7 @@ def unequal(world: int, cores: float | None) -> dict[str, Any]:
 
     with (
         mock.patch.object(automatic, "measure_step", even),
+        mock.patch.object(automatic.AutomaticCut, "_measure_what_stages_cost"),
         mock.patch.object(automatic, "shared_cores", lambda *args: cores),
         mock.patch.object(plan_choice, "worth_trying", lambda *args: []),
     ):
