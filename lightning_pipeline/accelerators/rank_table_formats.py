@@ -49,8 +49,10 @@ def parse_rank_table(text: str) -> RankTable:
     """As :func:`read_rank_table`, from text."""
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise RankTableError(f"it is not JSON: {error} (comments have to be left out)") from None
+    except json.JSONDecodeError as error:
+        raise RankTableError(f"it is not JSON: {_fault(error)}") from None
+    except RecursionError as error:
+        raise RankTableError(f"it is not JSON: {error}") from None
     file = _Node(content, "")
     status = file.string("status")
     if status != "completed":
@@ -216,6 +218,22 @@ def _groups_of(table: RankTable) -> dict[str, Any]:
 # -- reading JSON -----------------------------------------------------------------------------------------------------
 
 
+def _fault(error: json.JSONDecodeError) -> str:
+    """What is wrong, with its line. A comma before a closing bracket is a usual mistake, of which the parser says only
+    that it expects something else."""
+    text = error.doc
+    if not text.strip():
+        return "it is empty"
+    # Python 3.13 stops at the comma, older ones at the bracket after it.
+    comma = error.pos if error.msg.startswith("Illegal trailing comma") else len(text[: error.pos].rstrip()) - 1
+    if text[comma : comma + 1] == "," and text[comma + 1 :].lstrip()[:1] in ("]", "}"):
+        *before, line = text[: comma + 1].split("\n")
+        shown = line.strip() if len(line.strip()) <= 60 else f"...{line.strip()[-60:]}"
+        return f"line {len(before) + 1} has a comma after the last entry of a list or an object, which has to go: {shown}"
+    line = _cut(text.split("\n")[error.lineno - 1].strip())
+    return f"{error.msg}: line {error.lineno} column {error.colno}: {line} (comments have to be left out)"
+
+
 class _Node:
     """An object of the file and its path in it, which every complaint names."""
 
@@ -261,7 +279,10 @@ class _Node:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    return _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 

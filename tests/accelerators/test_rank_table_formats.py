@@ -178,7 +178,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_rank_table(tmp_path)
     for text, words in (
         ('{"status": "completed",  // comment\n', r"is not JSON: .*line 1 .*comments have to be left out"),
-        ("", "is not JSON"),
+        ("", "is not JSON: it is empty"),
+        ('{"status": "completed",\n', "is not JSON: .*: line 2 column 1"),
         ("[]", r"the file has to be an object in braces, got \[\]"),
     ):
         with pytest.raises(RankTableError, match=words):
@@ -188,6 +189,24 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_rank_table(tmp_path / "bytes")
     (tmp_path / "marked").write_bytes(b"\xef\xbb\xbf" + json.dumps(v1_0()).encode())
     assert len(read_rank_table(tmp_path / "marked")) == 4
+
+
+@pytest.mark.parametrize("make", CONTENTS.values())
+def test_a_comma_too_many_is_named_with_its_line(make: Any) -> None:
+    lines = json.dumps(make(), indent=2).splitlines()
+    for number, line in enumerate(lines[:-1], 1):
+        if lines[number].strip()[0] not in "]}":
+            continue
+        with pytest.raises(RankTableError, match=rf"line {number} has a comma after the last entry") as error:
+            parse_rank_table("\n".join([*lines[: number - 1], f"{line} , ", "", *lines[number:]]))
+        assert str(error.value).endswith(f"has to go: {line.strip()} ,")
+    # All on one line, whose end is shown; and commas that are no such ones.
+    text = json.dumps(make())
+    with pytest.raises(RankTableError, match=r"line 1 has a comma after .* go: \.\.\..{59},$"):
+        parse_rank_table(f"{text[:-1]},}}")
+    for wrong in (f"{text},}}", text.replace(": ", ":, ", 1), text.replace('"completed"', ",")):
+        with pytest.raises(RankTableError, match="is not JSON: (?!line).*: line 1 column"):
+            parse_rank_table(wrong)
 
 
 def test_a_rank_that_is_not_there() -> None:
