@@ -227,9 +227,9 @@ def _fault(error: json.JSONDecodeError) -> str:
     # Python 3.13 stops at the comma, older ones at the bracket after it.
     comma = error.pos if error.msg.startswith("Illegal trailing comma") else len(text[: error.pos].rstrip()) - 1
     if text[comma : comma + 1] == "," and text[comma + 1 :].lstrip()[:1] in ("]", "}"):
-        *before, line = text[: comma + 1].split("\n")
-        shown = line.strip() if len(line.strip()) <= 60 else f"...{line.strip()[-60:]}"
-        return f"line {len(before) + 1} has a comma after the last entry of a list or an object, which has to go: {shown}"
+        *before, line = (part.strip() for part in text[: comma + 1].split("\n"))
+        end = line if len(line) <= 60 else f"...{line[-60:]}"
+        return f"line {len(before) + 1} has a comma after the last entry of a list or an object, which has to go: {end}"
     line = _cut(text.split("\n")[error.lineno - 1].strip())
     return f"{error.msg}: line {error.lineno} column {error.colno}: {line} (comments have to be left out)"
 

@@ -122,7 +122,7 @@ def processes(
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="SERVER_ID", help="The server.", show_default="this machine's, by its address or as the only one"
+            metavar="SERVER_ID", help="The server.", show_default="this machine's, by address or name, or the only one"
         ),
     ] = None,
 ) -> None:
@@ -235,7 +235,9 @@ def _chosen(table: RankTable, server_id: str | None) -> Server:
         if len(here) == 1:
             return here[0]
         which = "several of the servers have" if here else "none of the servers has"
-        raise CommandError(f"{which} an address of this machine: choose one with --server ({', '.join(names)})")
+        raise CommandError(
+            f"{which} an address or the name of this machine: choose one with --server ({', '.join(names)})"
+        )
     if server_id not in names:
         raise CommandError(f"the rank table has no server {server_id!r}, it has {', '.join(names)}")
     return table.servers[names.index(server_id)]

@@ -162,7 +162,10 @@ def test_it_needs_neither_torch_nor_lightning() -> None:
         ("make a --devices x", "--devices takes different numbers"),
         ("make a -o table.json", "table.json exists: choose another --output, or replace it with --force"),
         ("make a b", "ranks 0-15 have no device_ip"),
-        ("processes table.json", "none of the servers has an address of this machine: choose one with --server"),
+        (
+            "processes table.json",
+            "none of the servers has an address or the name of this machine: choose one with --server",
+        ),
         ("processes table.json --server c", "the rank table has no server 'c', it has 198.51.100.1, 198.51.100.2"),
     ],
 )

@@ -205,7 +205,7 @@ def test_a_comma_too_many_is_named_with_its_line(make: Any) -> None:
     with pytest.raises(RankTableError, match=r"line 1 has a comma after .* go: \.\.\..{59},$"):
         parse_rank_table(f"{text[:-1]},}}")
     for wrong in (f"{text},}}", text.replace(": ", ":, ", 1), text.replace('"completed"', ",")):
-        with pytest.raises(RankTableError, match="is not JSON: (?!line).*: line 1 column"):
+        with pytest.raises(RankTableError, match=r"is not JSON: (?!line).*: line 1 column"):
             parse_rank_table(wrong)
 
 
