@@ -35,13 +35,17 @@ class Children:
         threading.Thread(target=self._watch, name="pipeline-children", daemon=True).start()
         atexit.register(self._at_exit)
 
+    def told(self) -> str:
+        """The processes that have failed; "" while there are none."""
+        return ", ".join(f"process {one.pid} ended with exit code {one.returncode}" for one in self._failures())
+
     def _watch(self) -> None:
         while any(process.poll() is None for process in self._processes) and not self._failures():
             time.sleep(POLL_S)
         if not self._failures():
             return
         time.sleep(PATIENCE_S)
-        print(f"{self._told()}; ending this process too", file=sys.stderr)
+        print(f"{self.told()}; ending this process too", file=sys.stderr)
         self._end()
 
     def _at_exit(self) -> None:
@@ -49,7 +53,7 @@ class Children:
         if self.failed:
             self._kill()
         elif self._failures():
-            print(self._told(), file=sys.stderr)
+            print(self.told(), file=sys.stderr)
             logging.shutdown()
             self._end()
 
@@ -75,6 +79,3 @@ class Children:
 
     def _failures(self) -> list[subprocess.Popen]:
         return [process for process in self._processes if process.poll()]
-
-    def _told(self) -> str:
-        return ", ".join(f"process {one.pid} ended with exit code {one.returncode}" for one in self._failures())
