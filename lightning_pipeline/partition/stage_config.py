@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -123,13 +123,15 @@ def resolve(
         ValueError: a value is no stage, a stage has no key, or nothing is to be cut.
     """
     names = dict(module.named_modules())
+    shared = {found[0] for found in places(module).values() if len(found) > 1}
     exact: dict[str, int] = {}
     for key, stage in config.items():
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
             raise ValueError(f"stage_config[{key!r}] is {stage!r}; a stage is a whole number from 0")
-        for name in _expand(key, names):
+        for name in _expand(key, names, shared):
             if name in exact and exact[name] != stage:
-                raise ValueError(f"stage_config gives {name!r} two stages, {exact[name]} and {stage}")
+                several = "; where several stages call it, leave it out" if name in shared else ""
+                raise ValueError(f"stage_config gives {name!r} two stages, {exact[name]} and {stage}{several}")
             exact[name] = stage
     if num_stages == 1:
         return StageMap(1)
@@ -159,17 +161,22 @@ def _along_the_data(groups: Mapping[str, int], names: Mapping[str, nn.Module], n
     """From device groups to virtual stages: every change of the group opens the next one."""
     stages: dict[str, int] = {}
     stage = group = 0
+    opened_by = None
     for name in names:
         if name in groups:
             if groups[name] != group:
                 following = (group + 1) % num_groups
                 if groups[name] != following:
+                    way_out = "give it to a module in between, or number the virtual stages along the data"
+                    for cause in (name, opened_by):
+                        if cause is not None and is_stateless(names[cause]):
+                            way_out = runs_anywhere(cause, names[cause])
+                            break
                     raise ValueError(
                         f"stage_config puts {name!r} on device group {groups[name]}, and the modules before it are on "
-                        f"{group}; the data goes round the device groups, so {following} comes next: give it to a "
-                        f"module in between, or number the virtual stages along the data"
+                        f"{group}; the data goes round the device groups, so {following} comes next: {way_out}"
                     )
-                stage, group = stage + 1, following
+                stage, group, opened_by = stage + 1, following, name
             stages[name] = stage
     return stages
 
@@ -180,26 +187,79 @@ def count_stages(config: Mapping[str, int]) -> int | None:
     return max(stages) + 1 if stages else None
 
 
-def _expand(key: str, names: Mapping[str, nn.Module]) -> list[str]:
-    if key in names and key and not is_original(key):
-        return [key]
-    outer = {plain_name(name): name for name in reversed(list(names))}  # a compiled module's wrapper comes before it
-    if key and plain_name(key) in outer:
-        return [outer[plain_name(key)]]
+def is_stateless(module: nn.Module) -> bool:
+    """Whether no stage has to hold anything for it."""
+    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
+
+
+def runs_anywhere(name: str, module: nn.Module) -> str:
+    """What to do about the key of a stateless module that several stages call, as part of an error."""
+    return (
+        f"{name!r} ({type(module).__name__}) has no parameters, and such a layer runs where its input is, on every "
+        f"stage that calls it; its key in stage_config, or its pipeline_stage, can go"
+    )
+
+
+def places(root: nn.Module) -> dict[int, list[str]]:
+    """Where each module is, by its id: its names under the first names of the modules that it is in, its own first one
+    before the others."""
+    found: dict[int, list[str]] = {}
+    for name, module in root.named_modules():
+        found.setdefault(id(module), []).insert(0, name)
+        for child_name, child in module._modules.items():
+            place = f"{name}.{child_name}" if name else child_name
+            if child is not None:
+                found.setdefault(id(child), []).append(place)
+    return {key: list(dict.fromkeys(names)) for key, names in found.items()}
+
+
+def _expand(key: str, names: Mapping[str, nn.Module], shared: Container[str]) -> list[str]:
+    name = _first_name(key, names)
+    if name is not None:
+        if name in shared and plain_name(name) != plain_name(key):
+            raise ValueError(_other_name(key, name, names[name]))
+        return [name]
     match = _SLICE.match(key)
     if match is None:
         raise KeyError(_unknown(key, names))
     container = match["container"]
-    container = {plain_name(name): name for name in names}.get(plain_name(container), container)
+    inner = {plain_name(name): name for name in names}  # a compiled module's wrapper has one child
+    container = inner.get(plain_name(container)) or _first_name(container, names) or container
     if container not in names:
         raise KeyError(_unknown(container, names))
-    children = [name for name, _ in names[container].named_children()]
+    children = [name for name, child in names[container]._modules.items() if child is not None]
     start = int(match["start"] or 0)
     stop = int(match["stop"] or len(children))
     if not 0 <= start < stop <= len(children):
         raise ValueError(f"stage_config key {key!r}: {container!r} has modules 0 to {len(children) - 1}")
     prefix = f"{container}." if container else ""
-    return [prefix + child for child in children[start:stop]]
+    found = [_first_name(prefix + child, names) for child in children[start:stop]]
+    # A slice is about what stages hold. What holds nothing, and is in several places, runs where its input is.
+    return [name for name in found if name is not None and not (name in shared and is_stateless(names[name]))]
+
+
+def _first_name(key: str, names: Mapping[str, nn.Module]) -> str | None:
+    """The name by which the tree knows the module that `key` names; None if it names none."""
+    if not key:
+        return None
+    if key in names and not is_original(key):
+        return key
+    outer = {plain_name(name): name for name in reversed(list(names))}  # a compiled module's wrapper comes before it
+    if plain_name(key) in outer:
+        return outer[plain_name(key)]
+    try:
+        module = names[""].get_submodule(key)  # under another name of a module that is in several places
+    except AttributeError:
+        return None
+    return next((name for name, other in names.items() if other is module), None)
+
+
+def _other_name(key: str, name: str, module: nn.Module) -> str:
+    if is_stateless(module):
+        way_out = runs_anywhere(name, module)
+    else:
+        way_out = "where one stage calls it, use that name; where several do, it needs no key, and runs on each of them"
+    return f"stage_config names {key!r}, which is {name!r} as well; {way_out}"
 
 
 def _unknown(key: str, names: Mapping[str, nn.Module]) -> str:

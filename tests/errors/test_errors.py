@@ -35,6 +35,16 @@ def fit(module: str, args: tuple[Any, ...], world: int, strategy: dict[str, Any]
         ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2", "its training_step calls 1", "devices=1"]),
         ("OutOfOrder", {}, ["ValueError", "stages are out of order", "'second'", "'first'"]),
         ("LoopsBack", {}, ["ValueError", "'first' is on stage 0", "after 'second' of stage 1", "modules.py"]),
+        (
+            "SharedActivation",
+            {},
+            ["'act' is on stage 0 and is called after 'second' of stage 1; 'act' (ReLU) has no parameters", "can go"],
+        ),
+        (
+            "SharedActivationTooSoon",
+            {},
+            ["'second' is on stage 0 and is called after 'act' of stage 1; 'act' (ReLU) has no parameters", "can go"],
+        ),
         ("NeverReached", {}, ["ValueError", "stage 1 is never reached"]),
         ("BoundaryInFunction", {}, ["ValueError", "'second' (stage 1)", "inside an autograd.Function"]),
         ("WrittenView", {}, ["ValueError", "'__getitem__' is written in place", "'first'"]),
@@ -67,7 +77,7 @@ def test_a_collective_over_all_ranks_is_found_while_a_cut_is_measured() -> None:
     ("options", "words"),
     [
         ({"schedule": "1f1"}, "schedule is one of .*'1f1b', .*a function .*; got '1f1'"),
-        ({"loss_reduction": "max"}, "\"mean\" or \"sum\", got 'max'"),
+        ({"loss_reduction": "max"}, '"mean" or "sum", got \'max\''),
         ({"num_stages": 0}, "num_stages is a whole number from 1, got 0"),
         ({"num_microbatches": 2.5}, "num_microbatches is a whole number from 1, got 2.5"),
     ],

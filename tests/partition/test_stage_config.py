@@ -79,6 +79,66 @@ def test_leaves_are_topmost_modules_without_a_boundary() -> None:
     ]
 
 
+class Shares(nn.Module):
+    """Two blocks with an activation and a layer in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        act, common = nn.ReLU(), nn.Linear(4, 4)
+        self.one, self.two = (nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), common) for _ in range(2))
+        self.acts = nn.Sequential(act, act, nn.Linear(4, 4))
+
+
+def test_a_module_in_several_places_is_told_by_its_other_names() -> None:
+    runs = r"'one.1' \(ReLU\) has no parameters, and .* runs where its input is, .*; its key in stage_config, .* can go"
+    for key in ("two.1", "acts.0", "acts.1"):
+        for config in ({key: 1}, {"one.1": 0, key: 1}):
+            with pytest.raises(ValueError, match=rf"names '{key}', which is 'one.1' as well; {runs}"):
+                resolve(Shares(), config, 2)
+    words = r"names 'two.3', which is 'one.3' as well; where one stage calls it, use that name; where several do, it"
+    with pytest.raises(ValueError, match=words):
+        resolve(Shares(), {"two.3": 1}, 2)
+    assert resolve(Shares(), {"one.1": 1}, 2).exact == {"one.1": 1}
+
+
+def test_a_slice_leaves_out_activations_that_others_share() -> None:
+    stages = resolve(Shares(), {"one.0:3": 0, "two.0:3": 1, "acts.2:3": 1}, 2)
+    assert stages.exact == {"one.0": 0, "one.2": 0, "two.0": 1, "two.2": 1, "acts.2": 1}
+    words = r"gives 'one\.3' two stages, 0 and 1; where several stages call it, leave it out"
+    with pytest.raises(ValueError, match=words):
+        resolve(Shares(), {"one.:": 0, "two.:": 1}, 2)
+
+
+def test_a_name_may_go_by_another_name_of_what_it_is_in() -> None:
+    root = nn.Module()
+    root.model = Net()
+    root.layers = root.model.layers
+    for config in ({"layers.2": 1, "model.layers.4": 1}, {"model.layers.2": 1, "layers.4": 1}):
+        stages = resolve(root, config, 2)
+        assert stages.exact == {"model.layers.2": 1, "model.layers.4": 1}
+        certain = certain_stages(find_leaves(root, stages), 2)
+        assert certain == {f"model.layers.{i}": int(i >= 2) for i in range(6)}
+    assert list(resolve(root, {"layers.4:": 1}, 2).exact) == ["model.layers.4", "model.layers.5"]
+    found = find_leaves(root, resolve(root, {"model.layers": 1, "layers.2.0": 1}, 2))
+    assert {leaf.name: leaf.stage for leaf in found}["model.layers.2.1"] == 1
+
+
+def test_a_key_around_one_of_several_places_says_nothing_of_the_others() -> None:
+    def stage_of_leaves(config: dict[str, int]) -> dict[str, int | None]:
+        root = Shares()
+        return {leaf.name: leaf.stage for leaf in find_leaves(root, resolve(root, config, 2))}
+
+    found = stage_of_leaves({"one": 0, "one.0": 0, "two.0": 1})
+    assert (found["one.1"], found["one.2"], found["one.3"]) == (None, 0, None)
+    agreed = stage_of_leaves({"one": 1, "one.0": 1, "two": 1, "acts": 1})
+    assert (agreed["one.1"], agreed["one.3"]) == (1, 1)
+    root = Shares()
+    leaves = {leaf.name: leaf for leaf in find_leaves(root, resolve(root, {"one.0": 1, "two.0": 1}, 2))}
+    assert (leaves["one.2"].minimum, leaves["one.3"].minimum) == (1, 1)
+    assert leaves["one.1"].minimum is None  # acts is on no stage in particular
+    assert [leaf.name for leaf in leaves.values() if leaf.has_key] == ["one.0", "two.0"]
+
+
 def test_what_lies_between_two_keys_of_a_list_is_certain() -> None:
     root = Net()
     stages = resolve(root, {"layers.1": 1, "layers.3": 2, "head": 2}, 3)
