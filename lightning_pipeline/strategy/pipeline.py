@@ -87,7 +87,8 @@ class PipelineStrategy(CheckpointingStrategy):
         tensor_parallel_size: ranks among which `configure_model` splits each stage's tensors, by
             ``parallelize_module(..., self.device_mesh["tensor_parallel"], ...)``; needs ``num_stages``.
         weights: files of weights to start from, of which each rank reads what it holds (see ``load_weights``).
-        loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
+        loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum", which is
+            for losses that are sums over samples (see ``is_sum_over_samples``). Logged, it is shown as that.
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
         save_distributed_checkpoint: checkpoints are folders in torch.distributed.checkpoint's format, which all ranks
