@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_pipeline.accelerators.rank_table import Rank, RankTable, RankTableError, Server, listed
-from lightning_pipeline.accelerators.rank_table_formats import read_rank_table
+from lightning_pipeline.accelerators.rank_table_formats import MAX_DIGITS, read_rank_table
 from lightning_pipeline.accelerators.rank_table_hosts import address_of, check_host, servers_here
 from lightning_pipeline.accelerators.rank_table_placement import check_placement
 from lightning_pipeline.accelerators.rank_table_rules import generation_of, require_valid
@@ -85,8 +85,8 @@ class RankTableEnvironment(ClusterEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        port = os.environ.get("MASTER_PORT")
-        return int(port) if port else _PORTS[int(self.table.digest, 16) % len(_PORTS)]
+        port = _number("MASTER_PORT")
+        return port if port is not None else _PORTS[int(self.table.digest, 16) % len(_PORTS)]
 
     @override
     def world_size(self) -> int:
@@ -311,6 +311,8 @@ def _required_number(name: str, what: str) -> int:
 
 def _number(name: str) -> int | None:
     text = os.environ.get(name, "")
-    if text and not (text.isascii() and text.isdigit()):
-        raise RankTableError(f"{name} has to be a whole number from 0, got {text!r}")
+    if text and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise RankTableError(
+            f"{name} has to be a whole number from 0, got {text[:40]!r} (of at most {MAX_DIGITS} digits)"
+        )
     return int(text) if text else None

@@ -29,7 +29,7 @@ def is_this_host(server: Server) -> bool:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
-        except OSError:
+        except (OSError, ValueError):  # of an IPv6 address with a zone that is no name of an interface
             return False
     return True
 

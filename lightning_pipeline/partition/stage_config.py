@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -13,8 +13,15 @@ import yaml
 from torch import nn
 
 from lightning_pipeline.partition.compiled import is_original, plain_name
+from lightning_pipeline.schedules.errors import shown
+from lightning_pipeline.schedules.limits import MAX_PASSES
+from lightning_pipeline.schedules.text_file import read_text
 
-_SLICE = re.compile(r"^(?P<container>.*?)\.?(?P<start>\d*):(?P<stop>\d*)$")
+MAX_PLAN_BYTES = 2**18
+"""Of a plan's file: some thousand keys."""
+
+# With a bound on the digits the search stays linear in a key from a file.
+_SLICE = re.compile(r"(?P<container>.*?)\.?(?P<start>[0-9]{0,18}):(?P<stop>[0-9]{0,18})", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,11 @@ def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> d
     """The keys in force: `config`, else `module.stage_config`, else the `pipeline_stage` attributes of its modules.
 
     Empty where the cut is to be found automatically: "auto", or nothing says anything. A path is that of a saved plan.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TypeError: `config` is neither a mapping nor a path.
+        ValueError: the file is no plan, or a value is no stage.
     """
     if config is None:
         config = getattr(module, "stage_config", None)
@@ -79,9 +91,29 @@ def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> d
         }
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"stage_config is a mapping from module names to stages, such as {{'layers.4': 1}}; got {config!r}"
+            f"stage_config is a mapping from module names to stages, such as {{'layers.4': 1}}; got {shown(config)}"
         )
+    for key, stage in config.items():
+        if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < MAX_PASSES):
+            raise ValueError(f"stage_config has the key {shown(key)}, which is no name of a module")
+        _check_stage(key, stage)
     return {str(key): value for key, value in config.items()}
+
+
+def _check_stage(key: object, stage: object) -> None:
+    if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < MAX_PASSES:
+        raise ValueError(
+            f"stage_config[{shown(key)}] is {shown(stage)}; a stage is a whole number from 0 to {MAX_PASSES - 1:,}"
+        )
+
+
+class _PlanLoader(yaml.SafeLoader):
+    """YAML's plain values, each written once: a few aliases in one another make a value that no memory can hold."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"an alias in line {self.peek_event().start_mark.line + 1}, and plans have none")
+        return super().compose_node(parent, index)
 
 
 def _read_file(path: Path) -> Mapping[str, int]:
@@ -90,7 +122,12 @@ def _read_file(path: Path) -> Mapping[str, int]:
         raise FileNotFoundError(
             f'stage_config={str(path)!r} is no file: give "auto", a mapping, or the path of a plan that was saved'
         )
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    text = read_text(path, kind="a plan", most=MAX_PLAN_BYTES)
+    try:
+        content = yaml.load(text, Loader=_PlanLoader)
+    except Exception as error:  # values such as 0000-00-00 raise what their constructors happen to raise
+        reason = str(error).replace("\n", " ")
+        raise ValueError(f"{path} is not a plan in YAML: {type(error).__name__}: {reason}") from None
     config = content.get("stage_config") if isinstance(content, Mapping) and "stage_config" in content else content
     if not isinstance(config, Mapping) or not config:
         raise ValueError(f"{path} has no stage_config: it needs a mapping of modules to stages, such as 'layers.4: 1'")
@@ -126,8 +163,7 @@ def resolve(
     shared = {found[0] for found in places(module).values() if len(found) > 1}
     exact: dict[str, int] = {}
     for key, stage in config.items():
-        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-            raise ValueError(f"stage_config[{key!r}] is {stage!r}; a stage is a whole number from 0")
+        _check_stage(key, stage)
         for name in _expand(key, names, shared):
             if name in exact and exact[name] != stage:
                 several = "; where several stages call it, leave it out" if name in shared else ""
@@ -140,10 +176,10 @@ def resolve(
         if by_group:
             exact = _along_the_data(exact, names, num_stages)
         count = max(exact.values()) + 1
-        missing = sorted(set(range(1, count)) - set(exact.values()))
+        missing = _first_missing(set(exact.values()), count)
         if missing:
             raise ValueError(
-                f"no module of stage_config is on virtual stage {missing[0]} of {count}, so it would never be reached; "
+                f"no module of stage_config is on virtual stage {missing} of {count}, so it would never be reached; "
                 f"name the first module of that virtual stage, or number them without a gap"
             )
         if count % num_stages:
@@ -219,7 +255,7 @@ def _expand(key: str, names: Mapping[str, nn.Module], shared: Container[str]) ->
         if name in shared and plain_name(name) != plain_name(key):
             raise ValueError(_other_name(key, name, names[name]))
         return [name]
-    match = _SLICE.match(key)
+    match = _SLICE.fullmatch(key)
     if match is None:
         raise KeyError(_unknown(key, names))
     container = match["container"]
@@ -231,7 +267,7 @@ def _expand(key: str, names: Mapping[str, nn.Module], shared: Container[str]) ->
     start = int(match["start"] or 0)
     stop = int(match["stop"] or len(children))
     if not 0 <= start < stop <= len(children):
-        raise ValueError(f"stage_config key {key!r}: {container!r} has modules 0 to {len(children) - 1}")
+        raise ValueError(f"stage_config key {shown(key)}: {container!r} has modules 0 to {len(children) - 1}")
     prefix = f"{container}." if container else ""
     found = [_first_name(prefix + child, names) for child in children[start:stop]]
     # A slice is about what stages hold. What holds nothing, and is in several places, runs where its input is.
@@ -267,7 +303,7 @@ def _unknown(key: str, names: Mapping[str, nn.Module]) -> str:
     close = difflib.get_close_matches(key, [name for name in names if name], n=4, cutoff=0.4)
     close += [name for name in names if name.rpartition(".")[2] == last and name and name not in close][:4]
     hint = f"; the closest names are {', '.join(map(repr, close))}" if close else ""
-    return f"stage_config names {key!r}, and the module has no submodule of that name{hint}"
+    return f"stage_config names {shown(key)}, and the module has no submodule of that name{hint}"
 
 
 def _check_stages(module: nn.Module, exact: Mapping[str, int], num_stages: int) -> None:
@@ -284,12 +320,17 @@ def _check_stages(module: nn.Module, exact: Mapping[str, int], num_stages: int) 
             f"{num_stages - 1}; give num_stages={max(used) + 1}, lower the stage, or choose a schedule of virtual "
             f"stages such as interleaved_1f1b"
         )
-    missing = sorted(set(range(1, num_stages)) - used)
+    missing = _first_missing(used, num_stages)
     if missing:
         raise ValueError(
-            f"no module of stage_config is on stage {missing[0]} of num_stages={num_stages}, so it would never be "
+            f"no module of stage_config is on stage {missing} of num_stages={num_stages}, so it would never be "
             f"reached; name the first module of that stage, or give num_stages={len(used | {0})}"
         )
+
+
+def _first_missing(used: Collection[int], count: int) -> int | None:
+    """The first of the stages from 1 to `count` - 1 that is not used."""
+    return next((stage for stage in range(1, count) if stage not in used), None)
 
 
 def _suggestion(module: nn.Module, num_stages: int) -> dict[str, int]:

@@ -323,6 +323,7 @@ def test_who_has_started_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     [
         ({"RANK_ID": 4}, "RANK_ID=4, but the rank table has no rank 4, it has ranks 0-3"),
         ({"RANK_ID": "one"}, "RANK_ID has to be a whole number from 0, got 'one'"),
+        ({"RANK_ID": "1" * 5000}, r"RANK_ID has to be a whole number from 0, got '1{40}' \(of at most 9 digits\)"),
         ({"RANK_ID": ""}, "RANK_ID is empty"),
         ({"RANK_ID": 1, "RANK_SIZE": 8}, "RANK_SIZE=8, but the rank table has 4 ranks: set RANK_SIZE=4"),
         (

@@ -79,6 +79,9 @@ def test_a_collective_over_all_ranks_is_found_while_a_cut_is_measured() -> None:
         ({"schedule": "1f1"}, "schedule is one of .*'1f1b', .*a function .*; got '1f1'"),
         ({"loss_reduction": "max"}, '"mean" or "sum", got \'max\''),
         ({"num_stages": 0}, "num_stages is a whole number from 1, got 0"),
+        ({"num_stages": 10**12}, "num_stages is at most 4,096, got 1000000000000"),
+        ({"num_microbatches": 10**12}, "num_microbatches is at most 262,144, got 1000000000000"),
+        ({"num_stages": 2, "tensor_parallel_size": 10**12}, "tensor_parallel_size is at most 1,048,576"),
         ({"num_microbatches": 2.5}, "num_microbatches is a whole number from 1, got 2.5"),
     ],
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_pipeline.partition.leaves import certain_stages, find_leaves
 from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
+from tests.memory_limit import little_memory
 
 
 class Net(nn.Module):
@@ -51,6 +54,12 @@ def test_stages_are_counted() -> None:
         ({"model.head": 1}, 2, KeyError, "closest names are .*'head'"),
         ({"layers.9": 1}, 2, KeyError, "'layers.9'"),
         ({"layers.4:9": 1}, 2, ValueError, "'layers' has modules 0 to 5"),
+        ({"layers.0:99999999999": 1}, 2, ValueError, "'layers.0:99999999999': 'layers' has modules 0 to 5"),
+        ({"layers.0:" + "9" * 5000: 1}, 2, KeyError, r"'layers.0:9+\.\.\.9+'"),
+        ({"layers." + "1" * 200_000: 1}, 2, KeyError, r"'layers.1+\.\.\.1+'"),
+        ({"head": 10**12}, 2, ValueError, "is 1000000000000; a stage is a whole number from 0 to 262,143"),
+        ({"head": 1 << 10**6}, 2, ValueError, "is a number of 1000001 bits"),
+        ({"head": 200_000}, 300_000, ValueError, "stage 1 of num_stages=300000"),
         ({"head": "1"}, 2, ValueError, "is '1'; a stage is a whole number"),
         ({"head": -1}, 2, ValueError, "is -1"),
         ({"head": True}, 2, ValueError, "is True"),
@@ -63,6 +72,49 @@ def test_stages_are_counted() -> None:
 def test_each_mistake_is_told(config: dict, num_stages: int, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         resolve(Net(), config, num_stages)
+
+
+def test_virtual_stages_are_not_counted_one_by_one() -> None:
+    with pytest.raises(ValueError, match="virtual stage 1 of 200001, so it would never be reached"):
+        resolve(Net(), {"head": 200_000}, 2, has_virtual_stages=True)
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 8)}]\n" for n in range(20)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x89PNG\r\n\xff", "is not a plan: byte 0 is no text in UTF-8"),
+        ("stage_config: {head: 1}".encode("utf-16"), "is not a plan: byte 0"),
+        (b"head: 1\0", "is not a plan: it has a NUL byte at character 7"),
+        (b"# " * 2**17 + b"\n", "is too large for a plan: it has more than 262,144 bytes"),
+        (b"head: [", "is not a plan in YAML: ParserError"),
+        (b"[" * 10_000, "is not a plan in YAML: RecursionError"),
+        (BOMB.encode(), "is not a plan in YAML: .*an alias in line 2"),
+        (b"head: !!int ''", "is not a plan in YAML: IndexError"),
+        (b"head: 0000-00-00", "is not a plan in YAML: ValueError"),
+        (b"head: !!timestamp now", "is not a plan in YAML: AttributeError"),
+        (b"head: !!python/object/apply:os.system [true]", "is not a plan in YAML: ConstructorError"),
+        (b"head: " + b"9" * 5000, "is not a plan in YAML: ValueError: Exceeds the limit"),
+        (b"head: 0x" + b"f" * 5000, r"stage_config\['head'\] is a number of 20000 bits"),
+        (b"? 0x" + b"f" * 5000 + b"\n: 1", "stage_config has the key a number of 20000 bits, which is no name"),
+        (b"2020-01-01: 1", r"stage_config has the key datetime\.date\(2020, 1, 1\)"),
+        (b"head: [1]", r"stage_config\['head'\] is \[1\]"),
+        (b"head: 1000000000000", "a stage is a whole number from 0 to 262,143"),
+        (b"- head", "has no stage_config"),
+        (b"stage_config:", "has no stage_config"),
+        (b"", "has no stage_config"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_plan_of_any_content_gives_a_clear_error(content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_bytes(content)
+    with little_memory(), pytest.raises(ValueError, match=words) as error:
+        read_stage_config(Net(), tmp_path / "plan.yaml")
+    assert len(str(error.value)) < 700
 
 
 def test_one_stage_takes_any_config() -> None:
