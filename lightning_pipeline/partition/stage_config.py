@@ -126,7 +126,7 @@ def _read_file(path: Path) -> Mapping[str, int]:
     try:
         content = yaml.load(text, Loader=_PlanLoader)
     except Exception as error:  # values such as 0000-00-00 raise what their constructors happen to raise
-        reason = str(error).replace("\n", " ")
+        reason = str(error).replace("\n", " ")[:500]
         raise ValueError(f"{path} is not a plan in YAML: {type(error).__name__}: {reason}") from None
     config = content.get("stage_config") if isinstance(content, Mapping) and "stage_config" in content else content
     if not isinstance(config, Mapping) or not config:

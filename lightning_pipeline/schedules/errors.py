@@ -12,7 +12,7 @@ class ScheduleError(ValueError):
 class _Quotes(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
-        self.maxstring = self.maxother = self.maxlong = 80
+        self.maxstring = self.maxother = self.maxlong = 120
         self.maxdict = self.maxlist = self.maxtuple = 4
         self.maxlevel = 3
 

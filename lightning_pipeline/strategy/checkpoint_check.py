@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition.guards import absent_state_expected
+from lightning_pipeline.schedules.errors import shown
 from lightning_pipeline.strategy.checkpoint import load_module_state
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.stored_tensors import StoredTensor
@@ -177,7 +178,7 @@ def _differing_arguments(checkpoint: Mapping[str, Any], module: LightningModule)
     saved = checkpoint.get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     plain = (bool, int, float, str, type(None))
     return ", ".join(
-        f"{key}={saved[key]!r} instead of {value!r}"
+        f"{key}={shown(saved[key])} instead of {shown(value)}"
         for key, value in module.hparams.items()
         if key in saved and isinstance(value, plain) and isinstance(saved[key], plain) and saved[key] != value
     )

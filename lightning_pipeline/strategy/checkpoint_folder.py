@@ -22,7 +22,7 @@ from lightning_pipeline.schedules.errors import shown
 from lightning_pipeline.strategy.checkpoint_io import TRUST_IT
 from lightning_pipeline.strategy.folder_metadata import METADATA_FILE
 from lightning_pipeline.strategy.stored_tensors import ShardFiles, StoredTensor
-from lightning_pipeline.strategy.torch_files import CheckpointError, load_torch_file
+from lightning_pipeline.strategy.torch_files import CheckpointError, few, load_torch_file, reason_of
 
 META_FILE = "meta.pt"
 FORMAT = "lightning_pipeline checkpoint folder, version 1"
@@ -97,7 +97,7 @@ def read_folder(path: str | Path, weights_only: bool | None = None, *, way_out: 
         found = files.tensor(name) if tensor.is_meta else tensor
         if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
             raise CheckpointError(
-                f"the checkpoint {path} is damaged: {name} is {tuple(tensor.shape)} of {tensor.dtype} by its "
+                f"the checkpoint {path} is damaged: {few([name])} is {tuple(tensor.shape)} of {tensor.dtype} by its "
                 f"{META_FILE}, and {tuple(found.shape)} of {found.dtype} by its {METADATA_FILE}"
             )
         return found
@@ -106,7 +106,7 @@ def read_folder(path: str | Path, weights_only: bool | None = None, *, way_out: 
         checkpoint: dict[str, Any] = content["checkpoint"]
         replace_tensors(tensor_places(checkpoint, content["sections"], content["parameter_names"]), stored)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path / META_FILE} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path / META_FILE} is damaged: {reason_of(error)}") from error
     return checkpoint
 
 

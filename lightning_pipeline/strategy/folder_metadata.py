@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_pipeline.strategy.torch_files import CheckpointError
+from lightning_pipeline.strategy.torch_files import CheckpointError, few
 
 METADATA_FILE = ".metadata"
 MAX_BYTES = 2**28
@@ -96,13 +96,13 @@ def read_metadata(folder: Path, way_out: str) -> Metadata:
         fault = _fault_of(metadata)
     except _OtherClassError as error:
         raise CheckpointError(
-            f"{path} names {error}, which is none of the classes of torch.distributed.checkpoint's metadata: the file "
-            f"is damaged, or can run any code when it is loaded. {way_out}"
+            f"{path} names {few([str(error)])}, which is none of the classes of torch.distributed.checkpoint's "
+            f"metadata: the file is damaged, or can run any code when it is loaded. {way_out}"
         ) from None
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        fault = f"{type(error).__name__}: {error}"
     if fault:
-        raise CheckpointError(f"{path} is damaged: {fault}")
+        raise CheckpointError(f"{path} is damaged: {fault[:500]}")
     return metadata
 
 

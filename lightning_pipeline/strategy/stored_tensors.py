@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_pipeline.runtime.trees import map_tensors
+from lightning_pipeline.schedules.errors import shown
 from lightning_pipeline.strategy.checkpoint_io import TRUST_IT
 from lightning_pipeline.strategy.folder_metadata import METADATA_FILE, read_metadata
 from lightning_pipeline.strategy.torch_files import CheckpointError, few, is_trusted, reason_of, refused_classes
@@ -63,7 +64,7 @@ class ShardFiles:
         """
         found = self._reader.metadata.state_dict_metadata.get(name)
         if not isinstance(found, TensorStorageMetadata):
-            raise CheckpointError(f"the checkpoint {self.path} has no tensor {name!r}")
+            raise CheckpointError(f"the checkpoint {self.path} has no tensor {few([name])}")
         stored = torch.empty(found.size, dtype=found.properties.dtype, device="meta").as_subclass(StoredTensor)
         stored.files, stored.name_in_files = self, name
         return stored
@@ -83,8 +84,8 @@ class ShardFiles:
             reason = next((cause for cause, _ in error.failures.values()), error)
             found = f"holds {few(names)} in its place" if (names := refused_classes(reason)) else reason_of(reason)
             raise CheckpointError(
-                f"the checkpoint {self.path} cannot give {name!r}, from {few(self._files_of(name))}: {found}. It is "
-                f"damaged: take another one"
+                f"the checkpoint {self.path} cannot give {few([name])}, from {few(self._files_of(name))}: {found}. "
+                f"It is damaged: take another one"
             ) from reason
         return into
 
@@ -95,21 +96,25 @@ class ShardFiles:
     def _check_names(self, names: Iterable[str], way_out: str) -> None:
         roots = {self.path.resolve(), (self.path / METADATA_FILE).resolve().parent}
         for name in names:
-            is_inside = bool(name) and is_relative(name)
-            if is_inside:
-                found = (self.path / name).resolve()
-                is_inside = any(found.is_relative_to(root) for root in roots)
-            if not is_inside:
+            try:
+                found = (self.path / name).resolve() if is_relative(name) else None
+            except (OSError, RuntimeError):  # links in a ring
+                found = None
+            if found is None or not any(found.is_relative_to(root) for root in roots):
                 raise CheckpointError(
-                    f"the checkpoint {self.path} names the file {name!r}, which is not in it: its {METADATA_FILE} is "
-                    f"damaged, or made to read other files. {way_out}"
+                    f"the checkpoint {self.path} names the file {shown(name)}, which is not in it: its {METADATA_FILE} "
+                    f"is damaged, or made to read other files. {way_out}"
                 )
 
 
 def is_relative(name: str) -> bool:
-    """Whether a name from a file stays below the folder that it is relative to, on any system and links aside."""
+    """Whether a name from a file is one that a file can have, below the folder that it is relative to.
+
+    On any system, and links aside.
+    """
     paths = (PurePosixPath(name), PureWindowsPath(name))
-    return "\0" not in name and not any(path.anchor or ".." in path.parts for path in paths)
+    is_name = bool(paths[0].parts) and name.isprintable() and all(len(part) < 256 for part in paths[0].parts)
+    return is_name and len(name) < 4096 and not any(path.anchor or ".." in path.parts for path in paths)
 
 
 class _Reader(dcp.FileSystemReader):

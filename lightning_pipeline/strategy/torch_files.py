@@ -68,7 +68,7 @@ def reason_of(error: BaseException) -> str:
     """An error in a line, without torch's advice, which is to load with weights_only=False whatever cannot be read."""
     text = str(error)
     _, is_from_torch, inner = text.partition("WeightsUnpickler error: ")
-    line = (inner if is_from_torch else text).strip().partition("\n")[0].strip()
+    line = (inner if is_from_torch else text).strip().partition("\n")[0].strip()[:500]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
@@ -91,9 +91,9 @@ def refused_classes(error: BaseException, path: Path | None = None) -> list[str]
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names, and how many more there are."""
+    """The first of some names, and how many more there are. Those that no program gives are shortened."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(name if len(name) < 200 else f"{name[:90]}...{name[-90:]}" for name in names[:most]) + more
 
 
 def _describe(path: Path, error: Exception, way_out: str) -> str:

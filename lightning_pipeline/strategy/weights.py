@@ -138,7 +138,7 @@ def _indexed(path: Path) -> Iterator[tuple[str, Reader]]:
     for name, file in _weight_map(path).items():
         by_file.setdefault(file, []).append(name)
     for file, inside in by_file.items():
-        if not file or not is_relative(file):
+        if not is_relative(file):
             raise CheckpointError(f"weights: {path} names the file {shown(file)}, which is not in its folder")
         if file.endswith(INDEX_ENDING) or (path.parent / file).is_dir():
             raise CheckpointError(f"weights: {path} names {shown(file)}, which is no file of weights")

@@ -283,8 +283,9 @@ def test_only_files_of_the_folder_are_read(name: str, folder: Path, shard: Path)
     assert torch.equal(read_folder(folder, weights_only=False)["state_dict"]["weight"].read(), STATE["weight"])
 
 
-@pytest.mark.parametrize("name", ["", "\0", "..", "C:\\x", "..\\x", "\\\\server\\x", "/dev/zero"])
+@pytest.mark.parametrize("name", ["", "\0", "..", "C:\\x", "..\\x", "\\\\server\\x", "/dev/zero", "ring", "x" * 300])
 def test_names_of_other_systems_are_refused_too(name: str, folder: Path) -> None:
+    (folder / "ring").symlink_to("ring")
     elsewhere(folder, name)
     with pytest.raises(CheckpointError, match="which is not in it"):
         read_folder(folder)

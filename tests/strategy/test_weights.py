@@ -75,6 +75,10 @@ def test_files_of_an_index_may_lie_below_it_and_be_links(saved: Any, tmp_path: P
         "",
         "a\0b",
         "..",
+        ".",
+        "a" * 300,
+        "a/" * 3000 + "x",
+        "\ud800",
     ],
 )
 def test_an_index_names_files_of_its_folder_only(name: str, saved: Any, tmp_path: Path) -> None:

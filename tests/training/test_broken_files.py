@@ -219,7 +219,7 @@ REFUSED = {
     "bare": "holds bare weights (first.0.weight, first.0.bias, second.weight and 1 more)",
     "objects": "Callback), and these can run any code",
     "objects in a folder": "Callback), and these can run any code",
-    "code in a folder": ".metadata names lightning.pytorch.callbacks.callback.Callback, which is none of the classes of",
+    "code in a folder": ".metadata names lightning.pytorch.callbacks.callback.Callback, which is none of the classes",
     "cut in a folder": "meta.pt is cut off after 1,000 bytes",
     "wide": "(9, 4) in the file, (8, 4) in the module",
     "groups": "has 4 groups with [1, 1, 1, 1] parameters, and Adam has 1 with [4]",
