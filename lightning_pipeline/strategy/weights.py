@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -170,7 +171,9 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Reader]]:
     def told() -> Iterator[None]:
         try:
             yield
-        except (SafetensorError, RuntimeError, ValueError) as error:
+        except (SafetensorError, RuntimeError, ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                raise
             raise CheckpointError(
                 f"weights: {path} cannot be read as safetensors: {reason_of(error)}. It is damaged: copy it again"
             ) from error

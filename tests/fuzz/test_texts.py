@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -37,6 +37,9 @@ from lightning_pipeline.strategy.torch_files import CheckpointError
 from lightning_pipeline.strategy.weights import load_weights
 from tests.accelerators.tables import group_list, v1_0, v1_2
 from tests.fuzz.outcomes import DIGITS, NUMBERS, SCALARS, TEXTS, VALUES, damaged, mutated, taken
+
+more = settings(max_examples=2 * settings.default.max_examples)
+"""These are read fast."""
 
 
 def as_json(value: Any) -> bytes:
@@ -74,6 +77,7 @@ def use(schedule: Schedule) -> None:
         assert lower(schedule).lowered and simulate(schedule).makespan > 0 and render(schedule)
 
 
+@more
 @given(st.one_of(ROWS.map(lambda rows: as_bytes("\n".join(map(",".join, rows)))), damaged(CSV), st.binary()))
 @example(b"0F0,0B0\n99999999999F0")
 @example(b"0F" + b"9" * 5000)
@@ -84,6 +88,7 @@ def test_tables_of_schedules(tmp_path: Path, content: bytes) -> None:
         use(schedule)
 
 
+@more
 @given(st.one_of(VALUES, st.lists(st.lists(st.one_of(CELLS, SCALARS), max_size=6), max_size=4)), st.integers(1, 4))
 def test_lists_of_schedules(value: Any, num_microbatches: int) -> None:
     make = lambda: as_schedule(value, name="mine", num_microbatches=num_microbatches)  # noqa: E731
@@ -92,6 +97,7 @@ def test_lists_of_schedules(value: Any, num_microbatches: int) -> None:
         use(schedule)
 
 
+@more
 @given(st.sampled_from(["forward", "gpipe", "1f1b", "interleaved_1f1b", "zbv"]), NUMBERS, NUMBERS, NUMBERS)
 def test_counts_of_schedules(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int) -> None:
     small = all(count < 10 for count in (num_ranks, num_microbatches, num_virtual_stages))
@@ -103,6 +109,7 @@ def test_counts_of_schedules(name: str, num_ranks: int, num_microbatches: int, n
 TRACE = written(lambda path: save_chrome_trace(simulate(build("1f1b", 2, 2)).spans, path))
 
 
+@more
 @given(st.one_of(mutated(json.loads(TRACE), VALUES).map(as_json), damaged(TRACE)))
 def test_traces(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "trace.json").write_bytes(content)
@@ -178,6 +185,7 @@ def dumped(value: Any) -> bytes:
         return b"head: 1"
 
 
+@more
 @given(CONFIGS, st.one_of(st.integers(1, 4), st.just(10**12)), st.booleans())
 @example({"head": 10**12}, 2, True)
 def test_stage_configs(config: dict[str, Any], num_stages: int, has_virtual_stages: bool) -> None:
@@ -193,6 +201,7 @@ def test_stage_configs(config: dict[str, Any], num_stages: int, has_virtual_stag
         assert set(stages.exact) <= {name for name, _ in net.named_modules()}
 
 
+@more
 @given(
     st.one_of(
         st.builds(lambda config: dumped({"stage_config": config}), CONFIGS),
@@ -219,6 +228,7 @@ TABLES = {name: make() for name, make in (("v1.0", v1_0), ("v1.2", v1_2), ("grou
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@more
 @given(st.data())
 def test_rank_tables(tmp_path: Path, format: str, data: st.DataObject) -> None:
     content = data.draw(
@@ -242,6 +252,7 @@ def test_rank_tables(tmp_path: Path, format: str, data: st.DataObject) -> None:
 INDEX = {"metadata": {"total_size": 4}, "weight_map": {"weight": "1.safetensors", "bias": "2.safetensors"}}
 
 
+@more
 @given(st.one_of(mutated(INDEX, VALUES).map(as_json), damaged(as_json(INDEX)), st.binary()))
 def test_indexes_of_weights(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.safetensors.index.json"
