@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -54,8 +55,6 @@ def as_bytes(text: str) -> bytes:
 
 
 def written(save: Callable[[Path], Any]) -> bytes:
-    from tempfile import TemporaryDirectory
-
     with TemporaryDirectory() as folder:
         save(Path(folder) / "file")
         return (Path(folder) / "file").read_bytes()

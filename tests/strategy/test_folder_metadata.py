@@ -344,38 +344,49 @@ def test_a_device_is_read_no_further_than_metadata_may_go(folder: Path) -> None:
 
 
 def changed(metadata: Metadata, what: str) -> Any:
+    others = {
+        "nothing": None,
+        "a list": [],
+        "no entries": replace(metadata, state_dict_metadata=None),
+        "no places": replace(metadata, storage_data=None),
+    }
+    if what in others:
+        return others[what]
     entry: Any = metadata.state_dict_metadata[NAME]
     index = next(index for index in metadata.storage_data if index.fqn == NAME)
     place = metadata.storage_data[index]
-    size = torch.Size
-    changes: dict[str, Callable[[], Any]] = {
-        "nothing": lambda: None,
-        "a list": list,
-        "no entries": lambda: replace(metadata, state_dict_metadata=None),
-        "no places": lambda: replace(metadata, storage_data=None),
-        "an entry": lambda: metadata.state_dict_metadata.update({NAME: place}),
-        "no shape": lambda: setattr(entry, "size", (2, 3)),
-        "another shape": lambda: setattr(entry, "size", size((4, 3))),
-        "no chunks": lambda: setattr(entry, "chunks", []),
-        "a chunk": lambda: setattr(entry, "chunks", [ChunkStorageMetadata(size((0, 1)), size((2, 3)))]),
-        "a flat chunk": lambda: setattr(entry, "chunks", [ChunkStorageMetadata(size((0,)), size((6,)))]),
-        "a far chunk": lambda: entry.chunks.append(ChunkStorageMetadata(size((1, 0)), size((1, 3)))),
-        "below zero": lambda: setattr(entry, "size", size((0, -1))) or setattr(entry, "chunks", []),
-        "dimensions": lambda: setattr(entry, "size", size([1] * 100)),
-        "a dtype": lambda: setattr(entry.properties, "dtype", "float32"),
-        "properties": lambda: setattr(entry, "properties", None),
-        "too little": lambda: metadata.storage_data.update({index: replace(place, length=20)}),
-        "an offset": lambda: metadata.storage_data.update({index: replace(place, offset=-1)}),
-        "a name": lambda: metadata.storage_data.update({index: replace(place, relative_path=3)}),
-        "a form": lambda: metadata.storage_data.update({index: replace(place, transform_descriptors=[3])}),
-        "another name": lambda: metadata.state_dict_metadata.update({"other": entry}),
-        "huge": lambda: (
-            setattr(entry, "size", size((2**40, 2**20))),
-            setattr(entry, "chunks", [ChunkStorageMetadata(size((0, 0)), size((2**40, 2**20)))]),
-        ),
+
+    def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+    entries: dict[str, dict[str, Any]] = {
+        "no shape": {"size": (2, 3)},
+        "another shape": {"size": torch.Size((4, 3))},
+        "no chunks": {"chunks": []},
+        "a chunk": {"chunks": [chunk((0, 1), (2, 3))]},
+        "a flat chunk": {"chunks": [chunk((0,), (6,))]},
+        "a far chunk": {"chunks": [*entry.chunks, chunk((1, 0), (1, 3))]},
+        "below zero": {"size": torch.Size((0, -1)), "chunks": []},
+        "dimensions": {"size": torch.Size([1] * 100)},
+        "a dtype": {"properties": replace(entry.properties, dtype="float32")},
+        "properties": {"properties": None},
+        "huge": {"size": torch.Size((2**40, 2**20)), "chunks": [chunk((0, 0), (2**40, 2**20))]},
     }
-    made = changes[what]()
-    return metadata if (made is None and what != "nothing") or isinstance(made, tuple) else made
+    places: dict[str, dict[str, Any]] = {
+        "too little": {"length": 20},
+        "an offset": {"offset": -1},
+        "a name": {"relative_path": 3},
+        "a form": {"transform_descriptors": [3]},
+    }
+    if what in entries:
+        metadata.state_dict_metadata[NAME] = replace(entry, **entries[what])
+    elif what in places:
+        metadata.storage_data[index] = replace(place, **places[what])
+    elif what == "an entry":
+        metadata.state_dict_metadata[NAME] = place
+    else:
+        metadata.state_dict_metadata["other"] = entry
+    return metadata
 
 
 @pytest.mark.parametrize(
