@@ -19,7 +19,15 @@ from lightning_pipeline.runtime.trees import map_tensors
 from lightning_pipeline.schedules.errors import shown
 from lightning_pipeline.strategy.checkpoint_io import TRUST_IT
 from lightning_pipeline.strategy.folder_metadata import METADATA_FILE, read_metadata
-from lightning_pipeline.strategy.torch_files import CheckpointError, few, is_trusted, reason_of, refused_classes
+from lightning_pipeline.strategy.torch_files import (
+    CheckpointError,
+    few,
+    is_of_the_system,
+    is_trusted,
+    reason_of,
+    refused_classes,
+    with_file,
+)
 
 
 class ShardFiles:
@@ -73,6 +81,7 @@ class ShardFiles:
         """Copy a tensor to where it belongs; of a DTensor, this rank's slice.
 
         Raises:
+            OSError: the system's.
             CheckpointError: its files are damaged.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -81,7 +90,11 @@ class ShardFiles:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load({name: into.detach()}, storage_reader=self._reader, planner=planner, no_dist=True)
         except CheckpointException as error:  # torch's, which is no Exception
-            reason = next((cause for cause, _ in error.failures.values()), error)
+            reason: BaseException = next((cause for cause, _ in error.failures.values()), error)
+            if is_of_the_system(reason):
+                raise with_file(reason, self.path) from None
+            if not isinstance(reason, (Exception, CheckpointException)):  # such as an interrupt
+                raise reason from None
             found = f"holds {few(names)} in its place" if (names := refused_classes(reason)) else reason_of(reason)
             raise CheckpointError(
                 f"the checkpoint {self.path} cannot give {few([name])}, from {few(self._files_of(name))}: {found}. "

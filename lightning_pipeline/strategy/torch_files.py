@@ -9,7 +9,7 @@ import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -43,14 +43,23 @@ def load_torch_file(
         with path.open("rb") as file:
             is_zip = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
         return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap and is_zip)
-    except OSError as error:
-        if error.errno in (None, errno.EINVAL):  # from looking for a place before the beginning of a file that is cut
-            raise CheckpointError(_describe(path, error, way_out)) from error
-        if error.filename is None:
-            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-        raise
     except Exception as error:
+        if is_of_the_system(error):
+            raise with_file(error, path) from None
         raise CheckpointError(_describe(path, error, way_out)) from error
+
+
+def is_of_the_system(error: BaseException) -> TypeGuard[OSError]:
+    """Whether the system could not read a file; else it is the file that is wrong.
+
+    An "invalid argument" is the file's fault: it comes of looking for a place before the beginning of one that is cut.
+    """
+    return isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+
+
+def with_file(error: OSError, path: Path) -> OSError:
+    """The same error, with the name of a file if it has none."""
+    return error if error.filename is not None else OSError(error.errno, error.strerror or str(error), str(path))
 
 
 def is_trusted(weights_only: bool | None) -> bool:

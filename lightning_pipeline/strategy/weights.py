@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,14 @@ from lightning_pipeline.schedules.errors import shown
 from lightning_pipeline.schedules.text_file import read_text
 from lightning_pipeline.strategy.folder_metadata import METADATA_FILE
 from lightning_pipeline.strategy.stored_tensors import ShardFiles, is_relative
-from lightning_pipeline.strategy.torch_files import CheckpointError, few, load_torch_file, reason_of
+from lightning_pipeline.strategy.torch_files import (
+    CheckpointError,
+    few,
+    is_of_the_system,
+    load_torch_file,
+    reason_of,
+    with_file,
+)
 
 INDEX_ENDING = ".index.json"
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -172,8 +178,8 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Reader]]:
         try:
             yield
         except (SafetensorError, RuntimeError, ValueError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise
+            if is_of_the_system(error):
+                raise with_file(error, path) from None
             raise CheckpointError(
                 f"weights: {path} cannot be read as safetensors: {reason_of(error)}. It is damaged: copy it again"
             ) from error
