@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-npu campaign lint clean
+.PHONY: help train test test-slow test-fuzz test-npu campaign lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -20,6 +20,9 @@ test: $(VENV)/.stamp ## run the tests; pass options as ARGS="-k schedules"
 test-slow: $(VENV)/.stamp ## run what the default tests leave out: more models, sweeps, the benchmark
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
+test-fuzz: $(VENV)/.stamp ## read damaged files and arguments of any content for half an hour, at random
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/fuzz $(ARGS)
+
 test-npu: ## run the tests over a simulated Ascend device, in an environment of their own, where g++ and torch_npu can be had
 	@PYTHON=$(PYTHON) tests/npu/run.sh $(ARGS)
 
@@ -31,7 +34,7 @@ lint: $(VENV)/.stamp ## check style and types
 	$(BIN)/mypy
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .venv-npu build/cann .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-npu build/cann .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch comes first and alone: pip then takes a build that it has at hand instead of whatever the extras ask for.
 $(VENV)/.stamp: pyproject.toml constraints.txt

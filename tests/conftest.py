@@ -26,7 +26,9 @@ SECONDS = {
     "training/test_memory": 17,
     "training/test_schedules": 17,
     "training/test_virtual_stages": 16,
+    "training/test_device_scripts": 14,
     "training/test_nodes": 12,
+    "training/test_summed_loss": 12,
     "training/test_loss_scaling": 11,
     "runtime/test_failure": 10,
     "schedules/test_soundness": 10,
@@ -35,7 +37,7 @@ SECONDS = {
 }
 TESTS = Path(__file__).parent
 
-# What failed before a test began, by its identity, with the first test that met it. pytest raises it again in the others.
+# What failed before a test began, by identity, with the first test that met it. pytest raises it again in the others.
 FAILED_SETUPS: dict[int, tuple[BaseException, str]] = {}
 
 

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import closing
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +122,12 @@ def test_a_module_runs_and_odd_characters_survive(project: Path) -> None:
     assert list(project.glob("**/.hydra")) == [folder / ".hydra"]
 
 
-def commands(*argv: str) -> list[Any]:
-    """What a launch of three processes starts from a script that was called so: arguments, LOCAL_RANK, folder."""
+def commands(module: str | None, *argv: str) -> list[Any]:
+    """What a launch of three processes starts from a script that was called so: arguments, LOCAL_RANK, folder.
+
+    Args:
+        module: that was run by `python -m`, None for a file.
+    """
     started = []
 
     class Recorder:
@@ -135,16 +141,38 @@ def commands(*argv: str) -> list[Any]:
 
     del os.environ["LOCAL_RANK"]  # with it, the processes are there already
     sys.argv = list(argv)
+    sys.modules["__main__"].__spec__ = None if module is None else ModuleSpec(module, None)
     subprocess.Popen = Recorder  # type: ignore[misc,assignment]
-    PipelineLauncher(LightningEnvironment(), 3, 1).launch(lambda: None)
+    try:
+        PipelineLauncher(LightningEnvironment(), 3, 1).launch(lambda: None)
+    except RuntimeError as error:
+        return [str(error)]
     return started
 
 
 @pytest.mark.multiprocess
-def test_without_hydra_the_command_is_lightnings(tmp_path: Path) -> None:
-    [started] = launch(commands, str(tmp_path / "plain.py"), "--lr", "1", world=1)
-    command = [sys.executable, str(tmp_path / "plain.py"), "--lr", "1"]
-    assert [(args[-len(command) :], rank, folder) for args, rank, folder in started] == [
+@pytest.mark.parametrize("module", [None, "pytest.__main__"])
+def test_without_hydra_the_command_is_lightnings(module: str | None, tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.touch()
+    [started] = launch(commands, module, str(script), "--lr", "1", world=1)
+    command = [sys.executable, *([str(script)] if module is None else ["-m", module]), "--lr", "1"]
+    # Behind what ends them with the process that starts them.
+    assert [(args[-len(command) :], *others) for args, *others in started] == [
         (command, "1", None),
         (command, "2", None),
     ]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("-c", "this process runs none: it is a prompt, a notebook, `python -c` or a worker of pytest-xdist; use a"),
+        ("", "this process runs none: "),
+        ("job/gone.py", "there is no /.*/job/gone.py: the working directory has changed .* by the script's absolute "),
+    ],
+)
+def test_what_cannot_be_run_again_is_told(script: str, words: str) -> None:
+    [[message]] = launch(commands, None, script, world=1)
+    assert re.search(f"are started by running the script again, and {words}", message)

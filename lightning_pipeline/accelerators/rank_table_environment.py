@@ -2,13 +2,19 @@
 
     RANK_TABLE_FILE  the rank table, on every server
     RANK_ID          rank of this process
+    DEVICE_ID        device of this process; where RANK_ID is not set, its rank follows from it and the table
     RANK_SIZE        number of processes in all; may be left out, as the table knows
-    DEVICE_ID        device of this process, likewise
 
-Lightning chooses among the environments that it knows. Where it finds none of them, `with_rank_table` puts this one in.
-Under torchrun, SLURM, MPI and LSF the launcher's own ranks count, whatever RANK_ID says, as it started the process; and
-with RANK_TABLE_FILE alone Lightning starts the processes itself. HCCL reads the table in all these cases, so
-`check_processes` compares the launcher's ranks with it.
+Who has started a process, with RANK_TABLE_FILE set, is told by the first of these that applies:
+
+    1. torchrun, SLURM, MPI or LSF, where Lightning finds one of them: its ranks count, whatever RANK_ID says.
+    2. RANK_ID is set: a script has started a process for each device.
+    3. LOCAL_RANK is set: Lightning's launcher has, as it sets it for every process it starts, or somebody in its place.
+    4. DEVICE_ID is set, and RANK_SIZE is not 1: a script has, as under 2. (A RANK_SIZE of 1 is a job of one device.)
+    5. Nobody: Lightning starts the processes. Neither RANK_TABLE_FILE nor RANK_SIZE says which process this one is.
+
+Under 2 and 4 `with_rank_table` puts `RankTableEnvironment` in the place of Lightning's own environment. HCCL reads the
+table in all cases, so `check_processes` compares the ranks of other launchers with it.
 """
 
 from __future__ import annotations
@@ -18,12 +24,12 @@ import os
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_pipeline.accelerators.rank_table import Rank, RankTable, RankTableError, Server
-from lightning_pipeline.accelerators.rank_table_formats import read_rank_table
-from lightning_pipeline.accelerators.rank_table_hosts import address_of, check_host
+from lightning_pipeline.accelerators.rank_table import Rank, RankTable, RankTableError, Server, listed
+from lightning_pipeline.accelerators.rank_table_formats import MAX_DIGITS, read_rank_table
+from lightning_pipeline.accelerators.rank_table_hosts import address_of, check_host, servers_here
 from lightning_pipeline.accelerators.rank_table_placement import check_placement
 from lightning_pipeline.accelerators.rank_table_rules import generation_of, require_valid
 
@@ -32,7 +38,7 @@ _PORTS = range(15_000, 25_000)
 
 
 class RankTableEnvironment(ClusterEnvironment):
-    """The processes of a rank table, as RANK_ID and the table tell.
+    """The processes of a rank table, as RANK_ID, or else DEVICE_ID, and the table tell.
 
     The processes meet at MASTER_ADDR and MASTER_PORT where these are set. Otherwise they meet on the server of rank 0,
     by its host_ip or its server_id, at a port that follows from the table, so that jobs of two tables do not meet.
@@ -45,12 +51,16 @@ class RankTableEnvironment(ClusterEnvironment):
         super().__init__()
         self.table = read_rank_table(os.environ["RANK_TABLE_FILE"])
         require_valid(self.table)
-        self.place = _place_of_this_process(self.table)
+        self.placed_by = _placed_by() or "DEVICE_ID"
+        """The variable that says which rank this process is."""
+        self.place = _place_of_this_process(self.table, self.placed_by)
 
     @staticmethod
     @override
     def detect() -> bool:
-        return bool(os.environ.get("RANK_TABLE_FILE")) and "RANK_ID" in os.environ
+        if not os.environ.get("RANK_TABLE_FILE"):
+            return False
+        return "RANK_ID" in os.environ or (_placed_by() == "DEVICE_ID" and "LOCAL_RANK" not in os.environ)
 
     @property
     @override
@@ -75,8 +85,8 @@ class RankTableEnvironment(ClusterEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        port = os.environ.get("MASTER_PORT")
-        return int(port) if port else _PORTS[int(self.table.digest, 16) % len(_PORTS)]
+        port = _number("MASTER_PORT")
+        return port if port is not None else _PORTS[int(self.table.digest, 16) % len(_PORTS)]
 
     @override
     def world_size(self) -> int:
@@ -100,7 +110,15 @@ class RankTableEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: RANK_ID tells."""
+        """Nothing: the variables tell."""
+
+    @property
+    def way_out(self) -> str:
+        """What to do where two processes are the same rank, or ranks are missing."""
+        return (
+            f"start the script once for each device of the rank table, with a {self.placed_by} of its own, or unset "
+            f"{self.placed_by} for Lightning to start the processes; beside another job of this table, set MASTER_PORT"
+        )
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -109,7 +127,8 @@ class RankTableEnvironment(ClusterEnvironment):
             raise RankTableError(
                 f"the Trainer has devices={num_devices} and num_nodes={num_nodes}, but the rank table has "
                 f"{len(self.table.servers)} servers and {len(server.devices)} devices on server {server.server_id}: "
-                f"set devices={len(server.devices)} and num_nodes={len(self.table.servers)}, or use another table"
+                f"set devices={len(server.devices)} and num_nodes={len(self.table.servers)}, or use another table "
+                f"({self.placed_by} and RANK_TABLE_FILE are set, so this process is one of the table's)"
             )
 
     def device(self, device: torch.device) -> torch.device:
@@ -133,12 +152,14 @@ def with_rank_table(environment: ClusterEnvironment | None) -> ClusterEnvironmen
         return environment
     if RankTableEnvironment.detect():
         return RankTableEnvironment()
-    started = {name: os.environ.get(name, "") for name in ("RANK_ID", "RANK_SIZE", "DEVICE_ID")}
-    if all(started.values()) and started["RANK_SIZE"] != "1" and not environment.creates_processes_externally:
+    if environment.creates_processes_externally or os.environ.get("RANK_TABLE_FILE"):
+        return environment
+    started = {name: os.environ[name] for name in ("RANK_ID", "RANK_SIZE", "DEVICE_ID") if os.environ.get(name)}
+    if len(started) > 1 and started.get("RANK_SIZE", "1") != "1":
         shown = ", ".join(f"{name}={value}" for name, value in started.items())
         raise RankTableError(
             f"{shown} say that a script has started this process as one of several, but RANK_TABLE_FILE is not set: "
-            "set it, or unset RANK_ID and let Lightning start the processes"
+            "set it, or unset them and let Lightning start the processes"
         )
     return environment
 
@@ -165,6 +186,11 @@ def check_processes(environment: ClusterEnvironment, device: torch.device) -> di
         rank_zero_warn(f"rank table, {warning}")
     _check_ranks(table, environment, path)
     place = table.rank(environment.global_rank())
+    if isinstance(environment, RankTableEnvironment) and environment.placed_by == "DEVICE_ID":
+        rank_zero_info(
+            f"RANK_ID is not set, so DEVICE_ID={place.device.device_id} makes this process {place} of the rank "
+            f"table's {len(table)}; to let Lightning start the processes, unset DEVICE_ID"
+        )
     check_host(table, place)
     if device.type == "npu" and (device.index or 0) != visible_index(place):
         raise RankTableError(
@@ -201,14 +227,27 @@ def visible_index(place: Rank) -> int:
     return numbers.index(str(device_id))
 
 
-def _place_of_this_process(table: RankTable) -> Rank:
-    rank, size, device = (_number(name) for name in ("RANK_ID", "RANK_SIZE", "DEVICE_ID"))
-    assert rank is not None
+def _placed_by() -> str | None:
+    """The variable that says which process of a job this one is; None if none does."""
+    if "RANK_ID" in os.environ:
+        return "RANK_ID"
+    return "DEVICE_ID" if "DEVICE_ID" in os.environ and os.environ.get("RANK_SIZE") != "1" else None
+
+
+def _place_of_this_process(table: RankTable, placed_by: str) -> Rank:
+    size = _number("RANK_SIZE")
     if size is not None and size != len(table):
         raise RankTableError(
             f"RANK_SIZE={size}, but the rank table has {len(table)} ranks: set RANK_SIZE={len(table)}, or use the "
             "table that was made for this job"
         )
+    place = _place_of_rank(table) if placed_by == "RANK_ID" else _place_of_device(table)
+    check_host(table, place)
+    return place
+
+
+def _place_of_rank(table: RankTable) -> Rank:
+    rank, device = _required_number("RANK_ID", "the rank"), _number("DEVICE_ID")
     try:
         place = table.rank(rank)
     except RankTableError as error:
@@ -217,8 +256,28 @@ def _place_of_this_process(table: RankTable) -> Rank:
         raise RankTableError(
             f"DEVICE_ID={device}, but the rank table has {place}: set DEVICE_ID={place.device.device_id}, or unset it"
         )
-    check_host(table, place)
     return place
+
+
+def _place_of_device(table: RankTable) -> Rank:
+    """Where RANK_ID is not set: the only rank on a device of this number, on this machine where the table names it."""
+    device = _required_number("DEVICE_ID", "the device")
+    here = servers_here(table)
+    servers = here or table.servers
+    found = [place for place in table.ranks if place.server in servers and place.device.device_id == device]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        has = "; ".join(f"server {server.server_id} has devices {listed(_devices_of(server))}" for server in servers)
+        raise RankTableError(
+            f"DEVICE_ID={device}, but in the rank table {'this machine, ' if len(here) == 1 else ''}{has}: set "
+            "DEVICE_ID to the device of this process"
+        )
+    which = "several of them are" if here else "none of them is"
+    raise RankTableError(
+        f"DEVICE_ID={device} is {' or '.join(map(str, found))} of the rank table, and {which} known to be this "
+        "machine, by address or host name: set RANK_ID to the rank of this process"
+    )
 
 
 def _check_ranks(table: RankTable, environment: ClusterEnvironment, path: str) -> None:
@@ -243,12 +302,17 @@ def _devices_of(server: Server) -> list[int]:
     return [device.device_id for device in server.devices]
 
 
+def _required_number(name: str, what: str) -> int:
+    number = _number(name)
+    if number is None:
+        raise RankTableError(f"{name} is empty: set it to {what} of this process, or unset it")
+    return number
+
+
 def _number(name: str) -> int | None:
     text = os.environ.get(name, "")
-    if not text:
-        if name == "RANK_ID":
-            raise RankTableError("RANK_ID is empty: set it to the rank of this process")
-        return None
-    if not (text.isascii() and text.isdigit()):
-        raise RankTableError(f"{name} has to be a whole number from 0, got {text!r}")
-    return int(text)
+    if text and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise RankTableError(
+            f"{name} has to be a whole number from 0, got {text[:40]!r} (of at most {MAX_DIGITS} digits)"
+        )
+    return int(text) if text else None

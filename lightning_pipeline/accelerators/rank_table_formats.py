@@ -18,6 +18,11 @@ from lightning_pipeline.accelerators.rank_table import Device, RankTable, RankTa
 
 FORMATS = ("v1.0", "v1.2", "group_list")
 
+MAX_BYTES = 64 * 2**20
+"""Of a file: some hundred thousand devices."""
+MAX_DIGITS = 9
+"""Of a number in it, ranks and devices alike."""
+
 _TOP = {"status", "version", "server_count", "server_list", "super_pod_list"}
 _SERVER = {"server_id", "device"}
 _DEVICE = {"device_id", "device_ip", "rank_id", "super_device_id"}
@@ -28,17 +33,21 @@ def read_rank_table(path: str | Path) -> RankTable:
     """Read a file of any of the formats.
 
     Raises:
-        RankTableError: no such file, one that is not JSON, or one that lacks what its format asks for. What the table
-            says is not judged here (see ``check_rank_table``).
+        RankTableError: no such file, one that is not JSON or larger than any table, or one that lacks what its format
+            asks for. What the table says is not judged here (see ``check_rank_table``).
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        text = content.decode("utf-8-sig")
     except OSError as error:
         reason = error.strerror or str(error)
         raise RankTableError(f"cannot read the rank table {path.absolute()}: {reason}; set RANK_TABLE_FILE") from None
     except UnicodeDecodeError as error:
         raise RankTableError(f"the rank table {path} is not JSON: {error}") from None
+    if len(content) > MAX_BYTES:
+        raise RankTableError(f"{path} is no rank table: it has more than {MAX_BYTES:,} bytes")
     try:
         return parse_rank_table(text)
     except RankTableError as error:
@@ -49,8 +58,10 @@ def parse_rank_table(text: str) -> RankTable:
     """As :func:`read_rank_table`, from text."""
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise RankTableError(f"it is not JSON: {error} (comments have to be left out)") from None
+    except json.JSONDecodeError as error:
+        raise RankTableError(f"it is not JSON: {_fault(error)}") from None
+    except (ValueError, RecursionError) as error:  # a number may also have more digits than Python reads
+        raise RankTableError(f"it is not JSON: {error}") from None
     file = _Node(content, "")
     status = file.string("status")
     if status != "completed":
@@ -64,10 +75,17 @@ def parse_rank_table(text: str) -> RankTable:
 
 
 def format_rank_table(table: RankTable, format: str) -> str:
-    """The table as text of one of ``FORMATS``. Fields that the format does not have are left out (see ``lost_in``)."""
+    """The table as text of one of ``FORMATS``. Fields that the format does not have are left out (see ``lost_in``).
+
+    Raises:
+        RankTableError: another format, or a field that is kept from the file and nested too deeply to be written.
+    """
     _check_format(format)
     content = _groups_of(table) if format == "group_list" else _servers_of(table, format)
-    return json.dumps(content, indent=2) + "\n"
+    try:
+        return json.dumps(content, indent=2) + "\n"
+    except RecursionError:
+        raise RankTableError("the rank table has a field that is nested too deeply to be written") from None
 
 
 def lost_in(table: RankTable, format: str) -> list[str]:
@@ -216,6 +234,22 @@ def _groups_of(table: RankTable) -> dict[str, Any]:
 # -- reading JSON -----------------------------------------------------------------------------------------------------
 
 
+def _fault(error: json.JSONDecodeError) -> str:
+    """What is wrong, with its line. A comma before a closing bracket is a usual mistake, of which the parser says only
+    that it expects something else."""
+    text = error.doc
+    if not text.strip():
+        return "it is empty"
+    # Python 3.13 stops at the comma, older ones at the bracket after it.
+    comma = error.pos if error.msg.startswith("Illegal trailing comma") else len(text[: error.pos].rstrip()) - 1
+    if text[comma : comma + 1] == "," and text[comma + 1 :].lstrip()[:1] in ("]", "}"):
+        *before, line = (part.strip() for part in text[: comma + 1].split("\n"))
+        end = line if len(line) <= 60 else f"...{line[-60:]}"
+        return f"line {len(before) + 1} has a comma after the last entry of a list or an object, which has to go: {end}"
+    line = _cut(text.split("\n")[error.lineno - 1].strip())
+    return f"{error.msg}: line {error.lineno} column {error.colno}: {line} (comments have to be left out)"
+
+
 class _Node:
     """An object of the file and its path in it, which every complaint names."""
 
@@ -225,6 +259,9 @@ class _Node:
         self.fields: dict[str, Any] = content
         self.path = path or "the file"
         self._prefix = f"{path}." if path else ""
+        for name in content:
+            if not name.isprintable():
+                raise RankTableError(f"{self.path} has the field {_shown(name)}, which is no printable text")
 
     def string(self, name: str, default: str | None = None) -> str:
         if name not in self.fields and default is not None:
@@ -232,12 +269,17 @@ class _Node:
         value = self._value(name)
         if not isinstance(value, str):
             raise RankTableError(f"{self._prefix}{name} has to be a string in quotes, got {_shown(value)}")
+        if not value.isprintable():
+            raise RankTableError(f"{self._prefix}{name} has to be printable text, got {_shown(value)}")
         return value
 
     def number(self, name: str) -> int:
         text = self.string(name)
-        if not (text.isascii() and text.isdigit()):
-            raise RankTableError(f'{self._prefix}{name} has to be a whole number from 0 in quotes, got "{text}"')
+        if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+            raise RankTableError(
+                f"{self._prefix}{name} has to be a whole number from 0 in quotes, got {_shown(text)} (of at most "
+                f"{MAX_DIGITS} digits)"
+            )
         return int(text)
 
     def count(self, name: str, found: int, what: str) -> None:
@@ -261,7 +303,13 @@ class _Node:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        return _cut(json.dumps(value))
+    except RecursionError:  # what json reads may be too deep for it to write
+        return f"{type(value).__name__} in {type(value).__name__} without end"
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 

@@ -18,7 +18,10 @@ def address_of(server: Server) -> str | None:
 
 
 def is_this_host(server: Server) -> bool:
-    """Whether the server's address is one of this machine's: only then a socket can be bound to it."""
+    """Whether the server's id is this machine's name, or its address one of this machine's: only then a socket can be
+    bound to it."""
+    if _are_same_name(server.server_id, socket.gethostname()):
+        return True
     address = address_of(server)
     if address is None:
         return False
@@ -26,7 +29,7 @@ def is_this_host(server: Server) -> bool:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
-        except OSError:
+        except (OSError, ValueError):  # of an IPv6 address with a zone that is no name of an interface
             return False
     return True
 
@@ -35,8 +38,21 @@ def check_host(table: RankTable, place: Rank) -> None:
     """Only where the table names this machine as another server: it may as well name none by an address it has."""
     if is_this_host(place.server):
         return
-    here = [server.server_id for server in table.servers if is_this_host(server)]
+    here = servers_here(table)
     if here:
         raise RankTableError(
-            f"the rank table has {place}, but this machine is server {here[0]}: start each rank on its own server"
+            f"the rank table has {place}, but this machine is server {here[0].server_id}: start each rank on its own "
+            "server"
         )
+
+
+def servers_here(table: RankTable) -> list[Server]:
+    """The servers that are known to be this machine: several where the table was made up of local addresses."""
+    return [server for server in table.servers if is_this_host(server)]
+
+
+def _are_same_name(one: str, other: str) -> bool:
+    """Hosts by name, with the domain or without it."""
+    names = [name.lower().partition(".") for name in (one, other)]
+    (host, _, domain), (other_host, _, other_domain) = names
+    return host == other_host and (domain == other_domain or not domain or not other_domain)

@@ -158,7 +158,9 @@ def _order(table: RankTable) -> Iterator[Finding]:
 
 def server_key(server_id: str) -> tuple[object, ...]:
     """Sorts addresses as numbers, and other names with their numbers as numbers: node_2 before node_10."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"\d+|\D+", server_id))
+    parts = re.findall(r"[0-9]+|[^0-9]+", server_id)
+    # A number's digits and then itself: some have more than Python makes a number of.
+    return tuple((0, len(n := part.lstrip("0")), n) if part[0] in "0123456789" else (1, 0, part) for part in parts)
 
 
 def _addresses(table: RankTable) -> Iterator[Finding]:

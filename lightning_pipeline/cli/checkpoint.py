@@ -34,14 +34,18 @@ def convert(
     ] = True,
 ) -> None:
     """Turn a checkpoint folder into one plain Lightning file, or a file into a folder. One process does it."""
-    with told_to_the_user(ValueError):
+    with told_to_the_user():
         if os.path.lexists(destination) and not force:
             raise CommandError(f"{destination} exists: choose another DESTINATION, or replace it with --force")
         if source.resolve() == destination.resolve():
             raise CommandError(f"SOURCE and DESTINATION are both {source}")
         from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
+        from lightning_pipeline.strategy.torch_files import CheckpointError
 
-        done = convert_checkpoint(source, destination, weights_only=weights_only)
+        try:
+            done = convert_checkpoint(source, destination, weights_only=weights_only)
+        except CheckpointError as error:
+            raise CommandError(str(error)) from error
     from rich.console import Console
     from rich.filesize import decimal
     from rich.markup import escape

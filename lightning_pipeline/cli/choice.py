@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +30,7 @@ def choose(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages:
         OSError: if the file cannot be read.
     """
     if _is_file(name):
-        try:
-            schedule = replace(load_csv(name), name=Path(name).name)
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise ScheduleError(f"{name} is not a CSV file: {error}") from None
+        schedule = replace(load_csv(name), name=Path(name).name)
         check(schedule)
         return schedule
     if num_virtual_stages is None:

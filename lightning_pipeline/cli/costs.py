@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from lightning_pipeline.cli.errors import CommandError
 from lightning_pipeline.schedules import Schedule, Simulation, simulate
+from lightning_pipeline.schedules.errors import shown
+from lightning_pipeline.schedules.limits import MAX_TIME
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Costs:
         Raises:
             CommandError: for anything but a number of 0 or more, or several with commas between.
         """
+        if not 0 <= transfer <= MAX_TIME:
+            raise CommandError(f"--transfer takes a time from 0 to {MAX_TIME:g}, got {transfer}")
         return cls(
             _numbers("--forward", forward),
             _numbers("--input-grad", input_grad),
@@ -65,8 +69,10 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         numbers = ()
-    if not numbers or not all(0 <= number < float("inf") for number in numbers):
-        raise CommandError(f"{option} takes a time of 0 or more, or several such as 1,1,2, got {text!r}")
+    if not numbers or not all(0 <= number <= MAX_TIME for number in numbers):
+        raise CommandError(
+            f"{option} takes a time of 0 or more, or several such as 1,1,2, got {shown(text)} (at most {MAX_TIME:g})"
+        )
     return numbers
 
 

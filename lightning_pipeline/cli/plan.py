@@ -13,6 +13,8 @@ from lightning_pipeline.cli.tables import bare_table, wide_console
 from lightning_pipeline.schedules import save_chrome_trace, save_picture
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
+from lightning_pipeline.schedules.errors import shown
+from lightning_pipeline.schedules.limits import MAX_PROCESSES, MAX_TIME, require_counts
 from lightning_pipeline.schedules.timeline import Timeline, extent
 
 if TYPE_CHECKING:
@@ -69,7 +71,9 @@ def plan(
     speeds: Annotated[
         str, typer.Option(metavar="FACTORS", help="How fast each device is, such as 1,1,0.5.", show_default="equal")
     ] = "",
-    replicas: Annotated[int, typer.Option(min=1, help="Copies of the pipeline that sum their gradients.")] = 1,
+    replicas: Annotated[
+        int, typer.Option(min=1, max=MAX_PROCESSES, help="Copies of the pipeline that sum their gradients.")
+    ] = 1,
     from_timeline: Annotated[
         Path | None,
         typer.Option(
@@ -90,6 +94,8 @@ def plan(
     The script builds its model without memory for its parameters, and its step runs on tensors without data.
     """
     with told_to_the_user(ValueError):
+        require_counts(stages, microbatches or 1, 1)
+        _require_finite(device_tflops, device_gbps, link_gbps, link_latency)
         limits = [_bytes(part) for part in memory.split(",")] if memory else []
         if len(limits) not in (0, 1, stages):
             raise CommandError(f"--memory has {len(limits)} sizes for {stages} devices; give one, or one for each")
@@ -180,11 +186,17 @@ def _draw(spans: Timeline, path: Path, name: str) -> None:
     typer.echo(f"drawn: {path}")
 
 
+def _require_finite(*numbers: float) -> None:
+    for number in numbers:
+        if not number <= MAX_TIME:
+            raise CommandError(f"speeds and latencies are at most {MAX_TIME:g}, got {number}")
+
+
 def _bytes(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else ""
     if match is None or unit not in _UNITS:
-        raise CommandError(f"--memory takes a size such as 64GiB, got {text!r}")
+        raise CommandError(f"--memory takes a size such as 64GiB, got {shown(text)}")
     return float(match[1]) * _UNITS[unit]
 
 
@@ -194,5 +206,5 @@ def _factors(text: str, stages: int) -> list[float]:
     except ValueError:
         factors = [0.0]
     if len(factors) not in (0, stages) or not all(0 < factor < float("inf") for factor in factors):
-        raise CommandError(f"--speeds takes one number above 0 for each of {stages} devices, got {text!r}")
+        raise CommandError(f"--speeds takes one number above 0 for each of {stages} devices, got {shown(text)}")
     return factors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,11 @@ from lightning_pipeline.accelerators.rank_table_placement import check_placement
 from lightning_pipeline.accelerators.rank_table_rules import Finding, check_rank_table
 from lightning_pipeline.cli.errors import CommandError, told_to_the_user
 from lightning_pipeline.cli.tables import bare_table, wide_console
+from lightning_pipeline.schedules.text_file import read_text
+
+MAX_DEVICES = 4096
+"""Of a server."""
+MAX_CONF_BYTES = 2**20
 
 app = typer.Typer(
     help="Rank tables of Ascend machines: check, make, convert and start from them.", no_args_is_help=True
@@ -122,7 +128,7 @@ def processes(
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="SERVER_ID", help="The server.", show_default="this machine's, by its address or as the only one"
+            metavar="SERVER_ID", help="The server.", show_default="this machine's, by address or name, or the only one"
         ),
     ] = None,
 ) -> None:
@@ -206,7 +212,11 @@ def _server(text: str, device_ids: list[int]) -> Server:
 
 def _hccn_addresses(path: Path, device_ids: list[int]) -> dict[int, str]:
     """What a server's /etc/hccn.conf says: ``address_0=192.168.1.1`` and so on."""
-    lines = (line.partition("=") for line in path.read_text(encoding="utf-8").splitlines())
+    try:
+        text = read_text(path, kind="an hccn.conf", most=MAX_CONF_BYTES)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    lines = (line.partition("=") for line in text.splitlines())
     found = {name.strip(): value.strip() for name, _, value in lines}
     missing = [number for number in device_ids if f"address_{number}" not in found]
     if missing:
@@ -220,11 +230,13 @@ def _numbers(text: str) -> list[int]:
     try:
         for part in text.split(","):
             first, _, last = part.partition("-")
-            numbers += range(int(first), int(last or first) + 1)
+            numbers += islice(range(int(first), int(last or first) + 1), MAX_DEVICES + 1)
     except ValueError:
         numbers = []
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise CommandError(f"--devices takes different numbers such as 0-7 or 0,1,4,5, got {text!r}")
+    if not numbers or len(set(numbers)) < len(numbers) or max(numbers) >= MAX_DEVICES:
+        raise CommandError(
+            f"--devices takes different numbers such as 0-7 or 0,1,4,5, got {text[:40]!r} (all below {MAX_DEVICES})"
+        )
     return numbers
 
 
@@ -235,7 +247,9 @@ def _chosen(table: RankTable, server_id: str | None) -> Server:
         if len(here) == 1:
             return here[0]
         which = "several of the servers have" if here else "none of the servers has"
-        raise CommandError(f"{which} an address of this machine: choose one with --server ({', '.join(names)})")
+        raise CommandError(
+            f"{which} an address or the name of this machine: choose one with --server ({', '.join(names)})"
+        )
     if server_id not in names:
         raise CommandError(f"the rank table has no server {server_id!r}, it has {', '.join(names)}")
     return table.servers[names.index(server_id)]

@@ -22,6 +22,7 @@ class StepCosts:
         forward: seconds of one micro-batch, by position.
         backward: likewise.
         is_measured: the times are of the device itself, and not estimated.
+        step: the user's name for the step.
     """
 
     root: nn.Module
@@ -29,6 +30,7 @@ class StepCosts:
     forward: Sequence[float]
     backward: Sequence[float]
     is_measured: bool
+    step: str = "training_step"
 
     @property
     def both_ways(self) -> list[float]:

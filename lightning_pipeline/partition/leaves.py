@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_pipeline.partition.compiled import is_compiled
-from lightning_pipeline.partition.stage_config import StageMap
+from lightning_pipeline.partition.stage_config import StageMap, places
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +20,7 @@ class Leaf:
         module: the module.
         stage: the stage that a key gives it; None takes the stage where the data is.
         minimum: the lowest stage on which it may run, from a key before it in its list.
+        has_key: the key is its own, and not one of a module around it.
         seen: the lowest stage that was seen to run it, once steps have been seen.
     """
 
@@ -27,6 +28,7 @@ class Leaf:
     module: nn.Module
     stage: int | None
     minimum: int | None
+    has_key: bool = False
     seen: int | None = None
 
     def stage_when_called(self, at: int) -> int:
@@ -49,7 +51,7 @@ def find_leaves(root: nn.Module, stages: StageMap) -> list[Leaf]:
             ancestors.add(name)
             name = name.rpartition(".")[0]
     found: list[Leaf] = []
-    _descend(root, "", stages, ancestors, set(), found)
+    _descend(root, "", stages, ancestors, places(root), set(), found)
     return found
 
 
@@ -80,7 +82,13 @@ def certain_stages(leaves: Iterable[Leaf], num_stages: int) -> dict[str, int]:
 
 
 def _descend(
-    module: nn.Module, prefix: str, stages: StageMap, ancestors: set[str], seen: set[int], found: list[Leaf]
+    module: nn.Module,
+    prefix: str,
+    stages: StageMap,
+    ancestors: set[str],
+    where: Mapping[int, list[str]],
+    seen: set[int],
+    found: list[Leaf],
 ) -> None:
     for child_name, child in module.named_children():
         name = f"{prefix}{child_name}"
@@ -88,9 +96,22 @@ def _descend(
             continue
         seen.add(id(child))
         if name in ancestors or not _callable(child):
-            _descend(child, f"{name}.", stages, ancestors, seen, found)
+            _descend(child, f"{name}.", stages, ancestors, where, seen, found)
         else:
-            found.append(Leaf(name, child, stages.covering(name), stages.at_least(name)))
+            found.append(_leaf(name, child, stages, where[id(child)]))
+
+
+def _leaf(name: str, module: nn.Module, stages: StageMap, names: Sequence[str]) -> Leaf:
+    """A key of its own holds for all its calls; one around it only where all its places agree: the others' code calls
+    it as well."""
+    if name in stages.exact:
+        stage: int | None = stages.exact[name]
+    else:
+        covering = {stages.covering(place) for place in names}
+        stage = covering.pop() if len(covering) == 1 else None
+    minima = [stages.at_least(place) for place in names]
+    minimum = None if None in minima else min(minima)  # type: ignore[type-var]
+    return Leaf(name, module, stage, minimum, has_key=name in stages.exact)
 
 
 def _callable(module: nn.Module) -> bool:

@@ -53,8 +53,8 @@ HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 
 _MIRRORED = {"gt": "lt", "__gt__": "lt", "ge": "le", "__ge__": "le"}
 """Comparisons by the name that they share with their mirror image: where the right side alone is a placeholder, Python
-asks it first, as it is of a subclass, and ``a < b`` arrives as ``b > a``. No other operator is mirrored, as placeholders
-overload none."""
+asks it first, as it is of a subclass, and ``a < b`` arrives as ``b > a``. Other operators keep their sides, as
+placeholders define none of their own."""
 
 
 @cache

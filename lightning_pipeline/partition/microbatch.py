@@ -3,76 +3,96 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Object, Sequence, Slot
+from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Object, Pickled, Sequence, Slot
+
+_WAY_OUT = "define split_batch(batch, num_microbatches) on the LightningModule, which returns a list of micro-batches"
+_SHOWN = 6
+"""Parts of a batch that an error lists."""
 
 
 def batch_size(batch: Any) -> int | None:
-    """The number of samples: the most frequent size of the first dimension (the first of several); None without."""
-    rows = num_rows(tree.leaves(batch))
-    if rows is not None:
-        return rows
-    lists = [len(item) for item in tree.containers(batch) if isinstance(item, list)]
-    return lists[0] if lists else None
+    """The number of samples: the length of all tensors, arrays and lists of plain values in the batch; None where they
+    differ, or there are none."""
+    sizes = {size for _, size in _lengths(*tree.flatten(batch))}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def num_rows(tensors: list[Tensor]) -> int | None:
-    """The most frequent size of the tensors' first dimension (the first of several); None if none has one."""
-    sizes = [tensor.shape[0] for tensor in tensors if tensor.ndim]
-    if len(set(sizes)) > 1:
-        return Counter(sizes).most_common(1)[0][0]
-    return sizes[0] if sizes else None
+    """The first dimension that all tensors that have one agree on; None where they do not, or there are none."""
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Cut `batch` along its first dimension into micro-batches as even as possible, the larger ones first.
 
-    Tensors of another first dimension, tensors without dimensions and plain values are shared by all micro-batches;
-    lists of batch length without tensors are cut as well. A batch of fewer samples than `num_microbatches` makes one
-    micro-batch a sample. Micro-batches are views.
+    All of its tensors, arrays and lists of plain values have to be as long as one another: nothing in a batch tells
+    samples from time steps, nodes or classes. Tensors without dimensions and plain values are shared by all
+    micro-batches. A batch of fewer samples than `num_microbatches` makes one micro-batch a sample. Micro-batches are
+    views.
 
     Raises:
-        ValueError: nothing in the batch says how many samples it has, or it holds an object of an unknown class.
+        ValueError: the batch does not say how many samples it has, or it holds an object of an unknown class.
     """
-    size = batch_size(batch)
-    if size is None or size == 0:
-        if num_microbatches == 1:
-            return [batch]
+    if num_microbatches == 1 or isinstance(batch, (str, bytes)):
+        return [batch]
+    tensors, layout = tree.flatten(batch)
+    if unknown := _unknown_class(layout):
+        raise ValueError(f"cannot split an object of type {unknown} in the batch; {_WAY_OUT}")
+    first: dict[int, str] = {}  # part of each length
+    for what, length in _lengths(tensors, layout):
+        first.setdefault(length, what)
+    if len(first) > 1:
+        shown = ", ".join([*itertools.islice(first.values(), _SHOWN), *["..."] * (len(first) > _SHOWN)])
+        raise ValueError(
+            f"cannot split the batch into {num_microbatches} micro-batches: its parts differ in length, so it does not "
+            f"say how many samples it has ({shown}); {_WAY_OUT}"
+        )
+    if not first or 0 in first:
         raise ValueError(
             f"cannot split a batch of type {type(batch).__name__} into {num_microbatches} micro-batches: no tensor or "
-            f"list in it says how many samples it has; define split_batch(batch, num_microbatches) on the module"
+            f"list in it says how many samples it has; {_WAY_OUT}"
         )
-    tensors, layout = tree.flatten(batch)
-    if isinstance(layout, Constant) and isinstance(batch, (str, bytes)):
-        return [batch]
+    [size] = first
     parts = min(num_microbatches, size)
     bounds = [0]
     for part in range(parts):
         bounds.append(bounds[-1] + size // parts + (part < size % parts))
-    is_cut = [bool(tensor.ndim) and tensor.shape[0] == size for tensor in tensors]
-    holds_lists = _cut(layout, size, 0, 1) is not layout
+    points = _points(tensors)
+    holds_lists = _cut(layout, points, 0, 1) is not layout
     microbatches = []
     for start, stop in itertools.pairwise(bounds):
-        rows = [tensor[start:stop] if cut else tensor for tensor, cut in zip(tensors, is_cut, strict=True)]
-        microbatches.append(tree.rebuild(_cut(layout, size, start, stop) if holds_lists else layout, rows))
+        rows = [tensor[start:stop] if tensor.ndim else tensor for tensor in tensors]
+        own = _cut(layout, points, start, stop) if holds_lists else layout
+        microbatches.append(tree.rebuild(own, rows))
     return microbatches
 
 
 def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> list[Any]:
     """A batch's micro-batches, by the ``split_batch`` of the module where it has one, else by the one here.
 
+    Where the module trains a batch norm, which has no statistics of a single sample, no micro-batch of a batch of two
+    or more has one: there are fewer of them.
+
     Raises:
         ValueError: the module's returned no list of them, or as `split_batch`.
     """
     split = getattr(module, "split_batch", None)
     if split is None:
-        return split_batch(batch, num_microbatches)
+        parts = split_batch(batch, num_microbatches)
+        if len(parts) > 1 and batch_size(parts[-1]) == 1 and _trains_batch_norm(module):
+            size = batch_size(batch)
+            assert size is not None
+            parts = split_batch(batch, size // 2)
+        return parts
     found = split(batch, num_microbatches)
     if not isinstance(found, (list, tuple)) or not found:
         what = f"an empty {type(found).__name__}" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
@@ -82,33 +102,94 @@ def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> lis
     return list(found)
 
 
-def _cut(layout: Layout, size: int, start: int, stop: int) -> Layout:
-    """`layout` with its lists cut; the same object if there are none."""
+def _trains_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(part, _BatchNorm) and part.training for part in module.modules())
+
+
+def _lengths(tensors: list[Tensor], layout: Layout, path: str = "") -> Iterator[tuple[str, int]]:
+    """Each part of a value that could count samples: what to call it, and its length."""
     if isinstance(layout, Slot):
+        shape = tuple(tensors[layout.number].shape)
+        if shape:
+            yield f"{path or 'a tensor'} {list(shape)}", shape[0]
+    elif isinstance(layout, Constant):
+        shape = getattr(layout.value, "shape", ()) if _is_array(layout.value) else ()
+        if shape:
+            yield f"{path or 'an array'} {list(shape)}", shape[0]
+    elif isinstance(layout, Sequence) and _holds_samples(layout, _points(tensors)):
+        if layout.items:
+            yield f"{path or 'a list'} with {len(layout.items)} entries", len(layout.items)
+    else:
+        for name, item in _parts(layout):
+            yield from _lengths(tensors, item, path + name)
+
+
+def _parts(layout: Layout) -> Iterator[tuple[str, Layout]]:
+    """What a container holds, with how to write it after the container's name."""
+    if isinstance(layout, Dictionary):
+        names = [f"[{key!r}]" for key in layout.keys]
+    elif isinstance(layout, Object):
+        names = [f".{name}" for name in layout.names]
+    else:
+        names = [f"[{index}]" for index in range(len(layout.items))]  # type: ignore[union-attr]
+    return zip(names, layout.items, strict=True)  # type: ignore[union-attr]
+
+
+def _cut(layout: Layout, points: frozenset[int], start: int, stop: int) -> Layout:
+    """`layout` with its lists and arrays cut; the same object if there are none.
+
+    Args:
+        points: as `_points` gives them.
+    """
+    if isinstance(layout, (Slot, Pickled)):
         return layout
     if isinstance(layout, Constant):
-        if isinstance(layout.value, (list, tuple)) and len(layout.value) == size:
-            return Constant(layout.value[start:stop])
-        return layout
-    if isinstance(layout, Sequence):
-        plain = layout.type in (list, tuple) and all(_without_tensors(item) for item in layout.items)
-        if plain and len(layout.items) == size:
-            return Sequence(layout.type, layout.items[start:stop])
-    if isinstance(layout, Object) and not hasattr(layout.type, "__dataclass_fields__"):
-        raise ValueError(
-            f"cannot split an object of type {layout.type.__name__} in the batch; define "
-            f"split_batch(batch, num_microbatches) on the LightningModule"
-        )
-    assert isinstance(layout, (Sequence, Dictionary, Object))
-    items = tuple(_cut(item, size, start, stop) for item in layout.items)
+        return Constant(layout.value[start:stop]) if _is_array(layout.value) and layout.value.shape else layout
+    if isinstance(layout, Sequence) and _holds_samples(layout, points):
+        return Sequence(layout.type, layout.items[start:stop])
+    items = tuple(_cut(item, points, start, stop) for item in layout.items)
     is_same = all(new is old for new, old in zip(items, layout.items, strict=True))
     return layout if is_same else layout._replace(items=items)
 
 
-def _without_tensors(layout: Layout) -> bool:
+def _points(tensors: list[Tensor]) -> frozenset[int]:
+    """Numbers of the tensors without dimensions."""
+    return frozenset(number for number, tensor in enumerate(tensors) if not tensor.ndim)
+
+
+def _holds_samples(layout: Sequence, points: frozenset[int]) -> bool:
+    """Whether it is a list or tuple with an entry for each sample: plain values, or tensors without dimensions. One of
+    other tensors or arrays has an entry for each field, as torch's default_collate makes it."""
+    if layout.type not in (list, tuple):
+        return False
+    if all(isinstance(item, Constant) and item.value is None for item in layout.items):  # what is not there
+        return False
+    if all(isinstance(item, Slot) for item in layout.items):
+        return all(item.number in points for item in layout.items)
+    return all(map(_is_plain, layout.items))
+
+
+def _is_plain(layout: Layout) -> bool:
+    """Whether it holds neither tensors nor arrays."""
     if isinstance(layout, Slot):
         return False
-    return isinstance(layout, Constant) or all(_without_tensors(item) for item in layout.items)
+    return not _is_array(layout.value) if isinstance(layout, Constant) else all(map(_is_plain, layout.items))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a plain value is an array of numpy's."""
+    return type(value).__module__ == "numpy" and hasattr(value, "shape")
+
+
+def _unknown_class(layout: Layout) -> str:
+    """The class of an object in which nothing tells how to cut it; empty if there is none."""
+    if isinstance(layout, (Slot, Constant)):
+        return ""
+    if isinstance(layout, Pickled):
+        return layout.name
+    if isinstance(layout, Object) and not hasattr(layout.type, "__dataclass_fields__"):
+        return layout.type.__name__
+    return next(filter(None, map(_unknown_class, layout.items)), "")
 
 
 def signature(microbatch: Any) -> tuple[list[Tensor], Layout, tuple[Any, ...]]:
@@ -122,6 +203,8 @@ def _structure(layout: Layout) -> Any:
     """What of a layout can decide how a step runs: its containers, and constants other than text and fractions."""
     if isinstance(layout, Slot):
         return layout.number
+    if isinstance(layout, Pickled):
+        return layout.name, layout.content
     if isinstance(layout, Constant):
         value = layout.value
         return ("c", value) if isinstance(value, (bool, int, type(None), torch.dtype)) else ("c", type(value).__name__)

@@ -73,7 +73,7 @@ class StagePlan:
         schedule: the schedule's name.
         stages: of each virtual stage.
         step_seconds: of a training step without what Lightning does around it.
-        bubble: idle share of all ranks' time, 0 to 1.
+        bubble: idle share of all ranks' time in the simulation, 0 to 1.
         peak_bytes: of each rank, parameters and activations.
         is_measured: the stages' times are measured, not estimated.
         is_best: no other cut at these places is faster.
@@ -105,7 +105,7 @@ class StagePlan:
         how = "measured" if self.is_measured else "estimated"
         lines = [
             f"# {self.num_stages} stages, {self.schedule}, {self.num_microbatches} micro-batches: {how}",
-            f"# {self.step_seconds * 1e3:.4g} ms a step, bubble {self.bubble:.1%}.",
+            f"# {self.step_seconds * 1e3:.4g} ms a step{' when it was tried' * self.is_tried}.",
             "stage_config:",
             *(f"  {json.dumps(name)}: {stage}" for name, stage in self.stage_config.items()),
             f"num_stages: {self.num_stages}",
@@ -280,10 +280,10 @@ def _best_cuts(
     if not made:
         names = ", ".join(repr(call.name) for call in tried) or "none"
         raise NothingToCutError(
-            f"{type(costs.root).__name__} is to be cut into {schedule.num_stages} stages, and its step calls "
-            f"{len(tried)} modules that a stage can begin with ({names}): use devices={max(1, len(tried))} or fewer, "
-            f"or fewer stages and more replicas (num_stages={max(1, len(tried))}). A stage begins with a submodule "
-            f"that the step calls once and directly, or from forwards of modules around it"
+            f"{type(costs.root).__name__} is to be cut into {schedule.num_stages} stages, and its {costs.step} "
+            f"calls {len(tried)} modules that a stage can begin with ({names}): use devices={max(1, len(tried))} or "
+            f"fewer, or fewer stages and more replicas (num_stages={max(1, len(tried))}). A stage begins with a "
+            f"submodule that the step calls once and directly, or from forwards of modules around it"
         )
     return made
 

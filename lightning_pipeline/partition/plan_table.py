@@ -12,11 +12,12 @@ from lightning_pipeline.partition.plan import StagePlan
 def plan_table(plan: StagePlan) -> Table:
     """A row for each virtual stage; times are of one micro-batch."""
     how = "measured" if plan.is_measured else "estimated"
-    known = "when it was tried" if plan.is_tried else f"expected, from {how} times"
-    title = (
-        f"{plan.schedule}, {plan.num_microbatches} micro-batches: {plan.step_seconds * 1e3:.4g} ms a step and a bubble "
-        f"of {plan.bubble:.1%} {known}"
-    )
+    known = f"and a bubble of {plan.bubble:.1%} expected, from {how} times"
+    if plan.is_tried:
+        known = "when it was tried"
+        if plan.reduction_seconds:
+            known += f", {plan.reduction_seconds * 1e3:.3g} ms of it expected for sums over replicas"
+    title = f"{plan.schedule}, {plan.num_microbatches} micro-batches: {plan.step_seconds * 1e3:.4g} ms a step {known}"
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_pipeline.partition.absent import ValueId, ValueMeta
-from lightning_pipeline.partition.tree import Constant, Layout, Slot
+from lightning_pipeline.partition.tree import Constant, Layout, Pickled, Slot
 
 
 class Alias:
@@ -103,7 +103,7 @@ def picklable(layout: Layout) -> Layout:
         except Exception:
             return Constant(Opaque(repr(layout.value)[:200]))
         return layout
-    if isinstance(layout, Slot):
+    if isinstance(layout, (Slot, Pickled)):
         return layout
     return layout._replace(items=tuple(picklable(item) for item in layout.items))
 

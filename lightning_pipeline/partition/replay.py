@@ -27,6 +27,7 @@ from lightning_pipeline.partition.outcome import DivergenceError, Outcome, Stage
 from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.received import Received
 from lightning_pipeline.partition.record import Record
+from lightning_pipeline.partition.stage_config import is_stateless, runs_anywhere
 
 BATCH = -1
 """The event number of the batch's tensors."""
@@ -69,6 +70,7 @@ class Replay(TorchFunctionMode):
         self._term = term
         self._passed = ""
         self.at = 0
+        self._opened_by: Leaf | None = None
         self.number = 0
         self.inside = False
         self.checkpointed = 0
@@ -189,12 +191,19 @@ class Replay(TorchFunctionMode):
 
     def _move(self, leaf: Leaf, stage: int) -> None:
         if stage < self.at:
+            way_out = (
+                f"stages follow the data, so give it {self.at} or higher, or move the cut; a module that is called "
+                f"twice in a step is called once, on its inputs put together"
+            )
+            for cause in (leaf, self._opened_by):  # the data may also have come here too soon
+                if cause is not None and cause.has_key and is_stateless(cause.module):
+                    way_out = runs_anywhere(cause.name, cause.module)
+                    break
             raise ValueError(
                 f"{self._term}s are out of order: {leaf.name!r} is on {self._term} {stage} and is called after "
-                f"{self._at_leaf!r} of {self._term} {self.at}; stages follow the data, so give it {self.at} or higher, "
-                f"or move the cut; a module that is called twice in a step is called once, on its inputs put together "
-                f"({users_line()})"
+                f"{self._at_leaf!r} of {self._term} {self.at}; {way_out} ({users_line()})"
             )
+        self._opened_by = leaf
         self._go_to(stage, leaf.name)
 
     def _go_to(self, stage: int, leaf: str | None) -> None:

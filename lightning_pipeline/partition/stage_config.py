@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -13,8 +13,15 @@ import yaml
 from torch import nn
 
 from lightning_pipeline.partition.compiled import is_original, plain_name
+from lightning_pipeline.schedules.errors import shown
+from lightning_pipeline.schedules.limits import MAX_PASSES
+from lightning_pipeline.schedules.text_file import read_text
 
-_SLICE = re.compile(r"^(?P<container>.*?)\.?(?P<start>\d*):(?P<stop>\d*)$")
+MAX_PLAN_BYTES = 2**18
+"""Of a plan's file: some thousand keys."""
+
+# With a bound on the digits the search stays linear in a key from a file.
+_SLICE = re.compile(r"(?P<container>.*?)\.?(?P<start>[0-9]{0,18}):(?P<stop>[0-9]{0,18})", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,11 @@ def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> d
     """The keys in force: `config`, else `module.stage_config`, else the `pipeline_stage` attributes of its modules.
 
     Empty where the cut is to be found automatically: "auto", or nothing says anything. A path is that of a saved plan.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TypeError: `config` is neither a mapping nor a path.
+        ValueError: the file is no plan, or a value is no stage.
     """
     if config is None:
         config = getattr(module, "stage_config", None)
@@ -79,9 +91,29 @@ def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> d
         }
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"stage_config is a mapping from module names to stages, such as {{'layers.4': 1}}; got {config!r}"
+            f"stage_config is a mapping from module names to stages, such as {{'layers.4': 1}}; got {shown(config)}"
         )
+    for key, stage in config.items():
+        if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < MAX_PASSES):
+            raise ValueError(f"stage_config has the key {shown(key)}, which is no name of a module")
+        _check_stage(key, stage)
     return {str(key): value for key, value in config.items()}
+
+
+def _check_stage(key: object, stage: object) -> None:
+    if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < MAX_PASSES:
+        raise ValueError(
+            f"stage_config[{shown(key)}] is {shown(stage)}; a stage is a whole number from 0 to {MAX_PASSES - 1:,}"
+        )
+
+
+class _PlanLoader(yaml.SafeLoader):
+    """YAML's plain values, each written once: a few aliases in one another make a value that no memory can hold."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"an alias in line {self.peek_event().start_mark.line + 1}, and plans have none")
+        return super().compose_node(parent, index)
 
 
 def _read_file(path: Path) -> Mapping[str, int]:
@@ -90,7 +122,12 @@ def _read_file(path: Path) -> Mapping[str, int]:
         raise FileNotFoundError(
             f'stage_config={str(path)!r} is no file: give "auto", a mapping, or the path of a plan that was saved'
         )
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    text = read_text(path, kind="a plan", most=MAX_PLAN_BYTES)
+    try:
+        content = yaml.load(text, Loader=_PlanLoader)
+    except Exception as error:  # values such as 0000-00-00 raise what their constructors happen to raise
+        reason = str(error).replace("\n", " ")[:500]
+        raise ValueError(f"{path} is not a plan in YAML: {type(error).__name__}: {reason}") from None
     config = content.get("stage_config") if isinstance(content, Mapping) and "stage_config" in content else content
     if not isinstance(config, Mapping) or not config:
         raise ValueError(f"{path} has no stage_config: it needs a mapping of modules to stages, such as 'layers.4: 1'")
@@ -123,13 +160,14 @@ def resolve(
         ValueError: a value is no stage, a stage has no key, or nothing is to be cut.
     """
     names = dict(module.named_modules())
+    shared = {found[0] for found in places(module).values() if len(found) > 1}
     exact: dict[str, int] = {}
     for key, stage in config.items():
-        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-            raise ValueError(f"stage_config[{key!r}] is {stage!r}; a stage is a whole number from 0")
-        for name in _expand(key, names):
+        _check_stage(key, stage)
+        for name in _expand(key, names, shared):
             if name in exact and exact[name] != stage:
-                raise ValueError(f"stage_config gives {name!r} two stages, {exact[name]} and {stage}")
+                several = "; where several stages call it, leave it out" if name in shared else ""
+                raise ValueError(f"stage_config gives {name!r} two stages, {exact[name]} and {stage}{several}")
             exact[name] = stage
     if num_stages == 1:
         return StageMap(1)
@@ -138,10 +176,10 @@ def resolve(
         if by_group:
             exact = _along_the_data(exact, names, num_stages)
         count = max(exact.values()) + 1
-        missing = sorted(set(range(1, count)) - set(exact.values()))
+        missing = _first_missing(set(exact.values()), count)
         if missing:
             raise ValueError(
-                f"no module of stage_config is on virtual stage {missing[0]} of {count}, so it would never be reached; "
+                f"no module of stage_config is on virtual stage {missing} of {count}, so it would never be reached; "
                 f"name the first module of that virtual stage, or number them without a gap"
             )
         if count % num_stages:
@@ -159,17 +197,22 @@ def _along_the_data(groups: Mapping[str, int], names: Mapping[str, nn.Module], n
     """From device groups to virtual stages: every change of the group opens the next one."""
     stages: dict[str, int] = {}
     stage = group = 0
+    opened_by = None
     for name in names:
         if name in groups:
             if groups[name] != group:
                 following = (group + 1) % num_groups
                 if groups[name] != following:
+                    way_out = "give it to a module in between, or number the virtual stages along the data"
+                    for cause in (name, opened_by):
+                        if cause is not None and is_stateless(names[cause]):
+                            way_out = runs_anywhere(cause, names[cause])
+                            break
                     raise ValueError(
                         f"stage_config puts {name!r} on device group {groups[name]}, and the modules before it are on "
-                        f"{group}; the data goes round the device groups, so {following} comes next: give it to a "
-                        f"module in between, or number the virtual stages along the data"
+                        f"{group}; the data goes round the device groups, so {following} comes next: {way_out}"
                     )
-                stage, group = stage + 1, following
+                stage, group, opened_by = stage + 1, following, name
             stages[name] = stage
     return stages
 
@@ -180,26 +223,79 @@ def count_stages(config: Mapping[str, int]) -> int | None:
     return max(stages) + 1 if stages else None
 
 
-def _expand(key: str, names: Mapping[str, nn.Module]) -> list[str]:
-    if key in names and key and not is_original(key):
-        return [key]
-    outer = {plain_name(name): name for name in reversed(list(names))}  # a compiled module's wrapper comes before it
-    if key and plain_name(key) in outer:
-        return [outer[plain_name(key)]]
-    match = _SLICE.match(key)
+def is_stateless(module: nn.Module) -> bool:
+    """Whether no stage has to hold anything for it."""
+    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
+
+
+def runs_anywhere(name: str, module: nn.Module) -> str:
+    """What to do about the key of a stateless module that several stages call, as part of an error."""
+    return (
+        f"{name!r} ({type(module).__name__}) has no parameters, and such a layer runs where its input is, on every "
+        f"stage that calls it; its key in stage_config, or its pipeline_stage, can go"
+    )
+
+
+def places(root: nn.Module) -> dict[int, list[str]]:
+    """Where each module is, by its id: its names under the first names of the modules that it is in, its own first one
+    before the others."""
+    found: dict[int, list[str]] = {}
+    for name, module in root.named_modules():
+        found.setdefault(id(module), []).insert(0, name)
+        for child_name, child in module._modules.items():
+            place = f"{name}.{child_name}" if name else child_name
+            if child is not None:
+                found.setdefault(id(child), []).append(place)
+    return {key: list(dict.fromkeys(names)) for key, names in found.items()}
+
+
+def _expand(key: str, names: Mapping[str, nn.Module], shared: Container[str]) -> list[str]:
+    name = _first_name(key, names)
+    if name is not None:
+        if name in shared and plain_name(name) != plain_name(key):
+            raise ValueError(_other_name(key, name, names[name]))
+        return [name]
+    match = _SLICE.fullmatch(key)
     if match is None:
         raise KeyError(_unknown(key, names))
     container = match["container"]
-    container = {plain_name(name): name for name in names}.get(plain_name(container), container)
+    inner = {plain_name(name): name for name in names}  # a compiled module's wrapper has one child
+    container = inner.get(plain_name(container)) or _first_name(container, names) or container
     if container not in names:
         raise KeyError(_unknown(container, names))
-    children = [name for name, _ in names[container].named_children()]
+    children = [name for name, child in names[container]._modules.items() if child is not None]
     start = int(match["start"] or 0)
     stop = int(match["stop"] or len(children))
     if not 0 <= start < stop <= len(children):
-        raise ValueError(f"stage_config key {key!r}: {container!r} has modules 0 to {len(children) - 1}")
+        raise ValueError(f"stage_config key {shown(key)}: {container!r} has modules 0 to {len(children) - 1}")
     prefix = f"{container}." if container else ""
-    return [prefix + child for child in children[start:stop]]
+    found = [_first_name(prefix + child, names) for child in children[start:stop]]
+    # A slice is about what stages hold. What holds nothing, and is in several places, runs where its input is.
+    return [name for name in found if name is not None and not (name in shared and is_stateless(names[name]))]
+
+
+def _first_name(key: str, names: Mapping[str, nn.Module]) -> str | None:
+    """The name by which the tree knows the module that `key` names; None if it names none."""
+    if not key:
+        return None
+    if key in names and not is_original(key):
+        return key
+    outer = {plain_name(name): name for name in reversed(list(names))}  # a compiled module's wrapper comes before it
+    if plain_name(key) in outer:
+        return outer[plain_name(key)]
+    try:
+        module = names[""].get_submodule(key)  # under another name of a module that is in several places
+    except AttributeError:
+        return None
+    return next((name for name, other in names.items() if other is module), None)
+
+
+def _other_name(key: str, name: str, module: nn.Module) -> str:
+    if is_stateless(module):
+        way_out = runs_anywhere(name, module)
+    else:
+        way_out = "where one stage calls it, use that name; where several do, it needs no key, and runs on each of them"
+    return f"stage_config names {key!r}, which is {name!r} as well; {way_out}"
 
 
 def _unknown(key: str, names: Mapping[str, nn.Module]) -> str:
@@ -207,7 +303,7 @@ def _unknown(key: str, names: Mapping[str, nn.Module]) -> str:
     close = difflib.get_close_matches(key, [name for name in names if name], n=4, cutoff=0.4)
     close += [name for name in names if name.rpartition(".")[2] == last and name and name not in close][:4]
     hint = f"; the closest names are {', '.join(map(repr, close))}" if close else ""
-    return f"stage_config names {key!r}, and the module has no submodule of that name{hint}"
+    return f"stage_config names {shown(key)}, and the module has no submodule of that name{hint}"
 
 
 def _check_stages(module: nn.Module, exact: Mapping[str, int], num_stages: int) -> None:
@@ -224,12 +320,17 @@ def _check_stages(module: nn.Module, exact: Mapping[str, int], num_stages: int) 
             f"{num_stages - 1}; give num_stages={max(used) + 1}, lower the stage, or choose a schedule of virtual "
             f"stages such as interleaved_1f1b"
         )
-    missing = sorted(set(range(1, num_stages)) - used)
+    missing = _first_missing(used, num_stages)
     if missing:
         raise ValueError(
-            f"no module of stage_config is on stage {missing[0]} of num_stages={num_stages}, so it would never be "
+            f"no module of stage_config is on stage {missing} of num_stages={num_stages}, so it would never be "
             f"reached; name the first module of that stage, or give num_stages={len(used | {0})}"
         )
+
+
+def _first_missing(used: Collection[int], count: int) -> int | None:
+    """The first of the stages from 1 to `count` - 1 that is not used."""
+    return next((stage for stage in range(1, count) if stage not in used), None)
 
 
 def _suggestion(module: nn.Module, num_stages: int) -> dict[str, int]:

@@ -65,7 +65,7 @@ def time_step(
     modules of many parts would look fast.
 
     Raises:
-        RuntimeError: no run called the modules that the trace has.
+        ValueError: no run called the modules that the trace has.
     """
     runs: list[tuple[list[float], list[float]]] = []
     began = time.perf_counter()
@@ -80,7 +80,10 @@ def time_step(
             if found is not None:
                 runs.append(found)
     if not runs:
-        raise RuntimeError("the step calls other modules each time")
+        raise ValueError(
+            f"{type(root).__name__} cannot be cut automatically, as its step calls other modules each time that it is "
+            f"measured: name the first module of each later stage in stage_config"
+        )
     if len(runs) > 2:
         runs = runs[1:]  # the first one warms up
     runs.sort(key=lambda run: sum(run[0]) + sum(run[1]))

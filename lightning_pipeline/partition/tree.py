@@ -2,13 +2,19 @@
 
 `flatten` turns any value into its tensors and a *layout*, a plain picklable and (where its constants are) hashable
 description; `rebuild` makes an equal value around other tensors. Containers are lists, tuples, named tuples, mappings
-(including user classes such as Hugging Face's `ModelOutput` and `BatchEncoding`), dataclasses, sets without tensors,
-and objects that keep tensors in their attributes.
+(including user classes such as Hugging Face's `ModelOutput` and `BatchEncoding`), dataclasses, objects that keep
+tensors in their attributes, and whatever else can be pickled, such as torch_geometric's `Data`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
+import io
+import pickle
+import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -52,10 +58,23 @@ class Object(NamedTuple):
     items: tuple[Any, ...]
 
 
-Layout = Slot | Constant | Sequence | Dictionary | Object
+class Pickled(NamedTuple):
+    """An object whose class says how it is pickled, or whose attributes do not say it all; its tensors are apart."""
 
-_ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type, range, slice)
+    name: str
+    content: bytes
+    items: tuple[Slot, ...]
+
+
+Layout = Slot | Constant | Sequence | Dictionary | Object | Pickled
+
+_ATOMS = (
+    *(int, float, bool, str, bytes, complex, type(None), range, slice, type, enum.Enum),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator, torch.UntypedStorage, torch.TypedStorage),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial),
+)
 _MAX_DEPTH = 16
+_SETS = (set, frozenset, deque)
 _SLOTS = tuple(Slot(number) for number in range(64))  # those that most values need
 
 
@@ -86,6 +105,8 @@ def rebuild(layout: Layout, tensors: list[Any] | tuple[Any, ...]) -> Any:
         return layout.type(*items) if hasattr(layout.type, "_fields") else layout.type(items)
     if isinstance(layout, Dictionary):
         return _rebuild_dictionary(layout, tensors)
+    if isinstance(layout, Pickled):
+        return _WithTensors(layout, tensors).load()
     assert isinstance(layout, Object)
     made: Any = object.__new__(layout.type)
     for name, item in zip(layout.names, layout.items, strict=True):
@@ -136,8 +157,10 @@ def _flatten(value: Any, tensors: list[Tensor], seen: dict[int, Slot], depth: in
         keys = tuple(value.keys())
         items = _flatten_all([value[key] for key in keys], tensors, seen, depth + 1)
         return Dictionary(type(value), keys, items, _mapping_attributes(value))
+    if _says_how_to_pickle(value) and (pickled := _pickled(value, tensors, seen)) is not None:
+        return pickled
     own = attributes(value)
-    if not own or callable(value) or isinstance(value, torch.Generator):
+    if not own:
         return Constant(value)
     names = tuple(own)
     items = _flatten_all([own[name] for name in names], tensors, seen, depth + 1)
@@ -151,6 +174,66 @@ def attributes(value: Any) -> dict[str, Any] | None:
     if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):  # one with slots
         return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     return getattr(value, "__dict__", None)
+
+
+def _says_how_to_pickle(value: Any) -> bool:
+    """Whether attributes are not all there is to an object: torch_geometric's refer to one another weakly, and are of
+    classes made on the way; others keep tensors in slots, or in a container of C's."""
+    cls = type(value)
+    if cls in _SETS:
+        return any(isinstance(item, Tensor) for item in value)
+    if dataclasses.is_dataclass(cls) or cls.__module__ == "numpy":
+        return False
+    return (
+        callable(value)
+        or cls.__reduce_ex__ is not object.__reduce_ex__
+        or cls.__reduce__ is not object.__reduce__
+        or hasattr(cls, "__setstate__")
+        or (hasattr(cls, "__slots__") and not hasattr(value, "__dict__"))
+    )
+
+
+class _TensorsApart(pickle.Pickler):
+    """Pickles an object but for its tensors, which take slots."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor], seen: dict[int, Slot]) -> None:
+        super().__init__(file)
+        self._tensors, self._seen = tensors, seen
+        self.slots: dict[int, Slot] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if isinstance(value, nn.Module):
+            raise pickle.PicklingError("a module stays what it is")
+        if not isinstance(value, Tensor):
+            return None
+        slot = _slot(value, self._tensors, self._seen)
+        self.slots[slot.number] = slot
+        return slot.number
+
+
+class _WithTensors(pickle.Unpickler):
+    def __init__(self, layout: Pickled, tensors: list[Any] | tuple[Any, ...]) -> None:
+        super().__init__(io.BytesIO(layout.content))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Any:
+        return self._tensors[number]
+
+
+def _pickled(value: Any, tensors: list[Tensor], seen: dict[int, Slot]) -> Layout | None:
+    """None for what cannot be pickled."""
+    file, before = io.BytesIO(), len(tensors)
+    pickler = _TensorsApart(file, tensors, seen)
+    try:
+        pickler.dump(value)
+    except Exception:  # whatever a class of the user's raises
+        for tensor in tensors[before:]:
+            del seen[id(tensor)]
+        del tensors[before:]
+        return None
+    if not pickler.slots:
+        return Constant(value)
+    return Pickled(type(value).__qualname__, file.getvalue(), tuple(pickler.slots.values()))
 
 
 def _flatten_all(values: Iterable[Any], tensors: list[Tensor], seen: dict[int, Slot], depth: int) -> tuple[Layout, ...]:

@@ -285,6 +285,7 @@ class Pipeline:
 
     def _describe(self, kind: Hashable, microbatches: list[Any]) -> tuple[Announcement, list[list[Tensor]]]:
         announcement = Announcement([], [], {}, {})
+        sizes: list[int | None] = []
         all_tensors = []
         for index, microbatch in enumerate(microbatches):
             tensors, layout, shape_key = signature(microbatch)
@@ -299,8 +300,10 @@ class Pipeline:
             elif not _same(layout, self._layouts[number]):
                 announcement.layouts[index] = layout
             announcement.numbers.append(number)
-            announcement.sizes.append(num_rows(tensors) or batch_size(microbatch) or 1)
+            sizes.append(num_rows(tensors) or batch_size(microbatch))
             all_tensors.append(tensors)
+        # Where a split of the user's leaves open how many samples there are, micro-batches count alike.
+        announcement.sizes.extend(size if None not in sizes else 1 for size in sizes)  # type: ignore[misc]
         return announcement, all_tensors
 
     def _forget(self, *, keep: int) -> None:

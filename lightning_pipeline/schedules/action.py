@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_pipeline.schedules.errors import ScheduleError
+from lightning_pipeline.schedules.errors import ScheduleError, shown
+from lightning_pipeline.schedules.limits import MAX_PASSES
 
 
 class Kind(str, Enum):
@@ -39,7 +40,8 @@ class Kind(str, Enum):
 
 
 _COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-_NOTATION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
+_NOTATION = re.compile(r"([0-9]+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]+)")
+_MAX_DIGITS = 18  # of a number that is read at all, leading zeros too
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -49,7 +51,7 @@ class Action:
     ``kind`` may be given as text. The notation is that of ``torch.distributed.pipelining``.
 
     Raises:
-        ScheduleError: for an unknown kind, or a negative stage or micro-batch.
+        ScheduleError: for an unknown kind, a negative stage or micro-batch, or one beyond what any schedule has.
     """
 
     kind: Kind
@@ -63,9 +65,10 @@ class Action:
             except ValueError:
                 kinds = ", ".join(Kind)
                 raise ScheduleError(f"unknown kind of action {self.kind!r}; the kinds are {kinds}") from None
-        if self.stage < 0 or self.microbatch < 0:
+        if not (0 <= self.stage < MAX_PASSES and 0 <= self.microbatch < MAX_PASSES):
             raise ScheduleError(
-                f"stage and micro-batch of an action count from 0, got stage={self.stage}, microbatch={self.microbatch}"
+                f"stage and micro-batch of an action count from 0 to {MAX_PASSES - 1:,}, got "
+                f"stage={shown(self.stage)}, microbatch={shown(self.microbatch)}"
             )
 
     @classmethod
@@ -76,10 +79,10 @@ class Action:
             ScheduleError: if ``text`` is anything else.
         """
         match = _NOTATION.fullmatch(text.strip())
-        if match is None:
+        if match is None or max(len(match[1]), len(match[3])) > _MAX_DIGITS:
             raise ScheduleError(
-                f"cannot read the action {text!r}; write stage, kind and micro-batch, such as 2F0, "
-                f"with one of the kinds {', '.join(Kind)}"
+                f"cannot read the action {shown(text)}; write stage, kind and micro-batch, such as 2F0, "
+                f"with one of the kinds {', '.join(Kind)}, and numbers below {MAX_PASSES:,}"
             )
         stage, kind, microbatch = match.groups()
         return cls(Kind(kind), int(stage), int(microbatch))

@@ -10,6 +10,7 @@ from itertools import groupby, product
 
 from lightning_pipeline.schedules.action import Action, Kind
 from lightning_pipeline.schedules.errors import ScheduleError
+from lightning_pipeline.schedules.limits import require_counts
 from lightning_pipeline.schedules.schedule import Schedule, loop_placement
 
 
@@ -35,9 +36,9 @@ def forward_only(
         placement: for each virtual stage its rank, in place of a loop.
 
     Raises:
-        ScheduleError: for a count below one, or a placement on a rank that does not exist.
+        ScheduleError: for a count below one or beyond any schedule's, or a placement on a rank that does not exist.
     """
-    require_positive(num_ranks, num_microbatches, num_virtual_stages)
+    require_counts(num_ranks, num_microbatches, num_virtual_stages)
     placement = loop_placement(num_ranks, num_virtual_stages) if placement is None else tuple(placement)
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     for rank, run in groupby(range(len(placement)), key=placement.__getitem__):
@@ -56,7 +57,7 @@ def gpipe(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) ->
     With several virtual stages a rank finishes one for all micro-batches before the next, forward in ascending and
     backward in descending order of stages. Micro-batches ascend in both.
     """
-    require_positive(num_ranks, num_microbatches, num_virtual_stages)
+    require_counts(num_ranks, num_microbatches, num_virtual_stages)
     orders = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * num_virtual_stages, num_ranks)
@@ -77,7 +78,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_virtual_stages: int =
     Raises:
         ScheduleError: for more than one virtual stage on a rank.
     """
-    require_positive(num_ranks, num_microbatches, num_virtual_stages)
+    require_counts(num_ranks, num_microbatches, num_virtual_stages)
     if num_virtual_stages != 1:
         raise ScheduleError(
             f"1f1b runs one virtual stage on each rank, got num_virtual_stages={num_virtual_stages}; "
@@ -114,7 +115,7 @@ def interleaved_1f1b_low_memory(num_ranks: int, num_microbatches: int, num_virtu
 
 
 def _interleaved(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int, *, hop: int) -> Schedule:
-    require_positive(num_ranks, num_microbatches, num_virtual_stages)
+    require_counts(num_ranks, num_microbatches, num_virtual_stages)
     extra = num_microbatches % num_ranks
     # The first group takes in what does not fill a group of its own.
     first = min(num_ranks + extra, num_microbatches)
@@ -147,12 +148,3 @@ def _alternate(
 
 def _schedule(name: str, orders: list[tuple[Action, ...]], num_microbatches: int, num_virtual_stages: int) -> Schedule:
     return Schedule(name, tuple(orders), num_microbatches, loop_placement(len(orders), num_virtual_stages))
-
-
-def require_positive(num_ranks: int, num_microbatches: int, num_virtual_stages: int) -> None:
-    """Raise a ScheduleError for a count below one."""
-    if min(num_ranks, num_microbatches, num_virtual_stages) < 1:
-        raise ScheduleError(
-            f"a schedule needs at least one rank, micro-batch and virtual stage, got num_ranks={num_ranks}, "
-            f"num_microbatches={num_microbatches}, num_virtual_stages={num_virtual_stages}"
-        )

@@ -6,9 +6,12 @@ import json
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from lightning_pipeline.schedules.action import Action
-from lightning_pipeline.schedules.errors import ScheduleError
+from lightning_pipeline.schedules.errors import ScheduleError, shown
+from lightning_pipeline.schedules.limits import MAX_PROCESSES, MAX_TIME, MAX_TRACE_BYTES
+from lightning_pipeline.schedules.text_file import read_text
 from lightning_pipeline.schedules.timeline import Reductions, Timeline, extent
 
 Event = dict[str, object]
@@ -22,15 +25,23 @@ def load_chrome_trace(path: str | PathLike[str]) -> list[list[tuple[Action, floa
         OSError: if it cannot be read.
     """
     try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
-        spans = [event for event in events if event["ph"] == "X"]
-        rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(1 + max(span["tid"] for span in spans))]
-        for span in spans:
-            start = span["ts"] / 1e6
-            rows[span["tid"]].append((Action.parse(span["name"]), start, start + span["dur"] / 1e6))
-    except (KeyError, TypeError, ValueError) as error:
+        content = json.loads(read_text(path, kind="a trace of a pipeline", most=MAX_TRACE_BYTES))
+        spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
+        ranks = [int(_number(span, "tid", MAX_PROCESSES)) for span in spans]
+        rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(1 + max(ranks))]
+        for rank, span in zip(ranks, spans, strict=True):
+            start, length = (_number(span, name, MAX_TIME) / 1e6 for name in ("ts", "dur"))
+            rows[rank].append((Action.parse(span["name"]), start, start + length))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ScheduleError(f"{path} is no trace of a pipeline ({type(error).__name__}: {error})") from None
     return rows
+
+
+def _number(event: dict[str, Any], name: str, most: float) -> float:
+    value = event[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < most:
+        raise ValueError(f"{name} is {shown(value)}, and not a number from 0 to {most:g}")
+    return value
 
 
 def save_chrome_trace(

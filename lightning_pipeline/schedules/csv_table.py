@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import io
 from os import PathLike
 from pathlib import Path
 
+from lightning_pipeline.schedules.action import Action
 from lightning_pipeline.schedules.custom import infer_placement, read_compute
 from lightning_pipeline.schedules.drawing import time_slots
 from lightning_pipeline.schedules.errors import ScheduleError
+from lightning_pipeline.schedules.limits import MAX_ACTIONS, MAX_CSV_BYTES, MAX_RANKS
 from lightning_pipeline.schedules.schedule import Schedule
+from lightning_pipeline.schedules.text_file import read_text
 
 
 def load_csv(path: str | PathLike[str]) -> Schedule:
@@ -18,24 +22,38 @@ def load_csv(path: str | PathLike[str]) -> Schedule:
     A virtual stage is placed on the first rank that names it. The file is not checked further: see ``check``.
 
     Raises:
-        ScheduleError: for a cell that is no compute action, a stage that no rank names, or an empty file.
+        ScheduleError: it is no CSV file or a larger one than any schedule (``limits``), has a cell that is no compute
+            action or a stage that no rank names, or is empty. Names the file.
+        OSError: it cannot be read.
     """
     path = Path(path)
-    # Spreadsheets put a byte order mark in front.
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.reader(file))
-    while rows and not any(cell.strip() for cell in rows[-1]):
-        rows.pop()
-    if not rows:
+    orders: list[list[Action]] = []
+    num_actions = 0
+    try:
+        text = read_text(path, kind="a CSV file", most=MAX_CSV_BYTES)
+        for row, cells in enumerate(csv.reader(io.StringIO(text, newline="")), 1):
+            order = [
+                read_compute(cell, f"{path}, row {row}, column {column}")
+                for column, cell in enumerate(cells, 1)
+                if cell.strip()
+            ]
+            num_actions += len(order)
+            if order and (row > MAX_RANKS or num_actions > MAX_ACTIONS):
+                raise ScheduleError(
+                    f"{path} is larger than any schedule: it has actions in row {row}, {num_actions:,} so far, and "
+                    f"may have {MAX_RANKS:,} rows and {MAX_ACTIONS:,} actions"
+                )
+            if order:
+                orders += [[] for _ in range(row - 1 - len(orders))]  # ranks without actions
+                orders.append(order)
+    except ScheduleError:
+        raise
+    except csv.Error as error:
+        raise ScheduleError(f"{path} is not a CSV file: {error}") from None
+    except ValueError as error:
+        raise ScheduleError(str(error)) from None
+    if not orders:
         raise ScheduleError(f"{path} holds no actions; write one row for each rank with cells such as 0F0")
-    orders = [
-        [
-            read_compute(cell, f"{path}, row {row}, column {column}")
-            for column, cell in enumerate(cells, 1)
-            if cell.strip()
-        ]
-        for row, cells in enumerate(rows, 1)
-    ]
     return Schedule(
         name=path.stem,
         orders=tuple(map(tuple, orders)),

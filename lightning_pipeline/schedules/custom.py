@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_pipeline.schedules.action import Action
-from lightning_pipeline.schedules.errors import ScheduleError
+from lightning_pipeline.schedules.errors import ScheduleError, shown
 from lightning_pipeline.schedules.schedule import Schedule
 
 
@@ -35,7 +35,7 @@ def as_schedule(
     if not _is_list(value) or not all(map(_is_list, value)):
         raise ScheduleError(
             f"schedule {name!r} must be a Schedule, or one list for each rank of Actions or text such as '0F0', "
-            f"got {value!r}"
+            f"got {shown(value)}"
         )
     orders = [
         [
@@ -62,7 +62,7 @@ def read_compute(cell: Action | str, where: str) -> Action:
         except ScheduleError as error:
             raise ScheduleError(f"{where}: {error}") from None
     elif not isinstance(cell, Action):
-        raise ScheduleError(f"{where}: expected an Action or text such as '0F0', got {cell!r}")
+        raise ScheduleError(f"{where}: expected an Action or text such as '0F0', got {shown(cell)}")
     if not cell.kind.is_compute:
         raise ScheduleError(f"{where}: {cell} is communication; write compute actions only, the rest is added")
     return cell

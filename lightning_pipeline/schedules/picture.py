@@ -9,6 +9,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lightning_pipeline.schedules.action import Action, Kind
+from lightning_pipeline.schedules.errors import ScheduleError
+from lightning_pipeline.schedules.limits import MAX_PICTURE_RANKS
 from lightning_pipeline.schedules.timeline import Reductions, Timeline, extent, idle_share, one_at_a_time
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ _REDUCTION: Colour = (0.48, 0.32, 0.64)
 _IDLE: Colour = (0.93, 0.93, 0.93)
 _GREY: Colour = (0.35, 0.35, 0.35)
 _PALEST = 0.65
+_MOST_SHADES = 16  # that the legend lists; more cannot be told apart
 _BOX_HEIGHT, _STRIP_HEIGHT = 0.84, 0.18  # of a row; the strip of the all-reduces is below the boxes
 
 _INCHES_PER_ROW, _INCHES_PER_STRIP = 0.36, 0.1
@@ -64,7 +67,7 @@ def save_picture(
         ``path``.
 
     Raises:
-        ScheduleError: if there are no actions.
+        ScheduleError: if there are no actions, or more ranks than a picture has room for.
         ModuleNotFoundError: where matplotlib cannot be imported.
     """
     try:
@@ -75,6 +78,11 @@ def save_picture(
             f"a picture needs matplotlib, which cannot be imported ({error}): pip install lightning-pipeline[examples]"
         ) from error
     path = Path(path)
+    if len(timeline) > MAX_PICTURE_RANKS:
+        raise ScheduleError(
+            f"a picture has room for {MAX_PICTURE_RANKS} ranks, got {len(timeline)}; write a trace (.json) instead, "
+            f"which viewers scroll through"
+        )
     begin, end = extent(timeline)
     duration = max([end, *(stop for row in reductions for _, stop in row)]) - begin or 1
     inches = _width(timeline, duration)
@@ -147,7 +155,7 @@ def _draw_legend(figure: Figure, timeline: Timeline, reductions: Reductions) -> 
     present = {action.kind for row in timeline for action, _, _ in row}
     patches = [Patch(color=colour, label=label) for kind, (label, colour) in _LEGEND.items() if kind in present]
     most = max(len(_local_stages(row)) for row in timeline)
-    if most > 1:
+    if 1 < most <= _MOST_SHADES:
         patches += [
             Patch(color=_shade(_GREY, index, most), label=f"virtual stage {index} of a rank") for index in range(most)
         ]

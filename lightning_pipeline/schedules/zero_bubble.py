@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipeline.schedules.action import Action, Kind
-from lightning_pipeline.schedules.builders import interleaved_1f1b_low_memory, require_positive
+from lightning_pipeline.schedules.builders import interleaved_1f1b_low_memory
 from lightning_pipeline.schedules.errors import ScheduleError
+from lightning_pipeline.schedules.limits import require_counts
 from lightning_pipeline.schedules.schedule import Schedule, v_placement
 
 
@@ -61,13 +62,14 @@ def zbv(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) -> S
     Raises:
         ScheduleError: unless there are two virtual stages on each rank.
     """
-    require_positive(num_ranks, num_microbatches, num_virtual_stages)
+    require_counts(num_ranks, num_microbatches, num_virtual_stages)
     if num_virtual_stages != 2:
         raise ScheduleError(
             f"zbv runs two virtual stages on each rank, got num_virtual_stages={num_virtual_stages}; "
             f"use num_virtual_stages=2, or zero_bubble for one and interleaved_zero_bubble for any number"
         )
     full = max(num_microbatches, 2 * num_ranks - 1)
+    require_counts(num_ranks, full, num_virtual_stages)
     orders = tuple(_zbv_order(num_ranks, full, rank) for rank in range(num_ranks))
     return Schedule("zbv", orders, full, v_placement(num_ranks)).take(num_microbatches)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from lightning_pipeline.partition.stage_config import AUTO
+from lightning_pipeline.schedules.errors import shown
+from lightning_pipeline.schedules.limits import MAX_PASSES, MAX_PROCESSES, MAX_RANKS
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
 
 ALIKE = (
@@ -41,16 +43,16 @@ def check_arguments(
         raise ValueError(f'data_parallel is "replicate" or "fsdp", got {data_parallel!r}')
     if data_parallel == "fsdp" and opt_shard:
         raise ValueError('data_parallel="fsdp" shards the optimizer state already: leave opt_shard=True out')
-    _check_count("tensor_parallel_size", tensor_parallel_size)
+    _check_count("tensor_parallel_size", tensor_parallel_size, MAX_PROCESSES)
     if tensor_parallel_size > 1 and num_stages is None:
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size} needs num_stages as well, as configure_model gets the "
             f"device mesh before the stages are counted"
         )
     if num_stages is not None:
-        _check_count("num_stages", num_stages)
+        _check_count("num_stages", num_stages, MAX_RANKS)
     if num_microbatches is not None and num_microbatches != AUTO:
-        _check_count("num_microbatches", num_microbatches)
+        _check_count("num_microbatches", num_microbatches, MAX_PASSES)
     if max_live_microbatches is not None and not choice.is_auto:
         raise ValueError(
             f'max_live_microbatches={max_live_microbatches} goes with schedule="auto", which chooses; '
@@ -58,6 +60,8 @@ def check_arguments(
         )
 
 
-def _check_count(name: str, value: int | str) -> None:
+def _check_count(name: str, value: int | str, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is a whole number from 1, got {value!r}")
+        raise ValueError(f"{name} is a whole number from 1, got {shown(value)}")
+    if value > most:
+        raise ValueError(f"{name} is at most {most:,}, got {shown(value)}")

@@ -55,8 +55,7 @@ _CONSIDERED = {1: ("1f1b", "zero_bubble"), 2: ("interleaved_1f1b", "interleaved_
 class AutomaticCut:
     """Finds out, on the first step's batch, where to cut a module that nobody said it of.
 
-    Until the first training step every rank holds the whole module, so that the cut is free. A validation step before
-    it is cut as well, for itself.
+    Until then every rank holds the whole module, so that the cut is free. A fit is cut by its first training step.
 
     Args:
         choice: what `schedule=` stands for.
@@ -75,7 +74,7 @@ class AutomaticCut:
         device: torch.device,
     ) -> None:
         self.is_cut = False
-        """Whether steps can run: an evaluation step has been cut, if not yet a training step."""
+        """Whether evaluation steps can run, by a cut of their own, which the first training step replaces."""
         self._module = module
         self._choice = choice
         self._num_stages = num_stages
@@ -117,7 +116,7 @@ class AutomaticCut:
         microbatches = restored(everybody(lambda: described(self._microbatches(batch))), self._device)
         step = loss_step(self._module, name, tuple(others), context, self._device)
         with unnoticed(self._module, self._device):
-            costs = self._costs_on_all(step, microbatches, has_backward, transport)
+            costs = self._costs_on_all(name, step, microbatches, transport)
 
             def ranked(turns: float, most: int) -> list[StagePlan]:
                 if isinstance(costs, Exception):
@@ -138,26 +137,26 @@ class AutomaticCut:
             else:
                 found = everybody(lambda: ranked(1.0, 1)[0])
         self.is_cut = True
-        if is_first and (has_backward or self._module.trainer.state.fn != TrainerFn.FITTING):
+        if is_first:
             rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
             print_plan(found)
         return found
 
     def _costs_on_all(
         self,
+        name: str,
         step: SeededStep,
         microbatches: Mapping[int, Any],
-        has_backward: bool,
         transport: Transport | None,
     ) -> dict[int, StepCosts] | Exception:
         """What a micro-batch of each size costs, by times of all ranks; where that fails, why: the first rank's reason
         is told by all."""
-        if transport is not None and not self.is_cut:  # once for both kinds of steps
+        if transport is not None and not self.is_cut:
             self._measure_what_stages_cost(transport)
         measured: dict[int, StepCosts] = {}
         failure: Exception | None = None
         try:
-            measured = {count: self._costs(step, micro, has_backward) for count, micro in microbatches.items()}
+            measured = {count: self._costs(name, step, micro) for count, micro in microbatches.items()}
         except Exception as error:
             failure = error
         is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
@@ -249,12 +248,12 @@ class AutomaticCut:
             num_microbatches=plan.num_microbatches,
         )
 
-    def _costs(self, step: SeededStep, microbatch: Any, has_backward: bool) -> StepCosts:
+    def _costs(self, name: str, step: SeededStep, microbatch: Any) -> StepCosts:
         try:
-            return measure_step(self._module, step, microbatch, self._device)
+            return replace(measure_step(self._module, step, microbatch, self._device), step=name)
         except torch.OutOfMemoryError:
             # All of the model at once does not fit, with what it keeps for backward, and a stage may well.
-            if not has_backward:
+            if name != "training_step":
                 raise
             return estimate_training_step(self._module, microbatch, self._device)
 

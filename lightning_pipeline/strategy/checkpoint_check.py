@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.schedules.errors import shown
 from lightning_pipeline.strategy.checkpoint import load_module_state
-from lightning_pipeline.strategy.checkpoint_io import CheckpointError, few
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.stored_tensors import StoredTensor
+from lightning_pipeline.strategy.torch_files import CheckpointError, few
 
 T = TypeVar("T")
 OTHER_SHAPES = "of other shapes"
@@ -57,7 +58,10 @@ def check_format(checkpoint: Any, path: str | Path) -> None:
     found = f"a {type(checkpoint).__name__}"
     if isinstance(checkpoint, Mapping):
         if {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
-            return
+            state = checkpoint["state_dict"]
+            if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
+                return
+            raise CheckpointError(f"{path} is damaged, or no checkpoint of a Trainer: its state_dict has no names")
         names = [str(key) for key in checkpoint]
         if checkpoint and all(isinstance(value, Tensor) for value in checkpoint.values()):
             raise CheckpointError(
@@ -66,6 +70,32 @@ def check_format(checkpoint: Any, path: str | Path) -> None:
             )
         found = f"a dict with the keys {few(names)}" if names else "an empty dict"
     raise CheckpointError(f"{path} holds {found}, no checkpoint of a Trainer")
+
+
+def check_optimizer_states(states: Any, name: str) -> None:
+    """Raise CheckpointError if a checkpoint's "optimizer_states" cannot be taken apart.
+
+    What is in a file is not always what was saved: bits flip, and programs write files of their own.
+    """
+    if not isinstance(states, list) or not all(map(_is_optimizer_state, states)):
+        raise CheckpointError(f"{name} is damaged, or none of a Trainer's: its optimizer_states are no state dicts")
+
+
+def _is_optimizer_state(state: Any) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return False
+    ids = [group.get("params") for group in groups]
+    if not all(isinstance(params, list) and all(isinstance(number, int) for number in params) for params in ids):
+        return False
+    count = sum(map(len, ids))
+    return all(
+        isinstance(values, Mapping) and 0 <= number < count
+        for number, values in state["state"].items()
+        if isinstance(number, int)
+    )
 
 
 def check_checkpoint(
@@ -150,7 +180,7 @@ def _differing_arguments(checkpoint: Mapping[str, Any], module: LightningModule)
     saved = checkpoint.get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     plain = (bool, int, float, str, type(None))
     return ", ".join(
-        f"{key}={saved[key]!r} instead of {value!r}"
+        f"{key}={shown(saved[key])} instead of {shown(value)}"
         for key, value in module.hparams.items()
         if key in saved and isinstance(value, plain) and isinstance(saved[key], plain) and saved[key] != value
     )
@@ -172,10 +202,11 @@ def check_optimizers(
         )
     states = checkpoint["optimizer_states"]
     way_out = "resume with the configure_optimizers that wrote it, or load the weights only"
-    if len(states) != len(layouts):
+    if isinstance(states, list) and len(states) != len(layouts):
         raise CheckpointError(
             f"{name} has states of {len(states)} optimizers, and configure_optimizers gave {len(layouts)}: {way_out}"
         )
+    check_optimizer_states(states, name)
     shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
     for layout, state in zip(layouts, states, strict=True):
         if problem := _problem_of_state(layout, state, shapes):

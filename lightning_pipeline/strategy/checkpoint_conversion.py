@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
+from lightning_pipeline.strategy.checkpoint_check import check_optimizer_states
 from lightning_pipeline.strategy.checkpoint_folder import (
     is_folder,
     like_meta,
@@ -23,6 +23,9 @@ from lightning_pipeline.strategy.checkpoint_folder import (
     write_meta,
 )
 from lightning_pipeline.strategy.published import publish, remove, unfinished
+from lightning_pipeline.strategy.torch_files import CheckpointError, load_torch_file
+
+_TRUST_IT = "If you trust it, convert it with weights_only=False (--no-weights-only)"
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ def convert_checkpoint(source: Path, destination: Path, *, weights_only: bool = 
 
     Raises:
         FileNotFoundError: there is no source, or the folder is no checkpoint.
-        ValueError: the source is not whole, no checkpoint, or has objects that ``weights_only`` refuses.
+        CheckpointError: the source is damaged or not whole, no checkpoint, or has objects that ``weights_only``
+            refuses.
     """
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist")
@@ -52,14 +56,12 @@ def convert_checkpoint(source: Path, destination: Path, *, weights_only: bool = 
         if is_folder(source):
             return _to_file(source, destination.absolute(), weights_only)
         return _to_folder(source, destination.absolute(), weights_only)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"cannot read {source}: {str(error).splitlines()[0]}") from error
     finally:
         remove(unfinished(destination.absolute()))
 
 
 def _to_file(source: Path, destination: Path, weights_only: bool) -> Conversion:
-    checkpoint = read_folder(source, weights_only)
+    checkpoint = read_folder(source, weights_only, way_out=_TRUST_IT)
     tensors = replace_stored(checkpoint)
     destination.parent.mkdir(parents=True, exist_ok=True)
     with unfinished(destination).open("wb") as file:
@@ -71,12 +73,10 @@ def _to_file(source: Path, destination: Path, weights_only: bool) -> Conversion:
 
 
 def _to_folder(source: Path, destination: Path, weights_only: bool) -> Conversion:
-    try:
-        checkpoint: Any = torch.load(source, map_location="cpu", mmap=True, weights_only=weights_only)
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{source} is not whole, or no checkpoint: {str(error).splitlines()[0]}") from error
+    checkpoint: Any = load_torch_file(source, weights_only=weights_only, way_out=_TRUST_IT, mmap=True)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        raise ValueError(f"{source} is no checkpoint of Lightning's: it has no state_dict")
+        raise CheckpointError(f"{source} is no checkpoint of Lightning's: it has no state_dict")
+    check_optimizer_states(checkpoint.get("optimizer_states", []), str(source))
     # A file has no names of parameters in its optimizer states: positions do as well.
     names = [
         [str(position) for position in range(sum(len(group["params"]) for group in optimizer["param_groups"]))]

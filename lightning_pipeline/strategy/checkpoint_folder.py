@@ -18,7 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.schedules.errors import shown
+from lightning_pipeline.strategy.checkpoint_io import TRUST_IT
+from lightning_pipeline.strategy.folder_metadata import METADATA_FILE
 from lightning_pipeline.strategy.stored_tensors import ShardFiles, StoredTensor
+from lightning_pipeline.strategy.torch_files import CheckpointError, few, load_torch_file, reason_of
 
 META_FILE = "meta.pt"
 FORMAT = "lightning_pipeline checkpoint folder, version 1"
@@ -65,34 +69,44 @@ def replace_tensors(places: Iterator[Place], new: Callable[[Tensor, str], Tensor
         container[key] = done[id(old)][1]
 
 
-def read_folder(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+def read_folder(path: str | Path, weights_only: bool | None = None, *, way_out: str = TRUST_IT) -> dict[str, Any]:
     """The checkpoint of a folder, whose tensors are read when they are used.
 
     Args:
-        weights_only: as for ``torch.load``, of what is not in shards.
+        weights_only: as for ``torch.load``. Unless it is False, nothing of the folder can run code.
+        way_out: a sentence for the message if it has objects, on how to load it all the same.
 
     Raises:
         FileNotFoundError: the folder is no such checkpoint.
-        ValueError: it is not whole, or of a later format.
+        CheckpointError: it is damaged or not whole, of a later format, or has objects that ``weights_only`` refuses.
     """
     path = Path(path)
-    missing = [name for name in (META_FILE, ".metadata") if not (path / name).is_file()]
+    missing = [name for name in (META_FILE, METADATA_FILE) if not (path / name).is_file()]
     if missing:
         raise FileNotFoundError(
             f"the folder {path} is no checkpoint that save_distributed_checkpoint=True has written: it has no "
             f"{' and no '.join(missing)}"
         )
-    try:
-        content = torch.load(path / META_FILE, map_location="cpu", weights_only=weights_only)
-    except RuntimeError as error:
-        raise ValueError(f"the checkpoint {path} is not whole: {META_FILE}: {error}") from error
+    content = load_torch_file(path / META_FILE, weights_only=weights_only, way_out=way_out)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"{path / META_FILE} is in the format {found!r}, and this version reads {FORMAT!r}")
-    checkpoint: dict[str, Any] = content["checkpoint"]
-    files = ShardFiles(path)
-    places = tensor_places(checkpoint, content["sections"], content["parameter_names"])
-    replace_tensors(places, lambda tensor, name: files.tensor(name) if tensor.is_meta else tensor)
+        raise CheckpointError(f"{path / META_FILE} is in the format {shown(found)}, and this version reads {FORMAT!r}")
+    files = ShardFiles(path, weights_only, way_out=way_out)
+
+    def stored(tensor: Tensor, name: str) -> Tensor:
+        found = files.tensor(name) if tensor.is_meta else tensor
+        if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: {few([name])} is {tuple(tensor.shape)} of {tensor.dtype} by its "
+                f"{META_FILE}, and {tuple(found.shape)} of {found.dtype} by its {METADATA_FILE}"
+            )
+        return found
+
+    try:
+        checkpoint: dict[str, Any] = content["checkpoint"]
+        replace_tensors(tensor_places(checkpoint, content["sections"], content["parameter_names"]), stored)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / META_FILE} is damaged: {reason_of(error)}") from error
     return checkpoint
 
 

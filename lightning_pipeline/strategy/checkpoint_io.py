@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
-import pickle
 import shutil
-import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,17 +15,20 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_pipeline.strategy.atomic_file import replacing
+from lightning_pipeline.strategy.torch_files import CheckpointError, load_torch_file
 
-ZIP_MAGIC = b"PK\x03\x04"  # of every file that torch.save has written since version 1.6
 COPIED_BY_LOADING = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
 """Entries of a checkpoint whose tensors are copied on loading; the last two are Lightning's WeightAveraging's."""
 
+TRUST_IT = (
+    "If you trust the file, give Trainer(plugins=[AtomicCheckpointIO(weights_only=False)]), from "
+    "lightning_pipeline.strategy.checkpoint_io (Lightning does not pass fit(weights_only=False) on to a strategy that "
+    "loads after setup), or allow the classes with torch.serialization.add_safe_globals([...]). Files to come need "
+    "neither if hyperparameters and callbacks' states are builtins and tensors"
+)
+
 # Lightning 2.5 takes no weights_only, and loads everything.
 _DEFAULT = None if "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters else False
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is broken, is none, or is one of another model or optimizer."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -116,48 +116,12 @@ def _read(path: Path, map_location: Any, weights_only: bool | None) -> dict[str,
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if not path.is_file():
         raise CheckpointError(f"{path} is a folder, not a checkpoint file")
-    with path.open("rb") as file:
-        is_zip = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC  # others cannot be mapped
-    try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=is_zip)
-    except OSError:
-        raise
-    except Exception as error:
-        raise CheckpointError(describe_content(path, error, weights_only)) from error
+    checkpoint = load_torch_file(
+        path, weights_only=weights_only, way_out=TRUST_IT, map_location=map_location, mmap=True
+    )
     if isinstance(checkpoint, dict):
         read_into_memory({key: value for key, value in checkpoint.items() if key not in COPIED_BY_LOADING})
     return checkpoint
-
-
-def describe_content(path: Path, error: Exception, weights_only: bool | None) -> str:
-    """Why torch could not load a file."""
-    with path.open("rb") as file:
-        start = file.read(len(ZIP_MAGIC))
-    if start != ZIP_MAGIC:
-        found = f"it starts with {start!r}" if start else "it is empty"
-        return f"{path} is no checkpoint: {found}, and torch.save's files start with {ZIP_MAGIC!r}"
-    if not zipfile.is_zipfile(path):  # the end of such a file lists what is in it
-        return (
-            f"{path} is cut off after {path.stat().st_size:,} bytes, as by a copy that did not end: copy it again, or "
-            "take another checkpoint"
-        )
-    if weights_only is False or not isinstance(error, pickle.UnpicklingError):
-        reason = str(error).partition("\n")[0]
-        return f"{path} cannot be read as a checkpoint: {type(error).__name__}: {reason}"
-    names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    return (
-        f"{path} holds objects that are neither tensors nor builtins ({few(names)}), and these can run any code when "
-        "they are loaded. If you trust the file, give Trainer(plugins=[AtomicCheckpointIO(weights_only=False)]), from "
-        "lightning_pipeline.strategy.checkpoint_io (Lightning does not pass fit(weights_only=False) on to a strategy "
-        "that loads after setup), or allow the classes with torch.serialization.add_safe_globals([...]). Files to come "
-        "need neither if hyperparameters and callbacks' states are builtins and tensors"
-    )
-
-
-def few(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _system_error(error: BaseException | None) -> OSError | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,8 +25,8 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.background import BackgroundSave
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
 from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
-from lightning_pipeline.strategy.checkpoint_folder import META_FILE, is_folder, is_stored, read_folder
-from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO, CheckpointError, describe_content
+from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
+from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
 from lightning_pipeline.strategy.copies import fill_from_owners
 from lightning_pipeline.strategy.distributed_checkpoint import (
     FolderWriter,
@@ -151,8 +150,9 @@ class CheckpointingStrategy(ProcessStrategy):
 
         def read() -> dict[str, Any]:
             if is_folder(checkpoint_path):
-                return _read_folder(Path(checkpoint_path), usual if weights_only is None else weights_only)
-            checkpoint = plain(checkpoint_path, **given)
+                checkpoint = read_folder(checkpoint_path, usual if weights_only is None else weights_only)
+            else:
+                checkpoint = plain(checkpoint_path, **given)
             check_format(checkpoint, checkpoint_path)
             return checkpoint
 
@@ -215,10 +215,3 @@ class CheckpointingStrategy(ProcessStrategy):
     def _ends_all(self, exception: BaseException) -> bool:
         """Whether all ranks end by this exception, after the same batch, so that they can still work together."""
         return self._signals.ends_all(exception)
-
-
-def _read_folder(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    try:
-        return read_folder(path, weights_only)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(describe_content(path / META_FILE, error, weights_only)) from error

@@ -119,13 +119,18 @@ class Children:
             self.failed = True
             raise
 
+    def told(self) -> str:
+        """The processes that have failed, and how; "" while there are none."""
+        return "; ".join(f"rank {rank} failed: its {how}" for rank, how in self._failures().items())
+
     def _watch(self) -> None:
         while not (failures := self._failures()):
             time.sleep(POLL_S)
+        told = self.told()
         self.tell(*next(iter(failures.items())))
         time.sleep(PATIENCE_S)
         self._kill()
-        _end_process(f"{self._told()}; ending this process ({os.getpid()}) too")
+        _end_process(f"{told}; ending this process ({os.getpid()}) too")
 
     def _at_exit(self) -> None:
         if self.failed:
@@ -142,7 +147,7 @@ class Children:
             _end_process(f"{left} went on for {EXIT_S:g} s after this process had ended, and was killed")
         if self._failures():
             logging.shutdown()
-            _end_process(self._told())
+            _end_process(self.told())
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -169,9 +174,6 @@ class Children:
             for rank, code in codes.items()
             if code or (code == 0 and self.is_running)
         }
-
-    def _told(self) -> str:
-        return "; ".join(f"rank {rank} failed: its {how}" for rank, how in self._failures().items())
 
 
 def _described(process: int, exit_code: int) -> str:

@@ -125,7 +125,8 @@ class Cutting:
     ) -> Cut | None:
         """The cut to go on with; None if it is that of the step before. All ranks must call it.
 
-        Before the first training step, an evaluation step is cut for itself.
+        The first training step decides. Of evaluation steps before it, those of a fit (the sanity check) run on the
+        first rank, where the module is whole, and those of other functions in a cut of their own.
 
         Args:
             name: of the user's step, such as "training_step".
@@ -138,6 +139,8 @@ class Cutting:
         automatic, is_training = self._automatic, name == "training_step"
         if automatic is None or (automatic.is_cut and not is_training):
             return None
+        if not is_training and self._module.trainer.state.fn == TrainerFn.FITTING:
+            return None
         plan = automatic.decide(
             name,
             arguments,
@@ -147,7 +150,7 @@ class Cutting:
             transport=transport,
             is_first=self._is_first,
         )
-        return self._planned(plan, is_final=is_training or self._module.trainer.state.fn != TrainerFn.FITTING)
+        return self._planned(plan, is_final=is_training)
 
     def _planned(self, plan: StagePlan, *, is_final: bool) -> Cut:
         self.plan = plan

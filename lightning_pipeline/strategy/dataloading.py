@@ -19,18 +19,31 @@ from lightning_pipeline.strategy.lightning_private import sample_indices, set_sa
 _END = None
 
 
-class AnnouncedLoader:
-    """The first stage's loader: passes its batches on as they are and tells the other stages of each.
+class SharedLoader:
+    """A loader whose batches the stages share. Everything but its iteration is that of the loader it wraps, and a copy,
+    or what comes out of a pickle, is that loader alone: connections stay here.
+    """
 
-    Everything else is the wrapped loader's.
+    def __init__(self, loader: Any, transport: Transport | None) -> None:
+        self._loader = loader
+        self._transport = transport
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self._loader,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class AnnouncedLoader(SharedLoader):
+    """The first stage's loader: passes its batches on as they are and tells the other stages of each.
 
     Args:
         replicas: those that read as many batches as this one; None asks nobody.
     """
 
     def __init__(self, loader: Any, transport: Transport | None, replicas: Replicas | None = None) -> None:
-        self._loader = loader
-        self._transport = transport
+        super().__init__(loader, transport)
         self._replicas = replicas
 
     def __iter__(self) -> Iterator[Any]:
@@ -52,9 +65,6 @@ class AnnouncedLoader:
             for peer in range(1, len(self._transport.pipeline_ranks)):
                 self._transport.send_object(message, peer)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
     @property
     def worker_init_fn(self) -> Any:
         """The loader's own: Lightning sets it here, after this wrapper is made, to seed the workers."""
@@ -65,14 +75,11 @@ class AnnouncedLoader:
         self._loader.worker_init_fn = function
 
 
-class FollowingLoader:
+class FollowingLoader(SharedLoader):
     """Another stage's loader: yields what each batch looks like, on the meta device, and reads no data."""
 
-    def __init__(self, loader: Any, transport: Transport) -> None:
-        self._loader = loader
-        self._transport = transport
-
     def __iter__(self) -> Iterator[Any]:
+        assert self._transport is not None
         known: list[Any] = []
         seen: list[list[int]] = []
         set_sample_indices(self._loader, seen)
@@ -89,9 +96,6 @@ class FollowingLoader:
             layout, metas = description
             yield tree.rebuild(layout, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in metas])
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
 
 class SizedAnnouncedLoader(AnnouncedLoader):
     """An `AnnouncedLoader` of known length."""
@@ -105,6 +109,10 @@ class SizedFollowingLoader(FollowingLoader):
 
     def __len__(self) -> int:
         return len(self._loader)
+
+
+def _itself(loader: Any) -> Any:
+    return loader
 
 
 def share_loader(

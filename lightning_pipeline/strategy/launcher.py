@@ -61,10 +61,17 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         if launched is not None and launched.job != _hydra_job():
             _forget(launched)
 
+    @property
+    def lost(self) -> Callable[[], str] | None:
+        """Names the processes that have failed, of those that this one has started; None if it has started none."""
+        return self._children.told if self._children is not None else None
+
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            if self.num_processes > 1:
+                _check_script()
             self._call_children_scripts()
         watch_launcher()
         share_threads(self.num_processes)
@@ -138,6 +145,31 @@ def hydra_command(local_rank: int) -> list[str]:
         f"hydra.job.name={_quoted(f'{hydra.job.name}_rank{local_rank}')}",
         *_job_identity(),
     ]
+
+
+def _check_script() -> None:
+    """Refuse to start the other processes where there is no script for them to run.
+
+    Raises:
+        RuntimeError: naming what runs here instead.
+    """
+    import __main__
+
+    script = sys.argv[0]
+    path = to_absolute_path(script) if HydraConfig.initialized() else os.path.abspath(script)
+    if __main__.__spec__ is not None or (script and os.path.exists(path)):
+        return
+    if script in ("", "-", "-c"):
+        why = (
+            "this process runs none: it is a prompt, a notebook, `python -c` or a worker of pytest-xdist; use a "
+            "script, or pytest without -n, or start all processes with torchrun"
+        )
+    else:
+        why = (
+            f"there is no {path}: the working directory has changed since this process was started; start it by the "
+            "script's absolute path"
+        )
+    raise RuntimeError(f"the other processes of this run are started by running the script again, and {why}")
 
 
 def _program() -> list[str]:

@@ -49,9 +49,12 @@ def connect_processes(
     Unlike DDP's, this leaves the random state alone: samples are shuffled as on one device.
 
     Args:
-        store: where its ranks find each other; default: one of its own.
+        store: where its ranks find each other; default: one of its own. A rank that is alone keeps it to itself, where
+            torch would listen for others on all of the machine's addresses.
     """
     backend = backend_for(device, backend)
+    if store is None and environment.world_size() == 1:
+        store = dist.HashStore()
     if not dist.is_initialized() and backend != HOST:
         atexit.register(_destroy_dist_connection)  # a device's backend complains if its groups outlive the process
     _init_dist_connection(environment, backend, timeout=timeout, store=store)

@@ -48,14 +48,25 @@ class LoggedItem:
 
 
 @dataclass
-class _Captured:
-    """The values logged under one name so far, one a micro-batch, with their weights."""
+class Captured:
+    """The values logged under one name so far, one a micro-batch, with their weights.
+
+    Attributes:
+        num_summed: how many of them are the micro-batch's share of a sum.
+    """
 
     name: str
     kwargs: dict[str, Any]
     metric: str | None
     values: list[torch.Tensor | float | None] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
+    num_summed: int = 0
+
+    @property
+    def reduction(self) -> str:
+        """How they become the step's value: as `reduce_fx` says, but that shares of a sum are no means."""
+        reduce_fx = self.kwargs.get("reduce_fx", "mean")
+        return "sum" if reduce_fx == "mean" and self.num_summed == len(self.values) else reduce_fx
 
 
 # What stays the same from step to step: name, keyword arguments, metric name and the value's dtype.
@@ -80,11 +91,11 @@ class LoggedValues:
         self.module = module
         self.capacity = capacity
         self.num_extra = num_extra
-        self._captured: dict[Hashable, _Captured] = {}
+        self._captured: dict[Hashable, Captured] = {}
         self._plans: dict[_Plan, int] = {}  # numbered from 1 as they arrive, which is alike on all stages
         self._metric_names: dict[int, str] | None = None
 
-    def capture(self, name: str, value: Any, kwargs: dict[str, Any], num_samples: int) -> None:
+    def capture(self, name: str, value: Any, kwargs: dict[str, Any], num_samples: int) -> Captured:
         """Take in one ``self.log(name, value, **kwargs)`` of a micro-batch, without waiting for the device.
 
         Args:
@@ -92,6 +103,9 @@ class LoggedValues:
             value: a number, a tensor with one element, or a metric that is an attribute of the module.
             kwargs: the call's further arguments by name, positional ones included.
             num_samples: size of the micro-batch; an explicit ``batch_size`` in ``kwargs`` comes before it.
+
+        Returns:
+            What was logged under the name so far, this included.
 
         Raises:
             ValueError: if the value cannot be logged, as in Lightning.
@@ -117,19 +131,21 @@ class LoggedValues:
         key = (name, metric, tuple(kwargs.items()))
         captured = self._captured.get(key)
         if captured is None:
-            captured = self._captured[key] = _Captured(name, kwargs, metric)
+            captured = self._captured[key] = Captured(name, kwargs, metric)
         captured.values.append(None if value is None and metric else _as_loggable(name, value))
         captured.weights.append(num_samples if batch_size is None else int(batch_size))
+        return captured
 
     def reduced(self) -> list[LoggedItem]:
         """What was captured since ``clear``, each name reduced over its micro-batches, in the order of first calls.
 
-        ``reduce_fx`` says how: for "mean" (the default) micro-batches count by their samples.
+        ``reduce_fx`` says how: for "mean" (the default) micro-batches count by their samples, unless their values are
+        shares of a sum.
         """
         return [
             LoggedItem(
                 captured.name,
-                _reduce(captured.values, captured.weights, captured.kwargs.get("reduce_fx", "mean")),
+                _reduce(captured.values, captured.weights, captured.reduction),
                 captured.kwargs,
                 sum(captured.weights),
                 captured.metric,

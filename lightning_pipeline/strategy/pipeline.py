@@ -57,6 +57,9 @@ REGISTERED = {
 }
 """Names for `Trainer(strategy=...)`, with their schedules."""
 
+_GIVEN_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+"""What a Trainer gives a strategy that was made without."""
+
 
 class PipelineStrategy(CheckpointingStrategy):
     """Trains a LightningModule over several devices, each holding one stage of it.
@@ -86,7 +89,8 @@ class PipelineStrategy(CheckpointingStrategy):
         tensor_parallel_size: ranks among which `configure_model` splits each stage's tensors, by
             ``parallelize_module(..., self.device_mesh["tensor_parallel"], ...)``; needs ``num_stages``.
         weights: files of weights to start from, of which each rank reads what it holds (see ``load_weights``).
-        loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum".
+        loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum", which is
+            for losses that are sums over samples (see ``is_sum_over_samples``). Logged, it is shown as that.
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
         save_distributed_checkpoint: checkpoints are folders in torch.distributed.checkpoint's format, which all ranks
@@ -99,6 +103,7 @@ class PipelineStrategy(CheckpointingStrategy):
     """
 
     strategy_name = "pipeline"
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __init__(
         self,
@@ -170,6 +175,17 @@ class PipelineStrategy(CheckpointingStrategy):
         self._cutting: Cutting | None = None
         self._seed = 0
         self._set_up_for: tuple[LightningModule, int] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> PipelineStrategy:
+        made = super().__new__(cls)
+        made._arguments = args, kwargs
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, and what comes out of a pickle, was asked for the same and has not been set up: connections belong to
+        this process, and its stages to this module."""
+        given_later = {name: getattr(self, name) for name in _GIVEN_BY_TRAINER}
+        return _asked_for, (type(self), self._arguments, given_later)
 
     @property
     def transport(self) -> Transport | None:
@@ -556,6 +572,14 @@ class PipelineStrategy(CheckpointingStrategy):
                 strategy_registry.register(
                     name, cls, description=f"Pipeline parallelism, {schedule} schedule", schedule=schedule
                 )
+
+
+def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[str, Any]) -> PipelineStrategy:
+    args, kwargs = arguments
+    made = cls(*args, **kwargs)
+    for name, value in given_later.items():
+        setattr(made, name, value)
+    return made
 
 
 def register_strategies() -> None:

@@ -101,9 +101,7 @@ def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> 
     """
     took = [median(own) + plan.reduction_seconds for plan, own in zip(plans, times, strict=True)]
     seconds = min(took)
-    plan = plans[took.index(seconds)]
-    busy = (1 - plan.bubble) * plan.step_seconds
-    return replace(plan, step_seconds=seconds, bubble=max(0.0, 1 - busy / seconds), is_tried=True)
+    return replace(plans[took.index(seconds)], step_seconds=seconds, is_tried=True)
 
 
 def _once(plans: Sequence[StagePlan]) -> list[StagePlan]:

@@ -252,7 +252,9 @@ class ProcessStrategy(ParallelStrategy):
             return BoundedStore(store, rank=self.global_rank, limit=self.timeout)
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
-        return meet(self.global_rank, self.world_size, self.timeout)
+        way_out = environment.way_out if isinstance(environment, RankTableEnvironment) else ""
+        lost = self.launcher.lost if isinstance(self.launcher, PipelineLauncher) else None
+        return meet(self.global_rank, self.world_size, self.timeout, way_out=way_out, lost=lost)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 

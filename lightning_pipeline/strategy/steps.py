@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
@@ -24,14 +25,21 @@ from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
-from lightning_pipeline.strategy.logged_values import LoggedValues
+from lightning_pipeline.strategy.logged_values import Captured, LoggedValues
 from lightning_pipeline.strategy.outputs import combine, mean_loss, sendable
 from lightning_pipeline.strategy.signals import Signals, merge
+from lightning_pipeline.strategy.summed_losses import is_sum_over_samples
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 _LOG_OPTIONS = frozenset(_LOG_SIGNATURE.parameters) - {"self", "name", "value"}
-_NEW, _LOSS, _OUTPUTS, _SIGNALS = range(4)
+_NUM_EXTRA = 5
+_NEW, _LOSS, _OUTPUTS, _SIGNALS, _IS_SUM = range(_NUM_EXTRA)
+
+LoggedTensors = list[tuple[Captured, Tensor, int]]
+"""What a micro-batch has logged, with the tensors' versions then."""
+_SINGLE_SAMPLE = "more than 1 value per channel"
+"""In the error of torch's batch norms."""
 
 
 class Steps:
@@ -73,8 +81,9 @@ class Steps:
         self._output_broadcast = output_broadcast
         self._signals = signals
         self._on_new = on_new
-        self._logged = LoggedValues(module)
+        self._logged = LoggedValues(module, num_extra=_NUM_EXTRA)
         self._last = pipeline.last_rank
+        self._has_looked_at_loss = not mean
 
     def train(
         self,
@@ -101,9 +110,14 @@ class Steps:
         """
         losses: list[Tensor] = []
         sizes: list[int] = []
+        is_sum = False
 
         def loss_of(state: Microbatch, result: Any) -> Tensor:
+            nonlocal is_sum
             loss = loss_in(result, type(self._module).__name__)
+            if not self._has_looked_at_loss and state.num_microbatches > 1:
+                self._has_looked_at_loss = True
+                is_sum = is_sum_over_samples(loss, state.num_samples)
             losses.append(loss.detach())
             sizes.append(state.num_samples)
             weighted = self._weighted(loss, state, accumulate)
@@ -112,7 +126,7 @@ class Steps:
         run_backward, is_plain = backward_of(self._module)
         work = Work(
             kind=("train", self._module.training),
-            step=self._step_function(self._module.training_step, args[1:], context),
+            step=self._step_function(self._module.training_step, args[1:], context, sums_loss=not self._mean),
             loss_of=loss_of,
             run_backward=run_backward,
             after_backward=after_backward,
@@ -126,7 +140,9 @@ class Steps:
         if losses:
             loss = self._reported(losses, sizes)
             extra = _without_loss([state.result for state in report.microbatches], sizes)
-        extras = self._finish(work.kind, report, loss=loss, has_outputs=bool(extra))
+        extras = self._finish(work.kind, report, loss=loss, has_outputs=bool(extra), is_sum=is_sum)
+        if extras[self._last][_IS_SUM]:
+            self._warn_of_sum()
         if self._transport is not None:
             loss = torch.tensor(extras[self._last][_LOSS], dtype=torch.float32, device=self._module.device)
         if extras[self._last][_OUTPUTS]:
@@ -171,24 +187,41 @@ class Steps:
         return self._pipeline.run(work, microbatches)
 
     def _step_function(
-        self, function: Callable[..., Any], args: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        sums_loss: bool = False,
     ) -> Callable[[Microbatch, Any], Any]:
         attributes = vars(self._module)
         plain = _does_nothing(context)
 
         def run(state: Microbatch, batch: Any) -> Any:
-            attributes["log"] = lambda *a, **k: self._capture(state.num_samples, *a, **k)
+            tensors: LoggedTensors | None = [] if sums_loss else None
+            attributes["log"] = lambda *a, **k: self._capture(state.num_samples, tensors, *a, **k)
             try:
                 if plain:
-                    return function(batch, *args)
-                with context():
-                    return function(batch, *args)
+                    result = function(batch, *args)
+                else:
+                    with context():
+                        result = function(batch, *args)
+            except ValueError as error:
+                if state.num_samples == 1 and _SINGLE_SAMPLE in str(error):
+                    raise ValueError(
+                        f"micro-batch {state.index} has one sample, of which a batch norm has no statistics: give "
+                        f"batches two samples or more, as with DataLoader(drop_last=True) ({error})"
+                    ) from error
+                raise
             finally:
                 attributes.pop("log", None)
+            if tensors:
+                _note_losses(tensors, result)
+            return result
 
         return run
 
-    def _capture(self, num_samples: int, *args: Any, **kwargs: Any) -> None:
+    def _capture(self, num_samples: int, tensors: LoggedTensors | None, *args: Any, **kwargs: Any) -> None:
         replay = self._pipeline.interception.current
         if replay is None or not replay.own:
             return
@@ -201,12 +234,16 @@ class Steps:
             name, value = options.pop("name"), options.pop("value")
         replay.uses(value)
         with torch._C.DisableTorchFunction():
-            self._logged.capture(name, value, options, num_samples)
+            captured = self._logged.capture(name, value, options, num_samples)
+            if tensors is not None and isinstance(value, Tensor):
+                tensors.append((captured, value, value._version))
 
-    def _finish(self, kind: Hashable, report: StepReport, *, loss: Tensor, has_outputs: bool) -> list[list[float]]:
+    def _finish(
+        self, kind: Hashable, report: StepReport, *, loss: Tensor, has_outputs: bool, is_sum: bool = False
+    ) -> list[list[float]]:
         """Exchange what every stage has to know, settle what was new, log."""
         new = self._pipeline.is_new(report)
-        extra = [float(new), float(loss), float(has_outputs), self._signals.noted]
+        extra = [float(new), float(loss), float(has_outputs), self._signals.noted, float(is_sum)]
         items, extras = self._logged.exchange(self._transport, extra=extra, device=self._module.device)
         is_new = any(stage_extra[_NEW] for stage_extra in extras)
         signals = merge(stage_extra[_SIGNALS] for stage_extra in extras)
@@ -248,6 +285,13 @@ class Steps:
             return loss / (state.num_microbatches * accumulate)
         return loss * (state.weight / accumulate)
 
+    def _warn_of_sum(self) -> None:
+        rank_zero_warn(
+            f"the loss of {type(self._module).__name__}.training_step is a sum over samples, and of the micro-batches' "
+            f"losses the mean is taken: it and its gradients are those of the whole batch divided by the number of "
+            f'micro-batches. Use PipelineStrategy(loss_reduction="sum"), or a loss that is a mean over samples'
+        )
+
     def _reported(self, losses: list[Tensor], sizes: list[int]) -> Tensor:
         return mean_loss(losses, sizes) if self._mean else torch.stack(losses).sum()
 
@@ -288,6 +332,19 @@ def loss_in(result: Any, module: str) -> Tensor:
         f"tensor with one element, or a dictionary with one under 'loss'; to skip a batch, return a loss of zero times "
         f"the output"
     )
+
+
+def _note_losses(tensors: LoggedTensors, result: Any) -> None:
+    """Of what a micro-batch has logged, the loss that it returned is its share of a sum.
+
+    It may be another tensor of the same numbers, as `detach` makes it; but what was written to it since is not logged.
+    """
+    loss: Any = result.get("loss") if isinstance(result, Mapping) else result
+    with torch._C.DisableTorchFunction():
+        for captured, value, version in tensors:
+            are_plain = type(value) is type(loss) is Tensor
+            is_same = value is loss or (are_plain and (value.data_ptr(), value.dtype) == (loss.data_ptr(), loss.dtype))
+            captured.num_summed += is_same and value._version == version
 
 
 def _without_loss(results: list[Any], sizes: list[int]) -> dict[str, Any] | None:

@@ -3,71 +3,155 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_pipeline.runtime.trees import map_tensors
+from lightning_pipeline.schedules.errors import shown
+from lightning_pipeline.strategy.checkpoint_io import TRUST_IT
+from lightning_pipeline.strategy.folder_metadata import METADATA_FILE, read_metadata
+from lightning_pipeline.strategy.torch_files import (
+    CheckpointError,
+    few,
+    is_of_the_system,
+    is_trusted,
+    reason_of,
+    refused_classes,
+    with_file,
+)
 
 
 class ShardFiles:
     """The tensors of a folder in torch.distributed.checkpoint's format.
 
+    Args:
+        path: the folder.
+        weights_only: as for ``torch.load``. Unless it is False nothing of the folder can run code, and its files are in
+            it, or, where its `.metadata` is a link as in Hugging Face's cache, beside what that points to.
+        way_out: a sentence for the message if it holds more, on how to load it all the same.
+
     Raises:
-        ValueError: its files are not all there, or shorter than they were written.
+        OSError: the metadata cannot be read.
+        CheckpointError: it is damaged or names other classes or files, or these are not all there, or shorter than
+            they were written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, weights_only: bool | None = None, *, way_out: str = TRUST_IT) -> None:
         self.path = path
-        self._reader = _Reader(path)
+        self._reader = _Reader(path, None if is_trusted(weights_only) else way_out)
         ends: dict[str, int] = {}
         for stored in (self._reader.metadata.storage_data or {}).values():
             ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+        if not is_trusted(weights_only):
+            self._check_names(ends, way_out)
         for name, end in ends.items():
             size = (path / name).stat().st_size if (path / name).is_file() else None
             if size is None or size < end:
                 found = "is missing" if size is None else f"has {size} of {end} bytes"
-                raise ValueError(f"the checkpoint {path} is not whole: its file {name} {found}")
+                raise CheckpointError(f"the checkpoint {path} is not whole: its file {name} {found}")
 
-    def names(self) -> set[str]:
-        """All tensors."""
-        return set(self._reader.metadata.state_dict_metadata)
+    def names(self) -> list[str]:
+        """All tensors, in the order of the metadata."""
+        entries = self._reader.metadata.state_dict_metadata
+        return [name for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
 
     def tensor(self, name: str) -> StoredTensor:
         """The tensor of this name, not read yet.
 
         Raises:
-            ValueError: there is none.
+            CheckpointError: there is none.
         """
         found = self._reader.metadata.state_dict_metadata.get(name)
         if not isinstance(found, TensorStorageMetadata):
-            raise ValueError(f"the checkpoint {self.path} has no tensor {name!r}")
+            raise CheckpointError(f"the checkpoint {self.path} has no tensor {few([name])}")
         stored = torch.empty(found.size, dtype=found.properties.dtype, device="meta").as_subclass(StoredTensor)
         stored.files, stored.name_in_files = self, name
         return stored
 
     def read(self, name: str, into: Tensor) -> Tensor:
-        """Copy a tensor to where it belongs; of a DTensor, this rank's slice."""
+        """Copy a tensor to where it belongs; of a DTensor, this rank's slice.
+
+        Raises:
+            OSError: the system's.
+            CheckpointError: its files are damaged.
+        """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({name: into.detach()}, storage_reader=self._reader, planner=planner, no_dist=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load({name: into.detach()}, storage_reader=self._reader, planner=planner, no_dist=True)
+        except CheckpointException as error:  # torch's, which is no Exception
+            reason: BaseException = next((cause for cause, _ in error.failures.values()), error)
+            if is_of_the_system(reason):
+                raise with_file(reason, self.path) from None
+            if not isinstance(reason, (Exception, CheckpointException)):  # such as an interrupt
+                raise reason from None
+            found = f"holds {few(names)} in its place" if (names := refused_classes(reason)) else reason_of(reason)
+            raise CheckpointError(
+                f"the checkpoint {self.path} cannot give {few([name])}, from {few(self._files_of(name))}: {found}. "
+                f"It is damaged: take another one"
+            ) from reason
         return into
+
+    def _files_of(self, name: str) -> list[str]:
+        places = self._reader.metadata.storage_data.items()
+        return sorted({place.relative_path for index, place in places if index.fqn == name})
+
+    def _check_names(self, names: Iterable[str], way_out: str) -> None:
+        roots = {self.path.resolve(), (self.path / METADATA_FILE).resolve().parent}
+        for name in names:
+            try:
+                found = (self.path / name).resolve() if is_relative(name) else None
+            except (OSError, RuntimeError):  # links in a ring
+                found = None
+            if found is None or not any(found.is_relative_to(root) for root in roots):
+                raise CheckpointError(
+                    f"the checkpoint {self.path} names the file {shown(name)}, which is not in it: its {METADATA_FILE} "
+                    f"is damaged, or made to read other files. {way_out}"
+                )
+
+
+def is_relative(name: str) -> bool:
+    """Whether a name from a file is one that a file can have, below the folder that it is relative to.
+
+    On any system, and links aside.
+    """
+    paths = (PurePosixPath(name), PureWindowsPath(name))
+    is_name = bool(paths[0].parts) and name.isprintable() and all(len(part) < 256 for part in paths[0].parts)
+    return is_name and len(name) < 4096 and not any(path.anchor or ".." in path.parts for path in paths)
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata once, however many tensors follow."""
+    """Reads the metadata once, however many tensors follow.
+
+    Args:
+        way_out: of `read_metadata`; None for a folder that is trusted, whose metadata torch reads.
+    """
+
+    def __init__(self, path: Path, way_out: str | None) -> None:
+        super().__init__(path)
+        self._way_out = way_out
 
     @cached_property
     def metadata(self) -> Metadata:
-        return super().read_metadata()
+        path = Path(self.path)
+        if self._way_out is not None:
+            return read_metadata(path, self._way_out)
+        try:
+            return super().read_metadata()
+        except OSError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {reason_of(error)}") from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata

@@ -157,12 +157,18 @@ def test_it_needs_neither_torch_nor_lightning() -> None:
         ("make a= --devices 0", "a server is SERVER_ID or SERVER_ID=ADDRESSES, got 'a='"),
         ("make a=1.1.1.1 --devices 0-1", "server a has 1 addresses for 2 devices (0, 1)"),
         ("make a=hccn.conf --devices 0-1", "hccn.conf has no address of devices 1"),
+        ("make a=binary.conf --devices 0", "binary.conf is not an hccn.conf: byte 0 is no text in UTF-8"),
         ("make a=none.conf", "none.conf: No such file or directory"),
         ("make a --devices 0,0", "--devices takes different numbers such as 0-7 or 0,1,4,5, got '0,0'"),
         ("make a --devices x", "--devices takes different numbers"),
+        ("make a --devices 0-99999999999", "--devices takes different numbers"),
+        ("make a --devices 99999999999", "--devices takes different numbers"),
         ("make a -o table.json", "table.json exists: choose another --output, or replace it with --force"),
         ("make a b", "ranks 0-15 have no device_ip"),
-        ("processes table.json", "none of the servers has an address of this machine: choose one with --server"),
+        (
+            "processes table.json",
+            "none of the servers has an address or the name of this machine: choose one with --server",
+        ),
         ("processes table.json --server c", "the rank table has no server 'c', it has 198.51.100.1, 198.51.100.2"),
     ],
 )
@@ -173,6 +179,7 @@ def test_mistakes_are_told(arguments: str, sentence: str, tmp_path: Path, monkey
         server["server_id"] = f"198.51.100.{number}"
     write(tmp_path / "table.json", content)
     (tmp_path / "hccn.conf").write_text("address_0=192.168.1.1\n")
+    (tmp_path / "binary.conf").write_bytes(b"\xff\xfe")
     before = sorted(path.name for path in tmp_path.iterdir())
     output = call(*arguments.split(), code=2)
     assert sentence in output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_pipeline.accelerators.rank_table_environment import (
     with_rank_table,
 )
 from lightning_pipeline.accelerators.rank_table_formats import format_rank_table, read_rank_table
+from lightning_pipeline.accelerators.rank_table_hosts import is_this_host
 from tests.accelerators.tables import group_list, make_table, v1_0, write
 from tests.launching import PATIENCE_S, free_port, launch
 from tests.training.measured import LitMeasured, measured_stages, point_loader
@@ -220,11 +222,108 @@ def test_where_the_processes_meet(monkeypatch: pytest.MonkeyPatch, four: Path, t
     assert RankTableEnvironment().main_address == "127.0.0.1"
 
 
+NAME = "zeus"
+ONE = [("198.51.100.1", [4, 6])]
+TWO = [("198.51.100.1", [0, 1]), ("198.51.100.2", [0, 1])]
+ON_THE_SECOND = [("100.64.0.1", [0, 1]), ("127.0.0.1", [0, 1])]
+BY_NAME = [("198.51.100.1", [0, 1]), (NAME, [0, 1])]
+LOCAL = [("127.0.0.1", [0, 1]), ("127.0.0.2", [0, 1, 2])]
+
+
+@pytest.mark.parametrize(
+    ("servers", "device", "rank"),
+    [
+        (ONE, 6, 1),
+        (ON_THE_SECOND, 0, 2),
+        (ON_THE_SECOND, 1, 3),
+        (BY_NAME, 1, 3),
+        ([("198.51.100.1", [0, 1]), ("198.51.100.2", [2, 3])], 3, 3),  # wherever it is, no other server has it
+        (LOCAL, 2, 4),
+    ],
+)
+def test_the_table_gives_a_device_its_rank(
+    servers: list[Any], device: int, rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: NAME)
+    path = write(tmp_path / "table.json", format_rank_table(make_table(*servers), "v1.0"))
+    from_variables(monkeypatch, path, DEVICE_ID=device)
+    assert RankTableEnvironment.detect()
+    environment = RankTableEnvironment()
+    place = read_rank_table(path).rank(rank)
+    found = (environment.global_rank(), environment.local_rank(), environment.node_rank())
+    assert found == (rank, place.local_rank, place.node_rank)
+    assert "with a DEVICE_ID of its own, or unset DEVICE_ID for Lightning" in environment.way_out
+    with pytest.raises(RankTableError, match=r"devices=9 .*DEVICE_ID and RANK_TABLE_FILE are set, so this process is"):
+        environment.validate_settings(9, 1)
+    from_variables(monkeypatch, path, RANK_SIZE=len(read_rank_table(path)))
+    assert RankTableEnvironment().global_rank() == rank
+    from_variables(monkeypatch, path, RANK_ID=rank)
+    environment = RankTableEnvironment()
+    assert environment.global_rank() == rank
+    assert "with a RANK_ID of its own" in environment.way_out
+
+
+@pytest.mark.parametrize(
+    ("servers", "variables", "words"),
+    [
+        (
+            TWO,
+            {"DEVICE_ID": 1},
+            r"DEVICE_ID=1 is rank 1 \(server 198.51.100.1, device 1\) or rank 3 \(.*\) of the rank table, and none of "
+            "them is known to be this machine, .*: set RANK_ID to the rank of this process",
+        ),
+        (LOCAL, {"DEVICE_ID": 1}, "rank 1 .* or rank 3 .* and several of them are known .*: set RANK_ID"),
+        (ONE, {"DEVICE_ID": 1}, r"DEVICE_ID=1, but in the rank table server 198\S+ has devices 4, 6: set DEVICE_ID"),
+        (ON_THE_SECOND, {"DEVICE_ID": 4}, r"the rank table this machine, server 127.0.0.1 has devices 0, 1: set"),
+        (TWO, {"DEVICE_ID": 4}, r"table server \S+1 has devices 0, 1; server \S+2 has devices 0, 1: set DEVICE_ID to"),
+        (ONE, {"DEVICE_ID": "x"}, "DEVICE_ID has to be a whole number from 0, got 'x'"),
+        (ONE, {"DEVICE_ID": ""}, "DEVICE_ID is empty: set it to the device of this process, or unset it"),
+        (ONE, {"DEVICE_ID": 4, "RANK_SIZE": 8}, "RANK_SIZE=8, but the rank table has 2 ranks: set RANK_SIZE=2"),
+        (ONE, {"DEVICE_ID": 4, "RANK_ID": ""}, "RANK_ID is empty: set it to the rank of this process"),
+    ],
+)
+def test_a_device_that_has_no_rank(
+    servers: list[Any], variables: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from_variables(monkeypatch, write(tmp_path / "t", format_rank_table(make_table(*servers), "v1.0")), **variables)
+    with pytest.raises(RankTableError, match=words):
+        L.Trainer(strategy="pipeline", accelerator="cpu", devices=2)
+
+
+def test_a_host_is_known_with_its_domain_or_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1.cluster")
+    [servers] = [make_table(*((name, [0]) for name in names)).servers for names in [("node1", "NODE1.cluster", "node")]]
+    assert [is_this_host(server) for server in servers] == [True, True, False]
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    servers = make_table(*((name, [0]) for name in ("node1.cluster", "node10", "1", "10.0.0.1"))).servers
+    assert [is_this_host(server) for server in servers] == [True, False, False, False]
+
+
+def test_who_has_started_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = LightningEnvironment()
+    from_variables(monkeypatch, write(tmp_path / "t", format_rank_table(make_table(*ONE), "v1.0")))
+    for variables, is_placed in (
+        ({}, False),
+        ({"RANK_SIZE": 2}, False),
+        ({"DEVICE_ID": 4}, True),
+        ({"DEVICE_ID": 4, "RANK_SIZE": 2}, True),
+        ({"DEVICE_ID": 4, "RANK_SIZE": 1}, False),
+        # Lightning's launcher starts the others with what its own process has.
+        ({"LOCAL_RANK": 1, "DEVICE_ID": 4}, False),
+        ({"LOCAL_RANK": 1, "DEVICE_ID": 4, "RANK_ID": 0}, True),
+    ):
+        with monkeypatch.context() as own_variables:
+            for name, value in variables.items():
+                own_variables.setenv(name, str(value))
+            assert isinstance(with_rank_table(own), RankTableEnvironment) == is_placed, variables
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
         ({"RANK_ID": 4}, "RANK_ID=4, but the rank table has no rank 4, it has ranks 0-3"),
         ({"RANK_ID": "one"}, "RANK_ID has to be a whole number from 0, got 'one'"),
+        ({"RANK_ID": "1" * 5000}, r"RANK_ID has to be a whole number from 0, got '1{40}' \(of at most 9 digits\)"),
         ({"RANK_ID": ""}, "RANK_ID is empty"),
         ({"RANK_ID": 1, "RANK_SIZE": 8}, "RANK_SIZE=8, but the rank table has 4 ranks: set RANK_SIZE=4"),
         (
@@ -283,6 +382,13 @@ def test_a_job_without_its_table_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, value)
     with pytest.raises(RankTableError, match=r"RANK_ID=1, RANK_SIZE=8, DEVICE_ID=1 say .* RANK_TABLE_FILE is not set"):
         with_rank_table(LightningEnvironment())
+    for name in ("RANK_ID", "DEVICE_ID"):  # one of them is enough, and RANK_SIZE needs one
+        with monkeypatch.context() as without:
+            without.delenv(name)
+            with pytest.raises(RankTableError, match="set it, or unset them and let Lightning start the processes"):
+                with_rank_table(LightningEnvironment())
+            without.delenv("RANK_SIZE")
+            with_rank_table(LightningEnvironment())
     monkeypatch.setenv("LOCAL_RANK", "1")  # started by others who know what they do
     with_rank_table(LightningEnvironment())
     monkeypatch.delenv("LOCAL_RANK")

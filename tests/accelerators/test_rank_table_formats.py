@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 from lightning_pipeline.accelerators.rank_table import Device, RankTableError, Server, SuperPod, listed
 from lightning_pipeline.accelerators.rank_table_formats import (
     FORMATS,
+    MAX_BYTES,
     format_rank_table,
     lost_in,
     parse_rank_table,
     read_rank_table,
 )
+from lightning_pipeline.accelerators.rank_table_rules import server_key
 from tests.accelerators.tables import group_list, v1_0, v1_2, write
+from tests.memory_limit import little_memory
 
 CONTENTS = {"v1.0": v1_0, "v1.2": v1_2, "group_list": group_list}
 
@@ -141,6 +145,15 @@ INSTANCES = "group_list.0.instance_list"
             changed("server_list.0.device.1.rank_id", "-1"),
             r'rank_id has to be a whole number from 0 in quotes, got "-1"',
         ),
+        (
+            changed("server_list.0.device.1.rank_id", "1" * 10),
+            r'device\[1\]\.rank_id has to be a whole number from 0 in quotes, got "1111111111" \(of at most 9 digits\)',
+        ),
+        (changed("server_list.0.device.1.device_id", "9" * 5000), r'got "9{59}\.\.\. \(of at most 9 digits\)'),
+        (changed("server_list.0.device.1.rank_id", "²"), "has to be a whole number"),
+        (changed("server_list.0.server_id", "a\x1b[2J"), r"server_list\[0\]\.server_id has to be printable text"),
+        (changed("server_list.0.server_id", "\ud800"), r"server_list\[0\]\.server_id has to be printable text"),
+        ({**v1_0(), "\ud800": 1}, r'the file has the field "\\ud800", which is no printable text'),
         (changed("server_list.0.device.1.device_ip", None), "device_ip has to be a string in quotes, got null"),
         (changed("server_list", ["a"]), r'server_list\[0\] has to be an object in braces, got "a"'),
         (
@@ -178,7 +191,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_rank_table(tmp_path)
     for text, words in (
         ('{"status": "completed",  // comment\n', r"is not JSON: .*line 1 .*comments have to be left out"),
-        ("", "is not JSON"),
+        ("", "is not JSON: it is empty"),
+        ('{"status": "completed",\n', "is not JSON: .*: line 2 column 1"),
         ("[]", r"the file has to be an object in braces, got \[\]"),
     ):
         with pytest.raises(RankTableError, match=words):
@@ -190,6 +204,24 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert len(read_rank_table(tmp_path / "marked")) == 4
 
 
+@pytest.mark.parametrize("make", CONTENTS.values())
+def test_a_comma_too_many_is_named_with_its_line(make: Any) -> None:
+    lines = json.dumps(make(), indent=2).splitlines()
+    for number, line in enumerate(lines[:-1], 1):
+        if lines[number].strip()[0] not in "]}":
+            continue
+        with pytest.raises(RankTableError, match=rf"line {number} has a comma after the last entry") as error:
+            parse_rank_table("\n".join([*lines[: number - 1], f"{line} , ", "", *lines[number:]]))
+        assert str(error.value).endswith(f"has to go: {line.strip()} ,")
+    # All on one line, whose end is shown; and commas that are no such ones.
+    text = json.dumps(make())
+    with pytest.raises(RankTableError, match=r"line 1 has a comma after .* go: \.\.\..{59},$"):
+        parse_rank_table(f"{text[:-1]},}}")
+    for wrong in (f"{text},}}", text.replace(": ", ":, ", 1), text.replace('"completed"', ",")):
+        with pytest.raises(RankTableError, match=r"is not JSON: (?!line).*: line 1 column"):
+            parse_rank_table(wrong)
+
+
 def test_a_rank_that_is_not_there() -> None:
     with pytest.raises(RankTableError, match="has no rank 4, it has ranks 0-3"):
         parse(v1_0()).rank(4)
@@ -199,3 +231,31 @@ def test_numbers_in_a_row() -> None:
     assert listed([5, 0, 1, 2]) == "0-2, 5"
     assert listed([0, 1]) == "0, 1"
     assert listed([]) == ""
+
+
+def test_files_that_nobody_could_hold(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    for content, words in (
+        (b"9" * 5000, "is not JSON: Exceeds the limit"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"status": "\xff"}', "is not JSON"),
+        (b" " * (MAX_BYTES + 1), "is no rank table: it has more than 67,108,864 bytes"),
+    ):
+        path.write_bytes(content)
+        with little_memory(), pytest.raises(RankTableError, match=rf"table\.json.*{words}"):
+            read_rank_table(path)
+
+
+def test_a_field_that_is_too_deep_to_be_written_is_told() -> None:
+    table = parse_rank_table(json.dumps(v1_0()))
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(RankTableError, match="nested too deeply"):
+        format_rank_table(replace(table, other={"deep": deep}), "v1.0")
+
+
+def test_servers_sort_by_their_numbers_however_long_these_are() -> None:
+    longest = "node_" + "9" * 5000
+    names = [longest, "node_²", "node_10", "node_2", "10.0.0.10", "10.0.0.9"]
+    assert sorted(names, key=server_key) == ["10.0.0.9", "10.0.0.10", "node_2", "node_10", longest, "node_²"]

@@ -51,6 +51,30 @@ class OutOfOrder(Plain):
     stage_config = {"first": 1, "second": 0, "head": 1}
 
 
+class SharedActivation(Plain):
+    """Two blocks share an activation, whose stage is that of the first."""
+
+    stage_config = {"first": 0, "act": 0, "second": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def between(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.act(self.second(self.act(x)))
+
+
+class SharedActivationTooSoon(SharedActivation):
+    """Its stage is that of the second, so that the data goes there too soon; set as MindSpore's cells are."""
+
+    stage_config = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, stage in {"first": 0, "act": 1, "second": 0, "head": 1}.items():
+            getattr(self, name).pipeline_stage = stage
+
+
 class NeverReached(Plain):
     stage_config = {"unused": 1}
 

@@ -32,9 +32,19 @@ def fit(module: str, args: tuple[Any, ...], world: int, strategy: dict[str, Any]
         ("Plain", {"stage_config": {"second": 2}}, ["ValueError", "3 stages need at least 3 devices, got 2"]),
         ("Plain", {"num_microbatches": 1}, ["ValueError", "num_microbatches=1", "num_stages=2"]),
         ("Plain", {"stage_config": {"second": 2}, "num_stages": 2}, ["ValueError", "'second' on stage 2"]),
-        ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2 stages", "1 modules that a stage", "devices=1"]),
+        ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2", "its training_step calls 1", "devices=1"]),
         ("OutOfOrder", {}, ["ValueError", "stages are out of order", "'second'", "'first'"]),
         ("LoopsBack", {}, ["ValueError", "'first' is on stage 0", "after 'second' of stage 1", "modules.py"]),
+        (
+            "SharedActivation",
+            {},
+            ["'act' is on stage 0 and is called after 'second' of stage 1; 'act' (ReLU) has no parameters", "can go"],
+        ),
+        (
+            "SharedActivationTooSoon",
+            {},
+            ["'second' is on stage 0 and is called after 'act' of stage 1; 'act' (ReLU) has no parameters", "can go"],
+        ),
         ("NeverReached", {}, ["ValueError", "stage 1 is never reached"]),
         ("BoundaryInFunction", {}, ["ValueError", "'second' (stage 1)", "inside an autograd.Function"]),
         ("WrittenView", {}, ["ValueError", "'__getitem__' is written in place", "'first'"]),
@@ -67,8 +77,11 @@ def test_a_collective_over_all_ranks_is_found_while_a_cut_is_measured() -> None:
     ("options", "words"),
     [
         ({"schedule": "1f1"}, "schedule is one of .*'1f1b', .*a function .*; got '1f1'"),
-        ({"loss_reduction": "max"}, "\"mean\" or \"sum\", got 'max'"),
+        ({"loss_reduction": "max"}, '"mean" or "sum", got \'max\''),
         ({"num_stages": 0}, "num_stages is a whole number from 1, got 0"),
+        ({"num_stages": 10**12}, "num_stages is at most 4,096, got 1000000000000"),
+        ({"num_microbatches": 10**12}, "num_microbatches is at most 262,144, got 1000000000000"),
+        ({"num_stages": 2, "tensor_parallel_size": 10**12}, "tensor_parallel_size is at most 1,048,576"),
         ({"num_microbatches": 2.5}, "num_microbatches is a whole number from 1, got 2.5"),
     ],
 )

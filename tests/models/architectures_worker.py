@@ -14,6 +14,7 @@ from lightning_pipeline import PipelineStrategy
 from tests.launching import PATIENCE_S
 from tests.models.architectures import ARCHITECTURES
 from tests.models.zoo_worker import Recorder, quiet_trainer, split
+from tests.training.runs import measured_shortly
 
 NUM_MICROBATCHES = 4
 
@@ -28,7 +29,8 @@ def train(num_stages: int, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         try:
-            found[name] = _fit(name, num_stages)
+            with measured_shortly():
+                found[name] = _fit(name, num_stages)
         except Exception:
             found[name] = traceback.format_exc()
             if num_stages > 1:

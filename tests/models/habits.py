@@ -263,6 +263,15 @@ class Recurrent(Lit):
         return F.cross_entropy(self.head(x[:, -1] + state[0][0]), y)
 
 
+class SharesLayers(Stack):
+    """Blocks that share an activation and a norm; keys name layers inside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        act, norm = nn.ReLU(), nn.LayerNorm(16)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), act, norm) for _ in range(8)])
+
+
 class EarlyFeatures(Stack):
     """Validation and prediction return before the last stages are reached."""
 

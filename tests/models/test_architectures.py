@@ -13,7 +13,7 @@ from tests.models.architectures_worker import train
 
 pytestmark = pytest.mark.multiprocess
 
-OFTEN = list(ARCHITECTURES)[::16]  # the others are run where there is time for it
+OFTEN = list(ARCHITECTURES)[::20]  # the others are run where there is time for it
 LAID_OUT = [
     pytest.param(name, num_stages, marks=() if name in OFTEN else pytest.mark.slow)
     for num_stages in (2, 4)

@@ -21,18 +21,26 @@ STAGES = ("2", "4", "2x2")
 # Virtual stages are as stages are, which every third case shows; these are about them.
 ABOUT_VIRTUAL_STAGES = {"counts_calls", "keeps_state", "caches_mask", "gpt2_dropout", "gpt2_checkpointing"}
 NAMES = {
+    "plain": [name for name, case in CASES.items() if not case.random],
     "1": list(CASES),
     "2": list(CASES),
     "4": list(CASES),
     "2x2": [name for index, name in enumerate(CASES) if index % 3 == 0 or name in ABOUT_VIRTUAL_STAGES],
 }
-# What these show on two stages, they show on more; where there is time for it.
-ALIKE = set(list(CASES)[1::2]) - ABOUT_VIRTUAL_STAGES - {"frozen"}
-LAID_OUT = [
-    pytest.param(name, layout, marks=pytest.mark.slow if layout != "2" and name in ALIKE else ())
-    for layout in STAGES
-    for name in NAMES[layout]
-]
+# What the others show on two stages, they show on more; where there is time for it.
+ON_MORE = {*list(CASES)[::5], *ABOUT_VIRTUAL_STAGES, "frozen"}
+
+
+def laid_out(*layouts: str) -> list[Any]:
+    """The names of these layouts' cases, with the layout."""
+    return [
+        pytest.param(name, layout, marks=() if layout == "2" or name in ON_MORE else pytest.mark.slow)
+        for layout in layouts
+        for name in NAMES[layout]
+    ]
+
+
+LAID_OUT = laid_out(*STAGES)
 
 Results = dict[str, list[dict[str, Any]]]
 
@@ -45,7 +53,7 @@ def results(request: pytest.FixtureRequest) -> Results:
     found = {}
     for layout, names in NAMES.items():
         wanted = [name for name in names if layout in ("1", "2") or (name, layout) in asked]
-        found[layout] = launch(train, layout, wanted, world=int(layout[0]))
+        found[layout] = launch(train, layout, wanted, world=1 if layout == "plain" else int(layout[0]))
     return found
 
 
@@ -87,9 +95,9 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
             assert float((found[name] - value).abs().max()) <= tolerance[name] * scale + 1e-12, name
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.random])
-def test_one_stage_has_the_bits_of_plain_lightning(results: Results, name: str) -> None:
-    [one], [plain] = of(results, "1", name, "one"), of(results, "1", name, "plain")
+@pytest.mark.parametrize(("name", "layout"), laid_out("plain"))
+def test_one_stage_has_the_bits_of_plain_lightning(results: Results, name: str, layout: str) -> None:
+    [one], [plain] = of(results, "1", name, "one"), of(results, layout, name, "plain")
     assert len(one["gradients"]) == len(plain["gradients"]) == len(CASES[name].batches())
     for found, expected in zip(one["gradients"], plain["gradients"], strict=True):
         assert_close(found, expected, dict.fromkeys(expected, 0.0))

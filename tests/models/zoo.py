@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.models import habits, lit
 
-NUM_BATCHES, BATCH_SIZE, NUM_MICROBATCHES = 3, 8, 4
+NUM_BATCHES, BATCH_SIZE, NUM_MICROBATCHES = 2, 8, 4
 
 Cuts = dict[int, dict[str, int]]
 
@@ -285,4 +285,13 @@ CASES: dict[str, Case] = {
     "recurrent": Case(habits.Recurrent, vectors, blocks("layers.{}", 4)),
     "branches": Case(habits.Branches, vectors, _STACK),
     "shared_layer": Case(lit.SharedLayer, vectors, _STACK, summed=_both("shared."), poison=(2,)),
+    "shares_layers": Case(
+        habits.SharesLayers,
+        vectors,
+        {
+            2: {"blocks.0": 0, "blocks.0.0": 0, "blocks.4.0": 1},
+            4: {"blocks.0": 0, "blocks.0.0": 0, "blocks.2.0": 1, "blocks.4.0": 2, "blocks.6.0": 3},
+        },
+        summed=_both("blocks.0.2."),
+    ),
 }

@@ -1,7 +1,7 @@
 """Trains the models of the zoo, one after the other, in the processes of one launch, and tells what came of it.
 
-A layout is a number of stages, or 2x2: two virtual stages on each of two ranks, under one schedule after the other.
-With one stage each model is also trained by plain Lightning.
+A layout is a number of stages, or 2x2: two virtual stages on each of two ranks, under one schedule after the other, or
+plain: Lightning without this package.
 """
 
 from __future__ import annotations
@@ -151,14 +151,10 @@ def run_on_stages(case: Case, num_stages: int, schedule: str, poisons: bool) -> 
     return {"stages": result}
 
 
-def run_references(case: Case) -> dict[str, Result]:
-    """The pipeline with one stage and, where nothing is random, plain Lightning over the micro-batches."""
-    batches = case.batches()
-    results = {"one": fit(case, pipeline(1), batches)}
-    if not case.random:
-        microbatches = [part for batch in batches for part in split(batch)]
-        results["plain"] = fit(case, "auto", microbatches, accumulate=NUM_MICROBATCHES)
-    return results
+def run_plain(case: Case) -> dict[str, Result]:
+    """Plain Lightning over the micro-batches."""
+    microbatches = [part for batch in case.batches() for part in split(batch)]
+    return {"plain": fit(case, "auto", microbatches, accumulate=NUM_MICROBATCHES)}
 
 
 def early_features(num_stages: int, schedule: str) -> dict[str, Any]:
@@ -184,7 +180,7 @@ def split(batch: Any) -> list[Any]:
 
 def train(layout: str, names: list[str]) -> dict[str, Any]:
     """For each model this rank's `Result`s as dictionaries, or the traceback where it failed."""
-    num_stages = int(layout[0])
+    num_stages = 0 if layout == "plain" else int(layout[0])
     schedules = VIRTUAL_SCHEDULES if layout == "2x2" else ("1f1b",)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -192,8 +188,10 @@ def train(layout: str, names: list[str]) -> dict[str, Any]:
     for name, schedule in zip(names, itertools.cycle(schedules), strict=False):
         case = CASES[name]
         try:
-            if num_stages == 1:
-                run = run_references(case)
+            if num_stages == 0:
+                run = run_plain(case)
+            elif num_stages == 1:
+                run = {"one": fit(case, pipeline(1), case.batches())}
             else:
                 run = run_on_stages(case, num_stages, schedule, layout in map(str, case.poison))
             results[name] = {kind: asdict(result) for kind, result in run.items()}
@@ -201,6 +199,6 @@ def train(layout: str, names: list[str]) -> dict[str, Any]:
             results[name] = traceback.format_exc()
             if num_stages > 1:
                 return results  # the stages may not be in step any more
-    if not any(isinstance(found, str) for found in results.values()):
+    if num_stages and not any(isinstance(found, str) for found in results.values()):
         results[EARLY] = early_features(num_stages, schedules[0])
     return results

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import re
+import weakref
+from collections import deque
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
+from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.microbatch import batch_size, microbatches_of, signature, split_batch
 
 
@@ -21,7 +27,7 @@ class Pair(NamedTuple):
 @dataclasses.dataclass
 class Sample:
     x: Tensor
-    scale: float
+    scale: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +48,10 @@ def test_every_container_is_split_along_the_samples() -> None:
         "data": Sample(rows(5), 0.5),
         "slots": Slotted(rows(5), ["a", "b", "c", "d", "e"]),
         "encoding": BatchEncoding({"input_ids": rows(5, 7)}),
-        "shared": torch.zeros(3, 3),
+        "array": numpy.arange(5),
+        "numbers": [1, 2, 3, 4, 5],
+        "points": [torch.tensor(float(i)) for i in range(5)],
+        "nothing": (None, None),
         "scalar": torch.tensor(2.0),
         "text": "all",
     }
@@ -56,7 +65,9 @@ def test_every_container_is_split_along_the_samples() -> None:
     assert isinstance(second["slots"], Slotted) and second["slots"].x.tolist() == [3, 4]
     assert second["slots"].names == ["d", "e"]
     assert isinstance(second["encoding"], BatchEncoding) and second["encoding"].input_ids.shape == (2, 7)
-    assert second["shared"] is batch["shared"] and second["scalar"] is batch["scalar"] and second["text"] == "all"
+    assert second["array"].tolist() == [3, 4] and second["numbers"] == [4, 5]
+    assert list(map(float, second["points"])) == [3, 4] and second["nothing"] == (None, None)
+    assert second["scalar"] is batch["scalar"] and second["text"] == "all"
 
 
 @pytest.mark.parametrize(
@@ -74,15 +85,84 @@ def test_micro_batches_are_views() -> None:
     assert batch.sum() == 4
 
 
-def test_what_cannot_be_split_names_the_way_out() -> None:
-    class Graph:
-        def __init__(self) -> None:
-            self.x = torch.zeros(4)
+@pytest.mark.parametrize(
+    ("batch", "parts"),
+    [
+        ((rows(12, 4, 3), rows(4)), r"[0] [12, 4, 3], [1] [4]"),
+        ((rows(12, 1, 3), rows(1)), r"[0] [12, 1, 3], [1] [1]"),
+        ({"x": rows(4, 2), "weights": rows(3)}, r"['x'] [4, 2], ['weights'] [3]"),
+        (Sample(rows(6), {"edges": rows(2, 9)}), r".x [6], .scale['edges'] [2, 9]"),
+        ({"x": rows(4), "names": ["a", "b"]}, r"['x'] [4], ['names'] with 2 entries"),
+        ({"x": rows(4), "array": numpy.zeros((3, 2))}, r"['x'] [4], ['array'] [3, 2]"),
+        (([rows(3, 8, 8), rows(3, 8, 8)], [1, 0]), r"[0][0] [3, 8, 8], [1] with 2 entries"),
+        ({"x": rows(4), "empty": rows(0)}, r"['x'] [4], ['empty'] [0]"),
+    ],
+)
+def test_a_batch_whose_parts_differ_in_length_is_not_guessed_at(batch: Any, parts: str) -> None:
+    assert batch_size(batch) is None
+    with pytest.raises(ValueError, match=re.escape(f"({parts}); define split_batch(batch, num_microbatches) on")):
+        split_batch(batch, 2)
+    assert split_batch(batch, 1) == [batch]
 
-    with pytest.raises(ValueError, match=r"split_batch\(batch, num_microbatches\)"):
-        split_batch(3, 2)
-    with pytest.raises(ValueError, match="object of type Graph"):
-        split_batch(Graph(), 2)
+
+class Graph:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class GraphInSlots:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class CallableGraph(Graph):
+    """As torch_geometric's: it can be called, and a part of it refers to it weakly, which only it knows to pickle."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.parts = Parts(x, self)
+
+    def __call__(self) -> None:
+        raise AssertionError("only iterates")
+
+
+class Parts:
+    def __init__(self, x: Tensor, whole: CallableGraph) -> None:
+        self.x, self.whole = x, weakref.ref(whole)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"x": self.x, "whole": self.whole()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.x, self.whole = state["x"], weakref.ref(state["whole"])
+
+
+@pytest.mark.parametrize("kind", [Graph, GraphInSlots, CallableGraph, lambda x: deque([x])])
+def test_an_object_is_not_guessed_at(kind: Any) -> None:
+    batch = kind(rows(4))
+    with pytest.raises(ValueError, match=r"an object of type \w+ in the batch; define split_batch\(batch, num_micro"):
+        split_batch({"graph": batch, "y": rows(4)}, 2)
+    tensors, layout = tree.flatten(batch)
+    assert tensors[0] is (batch[0] if isinstance(batch, deque) else getattr(batch, "parts", batch).x)
+    pickle.dumps(layout)
+    made = tree.rebuild(layout, [torch.ones(2)])
+    assert type(made) is type(batch) and made is not batch
+    assert tree.leaves(made)[0].tolist() == [1, 1]
+    assert not isinstance(made, CallableGraph) or made.parts.whole() is made
+
+
+def test_what_says_nothing_of_samples_names_the_way_out() -> None:
+    for batch in (3, {"x": torch.tensor(1.0)}, torch.zeros(0, 3), []):
+        with pytest.raises(ValueError, match=r"no tensor or list in it says .* define split_batch\(batch, num_micro"):
+            split_batch(batch, 2)
+
+
+@pytest.mark.parametrize(("size", "num", "sizes"), [(8, 4, [2] * 4), (7, 4, [3, 2, 2]), (3, 4, [3]), (1, 4, [1])])
+def test_a_batch_norm_gets_no_single_sample_where_the_batch_has_two(size: int, num: int, sizes: list[int]) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    assert [batch_size(part) for part in microbatches_of((rows(size, 2), rows(size)), num, module)] == sizes
+    assert len(microbatches_of(rows(size, 2), num, module.eval())) == min(num, size)
 
 
 def test_signatures_differ_where_a_step_may() -> None:

@@ -53,6 +53,15 @@ def test_groups_have_to_be_the_schedules() -> None:
     virtual(along, 2).check_placement((0, 1, 1, 0))
 
 
+def test_a_shared_activation_is_told_where_it_upsets_the_order() -> None:
+    act = nn.ReLU()
+    net = nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), nn.Linear(2, 2), act)
+    for stages in ((0, 2, 0, 1), (0, 1, 0, 2)):
+        config = {str(index): stage for index, stage in enumerate(stages)}
+        with pytest.raises(ValueError, match=r"comes next: '1' \(ReLU\) has no parameters, and .* its key .* can go"):
+            resolve(net, config, 3, has_virtual_stages=True)
+
+
 @pytest.mark.parametrize(
     ("config", "num_stages", "words"),
     [

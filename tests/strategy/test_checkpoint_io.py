@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import pickle
 import re
 import resource
 import sys
 import tracemalloc
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -210,6 +212,13 @@ def saved(value: Any, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
+def damaged(old: bytes, new: bytes) -> bytes:
+    """A file whose pickle is another one."""
+    content = saved(checkpoint(megabytes=1))
+    assert len(old) == len(new) and content.count(old) == 1
+    return content.replace(old, new)
+
+
 def zipped() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -224,15 +233,55 @@ def zipped() -> bytes:
         (b"notes", "is no checkpoint: it starts with b'note', and torch.save's files start with"),
         (saved(checkpoint(megabytes=1))[:-1], r"is cut off after [\d,]{5,} bytes"),
         (saved(checkpoint(megabytes=1))[:5], "is cut off after 5 bytes"),
+        (saved(checkpoint(megabytes=1))[1000:], "is no checkpoint: it starts with"),
+        (damaged(b"\1\0\0\0PK\5\6", b"\2\0\0\0PK\5\6"), "cannot be read as a checkpoint: RuntimeError"),
+        (damaged(b"callbacksq", b"callbacks\0"), "checkpoint: UnpicklingError: Unsupported operand 0. It is damaged"),
+        (damaged(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9"), r"objects .* \(torch\._utils\._rebuild_tensor_v9\)"),
         (zipped(), "cannot be read as a checkpoint: RuntimeError"),
         (saved([Unknown(), Path("x")]), r"\(pathlib.PosixPath, .*\.Unknown\).*AtomicCheckpointIO\(weights_only=False"),
     ],
-    ids=["empty", "text", "cut", "cut early", "zip", "objects"],
+    ids=["empty", "text", "cut", "cut early", "no start", "disks", "opcode", "name", "zip", "objects"],
 )
 def test_a_file_that_cannot_be_loaded_says_why(content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "x.ckpt").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"x\.ckpt.*{words}"):
         AtomicCheckpointIO(weights_only=True).load_checkpoint(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"counts": defaultdict(dict)}, "(collections.defaultdict)"),
+        ({"counts": defaultdict(list, a=[1]), "hook": Unknown()}, "(collections.defaultdict, "),
+        ({"kind": dict, "hook": Unknown()}, "(tests.strategy.test_checkpoint_io.Unknown)"),
+        ({"kind": dict, "range": slice(1)}, "(builtins.dict, builtins.slice)"),
+        ({"call": eval}, "(builtins.eval)"),
+    ],
+    ids=["factory", "two", "class", "plain", "function"],
+)
+@pytest.mark.parametrize("is_new", [True, False], ids=["zip", "before torch 1.6"])
+def test_what_is_refused_is_named_and_nothing_else(value: Any, named: str, is_new: bool, tmp_path: Path) -> None:
+    """A file names the class dict, too, where a defaultdict has it as its factory."""
+    (tmp_path / "x.ckpt").write_bytes(saved(value, _use_new_zipfile_serialization=is_new))
+    with pytest.raises(CheckpointError) as error:
+        AtomicCheckpointIO(weights_only=True).load_checkpoint(tmp_path / "x.ckpt")
+    message = str(error.value)
+    assert "holds objects that torch does not load from any file (" in message
+    if is_new:  # of older ones torch tells the first that it comes to
+        assert named in message
+    assert ("dict" not in message.replace("defaultdict", "")) or "builtins.dict" in named or not is_new
+
+
+def test_errors_of_the_system_are_its_own_and_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.ckpt").write_bytes(saved(checkpoint(megabytes=1)))
+    for number, kind in ((errno.EIO, OSError), (errno.EACCES, PermissionError), (errno.EINVAL, CheckpointError)):
+
+        def fail(*args: Any, number: int = number, **kwargs: Any) -> Any:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(torch, "load", fail)
+        with pytest.raises(kind, match=r"x\.ckpt"):
+            AtomicCheckpointIO().load_checkpoint(tmp_path / "x.ckpt")
 
 
 def test_no_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:

@@ -48,6 +48,16 @@ def test_means_count_samples_and_other_reductions_do_not():
     assert logged.reduced() == []
 
 
+def test_shares_of_a_sum_are_added_up_where_all_values_are_such() -> None:
+    logged = LoggedValues(nn.Module())
+    for value, num_samples in ((1.0, 3), (2.0, 3), (5.0, 2)):
+        for name, kwargs in {"loss": {}, "mean": {"reduce_fx": "mean"}, "largest": {"reduce_fx": "max"}}.items():
+            logged.capture(name, torch.tensor(value), kwargs, num_samples).num_summed += 1
+        logged.capture("now and then", torch.tensor(value), {}, num_samples).num_summed += value > 1
+    mean = (1.0 * 3 + 2.0 * 3 + 5.0 * 2) / 8
+    assert values_of(logged) == {"loss": (8.0, 8), "mean": (8.0, 8), "largest": (5.0, 8), "now and then": (mean, 8)}
+
+
 def test_equal_weights_give_the_plain_mean_in_the_dtype_of_the_values():
     values = torch.rand(7, generator=torch.Generator().manual_seed(0))
     for dtype, expected in (

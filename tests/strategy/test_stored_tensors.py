@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,33 @@ def test_only_what_is_held_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch
     held[0].to("meta")
     load_module_state(held, read_folder(folder)["state_dict"])
     assert read == ["state_dict.1.weight", "state_dict.1.bias"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "words"),
+    [
+        (KeyboardInterrupt("now"), KeyboardInterrupt, "now"),
+        (OSError(errno.EIO, "Input/output error"), OSError, r"Input/output error: '.*folder\.ckpt'"),
+        (
+            OSError(errno.EINVAL, "Invalid argument"),
+            CheckpointError,
+            r"cannot give state_dict\.0\.bias, from __0_0\.distcp",
+        ),
+    ],
+    ids=["interrupt", "system", "file"],
+)
+def test_what_ends_a_read_is_told_as_it_is(
+    failure: BaseException, kind: type[BaseException], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch wraps all of it in an error of its own, which is no Exception."""
+    stored = read_folder(folder)["state_dict"]["0.bias"]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise failure
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(kind, match=words):
+        stored.read()
 
 
 def test_state_of_parameters_in_another_order_is_refused(saved: nn.Sequential, folder: Path) -> None:

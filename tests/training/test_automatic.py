@@ -23,7 +23,7 @@ from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
 from tests.launching import launch
 from tests.models.lit import LayerDrop
-from tests.training.models import LitGPT, token_loader, tokens
+from tests.training.models import VOCABULARY, LitGPT, token_loader, tokens
 from tests.training.runs import Losses, differing, measured_shortly, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -97,6 +97,58 @@ def with_sanity_check(world: int) -> dict[str, Any]:
         "cut": first and first.stage_config,
         "second": again.strategy.plan,
     }
+
+
+class ReturnsEarly(LitGPT):
+    """Validates the first layers alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net.blocks[0](self.net.tokens(batch[0])).square().mean())
+
+
+class CallsOthers(LitGPT):
+    """Validates with a module that training does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(VOCABULARY, 4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.probe(self(batch[0])).square().mean())
+
+
+class FastPath(LitGPT):
+    """torch's own encoder calls no layers in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 4)
+        self.net = nn.Sequential(nn.Embedding(VOCABULARY, 16), encoder, nn.Linear(16, VOCABULARY))
+
+
+VALIDATING = (ReturnsEarly, CallsOthers, FastPath)
+
+
+def validating(world: int) -> dict[str, Any]:
+    """Fits that begin with a validation of another kind, before which a Trainer has validated as well."""
+    found = {}
+    for kind in VALIDATING:
+        L.seed_everything(1, verbose=False)
+        module, losses, seen = kind(), Losses(), []
+
+        class Logged(L.Callback):
+            def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule, seen: Any = seen) -> None:
+                seen.append(float(trainer.callback_metrics["val_loss"]))
+
+        trainer = pipeline_trainer(
+            "auto" if world > 1 else {}, world=world, callbacks=[losses, Logged()], max_steps=2, max_epochs=1
+        )  # type: ignore[arg-type]
+        if kind is CallsOthers:
+            trainer.validate(module, token_loader(8, 8), verbose=False)
+        trainer.fit(module, token_loader(32, 8), token_loader(8, 8))
+        found[kind.__name__] = {"losses": losses.values, "val": seen, "plan": trainer.strategy.plan}
+    return found
 
 
 def only_predicting(world: int) -> list[Tensor]:
@@ -203,6 +255,7 @@ def unequal(world: int, cores: float | None) -> dict[str, Any]:
 
     with (
         mock.patch.object(automatic, "measure_step", even),
+        mock.patch.object(automatic.AutomaticCut, "_measure_what_stages_cost"),
         mock.patch.object(automatic, "shared_cores", lambda *args: cores),
         mock.patch.object(plan_choice, "worth_trying", lambda *args: []),
     ):
@@ -292,6 +345,7 @@ def others(world: int, folder: str) -> dict[str, Any]:
     return {
         "watched": watched(world),
         "sanity": with_sanity_check(world),
+        "validating": validating(world),
         "predictions": only_predicting(world),
         "stream": a_stream(world),
         "saved": saved_and_read(world, folder),
@@ -358,6 +412,16 @@ def test_a_sanity_check_and_other_trainers_come_before_and_after(one: Any, ranks
         assert rank["sanity"]["val_loss"] == pytest.approx(one["sanity"]["val_loss"])
         assert rank["sanity"]["cut"]
         assert rank["sanity"]["second"] is None  # its parts are on their ranks already
+
+
+@pytest.mark.parametrize("kind", VALIDATING)
+def test_the_training_step_decides_whatever_is_validated_before(kind: Any, one: Any, ranks: Any) -> None:
+    expected = one["validating"][kind.__name__]
+    for rank in ranks:
+        found = rank["validating"][kind.__name__]
+        assert found["losses"] == expected["losses"]
+        assert found["val"] == pytest.approx(expected["val"], rel=1e-5)
+        assert found["plan"].stage_config
 
 
 def test_a_module_that_only_predicts(one: Any, ranks: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import re
 import resource
 import shutil
@@ -198,6 +199,12 @@ def broken_files(folder: Path, good: dict[str, Any]) -> None:
     meta = torch.load(folder / "folder.ckpt" / "meta.pt", weights_only=True)
     meta["checkpoint"]["hook"] = Callback()
     torch.save(meta, folder / "objects in a folder.ckpt" / "meta.pt")
+    shutil.copytree(folder / "folder.ckpt", folder / "code in a folder.ckpt")
+    metadata = pickle.loads((folder / "folder.ckpt" / ".metadata").read_bytes())
+    metadata.planner_data = Callback()
+    (folder / "code in a folder.ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
+    shutil.copytree(folder / "folder.ckpt", folder / "cut in a folder.ckpt")
+    os.truncate(folder / "cut in a folder.ckpt" / "meta.pt", 1000)
     wide = Lit(width=9)
     torch.save({**good, "state_dict": wide.state_dict(), "hyper_parameters": dict(wide.hparams)}, folder / "wide.ckpt")
     groups = Lit(num_groups=2).configure_optimizers().state_dict()
@@ -212,6 +219,8 @@ REFUSED = {
     "bare": "holds bare weights (first.0.weight, first.0.bias, second.weight and 1 more)",
     "objects": "Callback), and these can run any code",
     "objects in a folder": "Callback), and these can run any code",
+    "code in a folder": ".metadata names lightning.pytorch.callbacks.callback.Callback, which is none of the classes",
+    "cut in a folder": "meta.pt is cut off after 1,000 bytes",
     "wide": "(9, 4) in the file, (8, 4) in the module",
     "groups": "has 4 groups with [1, 1, 1, 1] parameters, and Adam has 1 with [4]",
     "weights": "holds weights only",

@@ -315,7 +315,7 @@ def test_mismatches_are_named_before_anything_is_changed(one: Any) -> None:
         assert part in one["other"]
     assert "has 2 groups with " in one["groups"] and "AdamW has 1 with " in one["groups"]
     assert one["unchanged"]
-    assert one["short"].startswith("ValueError: the checkpoint ") and ".distcp has " in one["short"]
+    assert one["short"].startswith("CheckpointError: the checkpoint ") and ".distcp has " in one["short"]
     assert "is no checkpoint that save_distributed_checkpoint=True has written" in one["foreign"]
 
 

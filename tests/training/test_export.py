@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,19 @@ class LitBuffers(LitGPT):
         for number, block in enumerate(self.net.blocks):
             block.register_buffer("scale", torch.tensor(1.0 + number), persistent=number % 2 == 0)
             block.register_forward_hook(scaled)
+
+
+class LitKeepsArguments(LitGPT):
+    """As forecasting packages do: it makes its Trainer, and keeps what it makes it from."""
+
+    def __init__(self, **trainer_arguments: Any) -> None:
+        super().__init__()
+        self.trainer_arguments = trainer_arguments
+        self.made: L.Trainer | None = None
+
+    def make_trainer(self) -> L.Trainer:
+        self.made = L.Trainer(**self.trainer_arguments)
+        return self.made
 
 
 class LitHuggingFace(L.LightningModule):
@@ -83,7 +97,31 @@ def run(world: int, folder: Path) -> dict[str, Any]:
     if gathered is not None:
         gathered.model.save_pretrained(folder / "hf")
         pickle.dumps(gathered)
+    strategy = PipelineStrategy(stage_config=gpt_stages(2), num_stages=2, num_microbatches=2, timeout=PATIENCE_S)
+    keeps = LitKeepsArguments(strategy=strategy, devices=world, max_epochs=1, **QUIET)
+    keeps.make_trainer().fit(keeps, token_loader(8, 4))
+    gathered = strategy.gather_module()
+    found["copies"] = {
+        "strategy": copied(strategy),
+        "trainer": copied(keeps.trainer),
+        "module": gathered is None or copied(gathered),
+    }
     return found
+
+
+def copied(value: Any) -> bool:
+    """By copying and by pickling: into what was asked for the same, and has not run."""
+    for made in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        strategy = made
+        if isinstance(made, LitKeepsArguments):
+            strategy = made.trainer_arguments["strategy"]
+            assert made.made is not None
+        elif isinstance(made, L.Trainer):
+            strategy = made.strategy
+        assert (strategy.stage_config, strategy.num_microbatches) == (gpt_stages(2), 2)
+        assert strategy.timeout.total_seconds() == PATIENCE_S
+        assert strategy.transport is None and strategy.topology is None
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +149,10 @@ def test_a_hugging_face_model_is_saved_by_its_own_method(found: Any, folder: Pat
     saved = torch.load(folder / "hf.ckpt", weights_only=True)["state_dict"]
     for key, value in loaded.state_dict().items():
         assert torch.equal(saved[f"model.{key}"], value), key
+
+
+def test_what_refers_to_a_strategy_is_copied_and_pickled_after_a_run(found: Any) -> None:
+    assert found["copies"] == {"strategy": True, "trainer": True, "module": True}
 
 
 def test_before_a_run_there_is_nothing_to_gather() -> None:

@@ -21,12 +21,12 @@ from lightning_pipeline.runtime.fully_sharded import local_part
 from tests.launching import PATIENCE_S, launch
 from tests.training.measured import LitMeasured, measured_stages, point_loader
 from tests.training.models import NUM_BLOCKS, LitGPT, gpt_stages, tokens
-from tests.training.runs import QUIET, Losses
+from tests.training.runs import QUIET, Losses, measured_shortly
 
 pytestmark = pytest.mark.multiprocess
 
 WORLD = 4
-SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 44, 16, 8  # of one process; the last batch has 12 samples
+SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 20, 8, 4  # of one process; the last batch has 4 samples
 LAYOUTS: dict[str, dict[str, Any]] = {
     "4 stages": {"num_stages": 4},
     "2 stages, 2 replicas": {"num_stages": 2},
@@ -320,7 +320,8 @@ def local_weights(module: L.LightningModule) -> dict[str, Tensor]:
 
 def run_all(world: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"trained": train_all(world, folder), "measured": measure(world)}
-    found["contrasted"] = [contrasted(world, config) for config in ({"net.blocks.2": 1}, "auto")]
+    with measured_shortly():
+        found["contrasted"] = [contrasted(world, config) for config in ({"net.blocks.2": 1}, "auto")]
     found["seen"] = samples_seen(world)
     found["sharded"] = sharded_twice(world, folder)
     found["disagree"] = disagree(world)

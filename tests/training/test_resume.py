@@ -49,7 +49,6 @@ class Case:
 
 
 CASES = {
-    "plateau": Case(stop=7, scheduler="plateau"),
     "no dropout": Case(stop=7, scheduler="one_cycle"),
     "one_cycle": Case(stop=11, scheduler="one_cycle", dropout=0.2),
     "end of an epoch": Case(stop=4, scheduler="plateau", dropout=0.2),
