@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_pipeline.runtime import meeting
 from lightning_pipeline.runtime.errors import PipelineTimeoutError
 from lightning_pipeline.runtime.mail import Mail, RollCall
-from lightning_pipeline.runtime.meeting import meet
 from lightning_pipeline.runtime.store import BoundedStore, StoreLostError
 from tests.launching import PATIENCE_S, SOON_S, free_port
 
@@ -143,7 +143,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_who_does_not_answer_is_not_taken_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "LINGER_S", 0.2)
     with taken(monkeypatch), pytest.raises(PipelineTimeoutError) as error:
-        meet(1, 2, LIMIT)
+        meeting.meet(1, 2, LIMIT)
     assert "rank 1 of 2 did not reach rank 0 at 127.0.0.1:" in str(error.value)
     assert "something accepts connections there and does not answer" in str(error.value)
