@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 from tests.launching import PRELOADED
 
@@ -34,17 +34,23 @@ class Host:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def start(
-        self, launcher: Sequence[str], arguments: Sequence[str], cwd: Path | None = None, **variables: str
+        self,
+        launcher: Sequence[str],
+        arguments: Sequence[str],
+        cwd: Path | None = None,
+        output: int | IO[Any] = subprocess.PIPE,
+        **variables: str,
     ) -> subprocess.Popen[str]:
-        """`python` with a launcher's options, the script, and the script's arguments."""
+        """`python` with a launcher's options, the script, and the script's arguments, in a session of its own."""
         address = str(self._listener.address)
         return subprocess.Popen(
             [sys.executable, *launcher, STAND_IN, *arguments],
             cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", "SCRIPTS_HOST": address, **variables},
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
 
     def close(self) -> None:

@@ -188,7 +188,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="trials at once; more than one disturb one another")
     parser.add_argument("--folder", type=Path, default=Path("campaign"), help="for results and logs")
     parser.add_argument(
-        "--forked", action="store_true", help="run scripts in processes forked with Lightning imported: faster"
+        "--forked",
+        action="store_true",
+        help="run scripts in processes forked with Lightning imported: faster, but for trials that end the first process",
     )
     given = parser.parse_args(arguments)
     with closing(Host(SCRIPT, 600.0)) if given.forked else nullcontext() as host:

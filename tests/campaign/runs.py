@@ -73,7 +73,7 @@ def run(trial: Trial, folder: Path, *, start_up: float, limit: float, host: Host
     with (folder / "launcher.log").open("wb") as log:
         process: subprocess.Popen[Any]
         if host is not None:
-            process = host.start(launcher, [], **variables)
+            process = host.start(launcher, [], output=log, **variables)
         else:
             command = [sys.executable, *launcher, str(SCRIPT)]
             own = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "LIGHTNING"))}
