@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--forked",
         action="store_true",
-        help="run scripts in processes forked with Lightning imported: faster, but for trials that end the first process",
+        help="run scripts in forked processes: faster, but trials that end the first process see another end",
     )
     given = parser.parse_args(arguments)
     with closing(Host(SCRIPT, 600.0)) if given.forked else nullcontext() as host:
