@@ -1,0 +1,124 @@
+"""Events: the torch functions of recorded steps, as a tree of what has followed what."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeline.partition.functions import function_name
+from lightning_pipeline.partition.inference import Result
+from lightning_pipeline.partition.matcher import Matcher, make_matcher
+from lightning_pipeline.partition.operation import Call, key_of
+from lightning_pipeline.partition.placeholder import Look, Placeholder
+
+
+class Event:
+    """One call of a torch function, after those that came before it.
+
+    Attributes:
+        parent: the event before; None for the beginning, which is no call.
+        children: what has followed, the latest first.
+        function, call: torch's function, and its arguments' templates.
+        inputs: of each tensor argument: number of a value, below zero of a module's tensor, or `CAPTURED`.
+        looks: of each tensor argument.
+        state: whether autograd, and inference mode, are on, and autocast.
+        result: what it gives.
+        outputs: of each tensor of the result, the number of the new value; None for an argument.
+        writes: of each argument that is written into: its slot, its look afterwards, the number of its new value.
+        visit: where it runs.
+        draws: it draws random numbers; its first captured number is which draw of the micro-batch it is.
+        num_values, num_captured: of the path up to here.
+        line: where in the user's code it was first met.
+        digest: of the path up to here, alike on all ranks.
+    """
+
+    __slots__ = (
+        "call", "children", "digest", "draws", "first_captured", "function", "inputs", "line", "looks", "match",
+        "matcher", "num_captured", "num_values", "outputs", "parent", "pool", "program", "result", "state", "visit",
+        "writes",
+    )  # fmt: skip
+
+    parent: Event | None
+    children: list[Event]
+    match: Callable[..., Any]
+    pool: list[Placeholder]
+    matcher: Matcher
+
+    @staticmethod
+    def beginning(num_values: int, digest: bytes) -> Event:
+        """Where paths begin, with so many values that are there before."""
+        made = Event()
+        made.parent, made.children, made.visit = None, [], -1
+        made.num_values, made.num_captured = num_values, 0
+        made.digest, made.pool, made.program = digest, [], None
+        return made
+
+    def followed_by(
+        self,
+        function: Any,
+        call: Call,
+        inputs: Sequence[int | None],
+        looks: Sequence[Look],
+        state: tuple[bool, bool, Any],
+        result: Result,
+        *,
+        visit: int,
+        draws: bool,
+        line: str,
+        module_tensors: Sequence[Tensor],
+    ) -> Event:
+        """A new child."""
+        made = Event()
+        made.parent, made.children, made.program = self, [], None
+        made.function, made.call, made.inputs, made.looks = function, call, tuple(inputs), tuple(looks)
+        made.state, made.result, made.visit, made.draws, made.line = state, result, visit, draws, line
+        count = self.num_values
+        outputs: list[int | None] = []
+        for look in result.tensors:
+            outputs.append(None if isinstance(look, int) else count)
+            count += not isinstance(look, int)
+        writes = []
+        for slot, look in result.writes:
+            writes.append((slot, look, count))
+            count += 1
+        made.outputs, made.writes, made.num_values = tuple(outputs), tuple(writes), count
+        text = repr((self.digest, function_name(function), key_of(call.args), key_of(call.kwargs), inputs, looks, state))
+        made.digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        made.first_captured = self.num_captured
+        made.matcher = make_matcher(
+            function,
+            call.args,
+            call.kwargs,
+            state,
+            inputs,
+            looks,
+            module_tensors,
+            result.tensors,
+            outputs,
+            result.layout,
+            writes,
+            draws=draws,
+            what=f"the result of {function_name(function)} ({line})",
+        )
+        made.match, made.pool = made.matcher.match, made.matcher.pool
+        made.num_captured = self.num_captured + made.matcher.num_captured
+        call.tensors, call.numbers = [], []
+        self.children.insert(0, made)
+        return made
+
+    @property
+    def name(self) -> str:
+        return function_name(self.function)
+
+    def path(self) -> list[Event]:
+        """The events up to here, the first one first."""
+        found: list[Event] = []
+        event: Event | None = self
+        while event is not None and event.parent is not None:
+            found.append(event)
+            event = event.parent
+        found.reverse()
+        return found

@@ -1,0 +1,168 @@
+"""Running a visit of a program on data: straight-line Python, made from the visit's events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.event import Event
+from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot
+from lightning_pipeline.partition.program import Fork, Program, Strand
+
+VisitFunction = Callable[..., tuple[list[Tensor], list[Tensor]]]
+"""(received, captured, module's tensors, seeding) -> what goes on to the next visit, and what is kept."""
+
+
+def visit_function(program: Program, visit: int, kept: Sequence[int]) -> VisitFunction:
+    """A function that runs a visit.
+
+    Args:
+        kept: values that are made in it, to be given back.
+    """
+    return _Writer(program, visit, kept).function()
+
+
+class _Writer:
+    """Writes the source of one visit.
+
+    A value is a variable, ``v17``; what an earlier visit has made, and came as a strand, ``r17_0``. Each is let go
+    after its last use, but for what autograd keeps.
+    """
+
+    def __init__(self, program: Program, visit: int, kept: Sequence[int]) -> None:
+        self._program = program
+        self._plan = program.visits[visit]
+        self._kept = kept
+        self._names: dict[str, Any] = {"fork": torch.ops.aten.alias.default, "leaves": tree.leaves}
+        self._lines: list[str] = []
+        self._events: list[Event | None] = []
+        self._indent = 1
+        self._variables: dict[int, str] = {}  # of values that are made here, or written into
+        self._grad: bool | None = None
+
+    def function(self) -> VisitFunction:
+        program, plan = self._program, self._plan
+        received = ", ".join(_of(strand) for strand in plan.receives)
+        self._line("def visit(received, captured, tensors, seed):", indent=0)
+        if received:
+            self._line(f"{received}{',' * (len(plan.receives) == 1)} = received")
+            self._line("del received")
+        forks: dict[int, list[Fork]] = {}
+        for fork in plan.forks:
+            forks.setdefault(fork.before, []).append(fork)
+        last = self._last_uses()
+        for number in plan.events:
+            for fork in forks.get(number, ()):
+                self._line(f"{_of(fork.strand)} = fork({self._variable(fork.strand.value, fork.source)})")
+            self._event(number, program.events[number])
+            free = last.get(number)
+            if free:
+                self._line(f"{' = '.join(sorted(free))} = None")
+        sends = ", ".join(self._variable(strand.value, source) for strand, source in plan.sends.items())
+        kept = ", ".join(self._variable(value, None) for value in self._kept)
+        self._line(f"return [{sends}], [{kept}]")
+        source = "\n".join(self._lines)
+        code = compile(source, f"<visit of {program.digest.hex()}>", "exec")
+        exec(code, self._names)
+        return self._names["visit"]
+
+    def _event(self, number: int, event: Event) -> None:
+        if event.state[0] is not self._grad:
+            self._grad = event.state[0]
+            self._line(f"{self._constant(torch._C._set_grad_enabled)}({self._grad})")
+        if event.draws:
+            self._line(f"seed(captured[{event.first_captured}])")
+        arguments = [self._text(number, event, template) for template in event.call.args]
+        for name, template in event.call.kwargs.items():
+            text = self._text(number, event, template)
+            arguments.append(f"{name}={text}" if name.isidentifier() else f"**{{{name!r}: {text}}}")
+        call = f"{self._constant(event.function)}({', '.join(arguments)})"
+        made = [None if value is None else f"v{value}" for value in event.outputs]
+        layout = event.result.layout
+        if not any(made):
+            self._line(call, event)
+        elif isinstance(layout, tree.Slot):
+            self._line(f"{made[0]} = {call}", event)
+        elif isinstance(layout, tree.Sequence) and [*layout.items] == [tree.Slot(i) for i in range(len(made))]:
+            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = {call}", event)
+        else:
+            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = leaves({call})", event)
+        for value in event.outputs:
+            if value is not None:
+                self._variables[value] = f"v{value}"
+        for slot, _, value in event.writes:
+            before = event.inputs[slot]
+            if before is not None and before >= 0:
+                self._variables[value] = self._operand(number, before)
+
+    def _text(self, number: int, event: Event, template: Template) -> str:
+        kind = type(template)
+        if kind is TensorSlot:
+            value = event.inputs[template.number]
+            if value is None:
+                return f"captured[{event.first_captured + event.matcher.captured_tensors[template.number]}]"
+            return f"tensors[{-1 - value}]" if value < 0 else self._operand(number, value)
+        if kind is NumberSlot:
+            return f"captured[{event.first_captured + event.matcher.captured_numbers[template.number]}]"
+        if kind is tuple or kind is list:
+            inner = ", ".join(self._text(number, event, item) for item in template)
+            return f"[{inner}]" if kind is list else f"({inner}{',' * (len(template) == 1)})"
+        if kind is slice:
+            parts = (template.start, template.stop, template.step)
+            return f"slice({', '.join(self._text(number, event, part) for part in parts)})"
+        if kind is dict:
+            return f"{{{', '.join(f'{key!r}: {self._text(number, event, item)}' for key, item in template.items())}}}"
+        if kind in (int, bool, type(None), str):
+            return repr(template)
+        return self._constant(template)
+
+    def _operand(self, number: int, value: int) -> str:
+        return self._variable(value, self._plan.operands.get((number, value)))
+
+    def _variable(self, value: int, strand: Strand | None) -> str:
+        return self._variables[value] if strand is None else _of(strand)
+
+    def _last_uses(self) -> dict[int, set[str]]:
+        """Variables that nobody needs after an event."""
+        names: dict[int, str] = {}
+        last: dict[str, int] = {}
+        for number in self._plan.events:
+            event = self._program.events[number]
+            for value in event.inputs:
+                if value is not None and value >= 0:
+                    strand = self._plan.operands.get((number, value))
+                    last[names.get(value, f"v{value}") if strand is None else _of(strand)] = number
+            for value in event.outputs:
+                if value is not None:
+                    last[f"v{value}"] = number
+            for slot, _, value in event.writes:
+                before = event.inputs[slot]
+                if before is not None and before >= 0:
+                    strand = self._plan.operands.get((number, before))
+                    names[value] = names.get(before, f"v{before}") if strand is None else _of(strand)
+                    last[names[value]] = number
+        needed = {names.get(s.value, f"v{s.value}") if o is None else _of(o) for s, o in self._plan.sends.items()}
+        needed |= {names.get(value, f"v{value}") for value in self._kept}
+        needed |= {_of(fork.source) if fork.source else names.get(fork.strand.value, f"v{fork.strand.value}") for fork in self._plan.forks}
+        found: dict[int, set[str]] = {}
+        for name, number in last.items():
+            if name not in needed:
+                found.setdefault(number, set()).add(name)
+        return found
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def _line(self, text: str, event: Event | None = None, *, indent: int | None = None) -> None:
+        self._lines.append("    " * (self._indent if indent is None else indent) + text)
+        self._events.append(event)
+
+
+def _of(strand: Strand) -> str:
+    return f"r{strand.value}_{strand.number}"

@@ -1,0 +1,117 @@
+"""What torch's functions do, as far as a recording has to know: read data, draw random numbers, write, or none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Kind(Enum):
+    """What a function does beside computing tensors from tensors."""
+
+    COMPUTES = auto()
+    DESCRIBES = auto()  # a tensor, without its data
+    READS = auto()  # gives Python values, which only the data tells
+    DRAWS = auto()  # random numbers, from torch's global generators or one of the user's
+    WRITES = auto()  # into its first argument, or the one of an `out`
+    ENTERED = auto()  # is made of other functions, which are seen one by one
+    GRAD_MODE = auto()  # turns autograd on or off
+    PRINTS = auto()  # text of a tensor
+    HOOKS = auto()  # registers a hook
+    BACKWARD = auto()  # runs autograd
+
+
+_GETTERS = (
+    *("shape", "dtype", "device", "layout", "names", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad_dtype"),
+    *("output_nr", "retains_grad", "name", "nbytes", "itemsize", "is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta"),
+    *("is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan"),
+    *("is_xla", "is_xpu", "_version", "_base", "_cdata", "_grad_fn", "_backward_hooks", "_python_dispatch"),
+    *("_post_accumulate_grad_hooks", "_has_symbolic_sizes_strides", "volatile"),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "__len__"),
+    *("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_same_size", "is_inference"),
+    *("is_pinned", "dim_order", "__hash__", "is_shared", "is_coalesced", "has_names", "is_conj", "is_neg"),
+)
+_FUNCTIONS = ("is_floating_point", "is_complex", "numel", "is_inference", "get_device", "result_type", "can_cast")
+_READING = (
+    *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"),
+    *("__contains__", "__nonzero__", "__long__", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
+    *("__reduce_ex__", "__dlpack__", "share_memory_", "is_set_to", "equal", "allclose", "is_nonzero"),
+)
+_DRAWING = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+    *("native_dropout", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal"),
+    *("bernoulli", "multinomial", "poisson", "binomial", "rrelu", "gumbel_softmax", "scaled_dot_product_attention"),
+    *("multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu", "fractional_max_pool2d"),
+    *("fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+    *("dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_", "rrelu_", "bernoulli_", "uniform_"),
+    *("normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "kaiming_uniform_"),
+    *("_standard_gamma", "_sample_dirichlet", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "sparse_"),
+    *("kaiming_normal_", "orthogonal_", "_fused_dropout"),
+)
+"""By name: what aten tags as drawing by a seed, and what is made of it."""
+
+_HOOKING = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+_OWN_BACKWARD = ("backward",)
+_COMPARING = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+
+_KINDS: dict[Any, Kind] = {
+    torch._C._set_grad_enabled: Kind.GRAD_MODE,
+    torch.autograd.grad: Kind.BACKWARD,
+    torch.autograd.backward: Kind.BACKWARD,
+}
+
+
+def _note(kind: Kind, owners: Iterable[Any], names: Iterable[str]) -> None:
+    for owner in owners:
+        for name in names:
+            found = getattr(owner, name, None)
+            if found is not None:
+                _KINDS.setdefault(found, kind)
+
+
+_note(Kind.DESCRIBES, (Tensor,), _METHODS)
+_note(Kind.DESCRIBES, (torch,), _FUNCTIONS)
+_note(Kind.READS, (Tensor, torch), _READING)
+_note(Kind.PRINTS, (Tensor,), ("__repr__", "__str__", "__format__"))
+_note(Kind.HOOKS, (Tensor,), _HOOKING)
+_note(Kind.BACKWARD, (Tensor,), _OWN_BACKWARD)
+_note(Kind.DRAWS, (Tensor, torch, F, torch._C._VariableFunctions, torch._VF, torch.nn.init), _DRAWING)
+for _name in _GETTERS:
+    if hasattr(Tensor, _name):
+        _KINDS[getattr(Tensor, _name).__get__] = Kind.DESCRIBES
+_profiler = torch.ops.profiler
+for _recorded in (_profiler._record_function_enter_new, _profiler._record_function_exit):  # record_function
+    _KINDS[_recorded] = Kind.DESCRIBES
+    for _overload in _recorded.overloads():
+        _KINDS[getattr(_recorded, _overload)] = Kind.DESCRIBES
+
+
+def kind_of(function: Any) -> Kind:
+    """What a torch function does, as a mode is given it."""
+    kind = _KINDS.get(function)
+    if kind is None:
+        kind = _KINDS[function] = _kind_by_name(function_name(function))
+    return kind
+
+
+def _kind_by_name(name: str) -> Kind:
+    if name.endswith(".__set__") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        return Kind.WRITES
+    if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"):
+        return Kind.WRITES
+    return Kind.COMPUTES
+
+
+def function_name(function: Any) -> str:
+    """A torch function's name; of a property's getter or setter, with the property's before it."""
+    name = getattr(function, "__name__", "") or type(function).__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{getattr(getattr(function, '__self__', None), '__name__', '?')}.{name}"
+    return str(name)

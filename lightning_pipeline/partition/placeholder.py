@@ -1,0 +1,193 @@
+"""Placeholders: what stands for a tensor where its data is not, or not yet."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function
+
+from lightning_pipeline.partition.functions import Kind, function_name, kind_of
+from lightning_pipeline.partition.users_line import users_line
+
+
+class AbsentDataError(RuntimeError):
+    """The data of a tensor was needed where there is none."""
+
+
+class Look:
+    """What can be known of a tensor without its data. Interned: equal looks are one object.
+
+    Attributes:
+        shape, stride, dtype, device, requires_grad: the tensor's; the stride is None for layouts other than strided.
+        is_leaf: whether it is one of autograd's leaves.
+        is_parameter: whether it counts as an ``nn.Parameter``.
+    """
+
+    __slots__ = ("device", "dtype", "is_leaf", "is_parameter", "key", "requires_grad", "shape", "stride")
+
+    key: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+    is_parameter: bool
+
+    _known: dict[Any, Look] = {}  # noqa: RUF012  interned for the whole process
+
+    def __new__(cls, *key: Any) -> Look:
+        found = cls._known.get(key)
+        if found is None:
+            found = cls._known[key] = super().__new__(cls)
+            found.key = key
+            found.shape, found.stride, found.dtype, found.device, found.requires_grad = key[:5]
+            found.is_leaf, found.is_parameter = key[5:]
+        return found
+
+    @staticmethod
+    def of(tensor: Tensor) -> Look:
+        """That of a tensor, be it a fake one."""
+        if type(tensor) is Placeholder:
+            return tensor.look
+        return Look(
+            torch.Size(tensor.shape),
+            tuple(tensor.stride()) if tensor.layout is torch.strided else None,
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+            tensor.is_leaf,
+            isinstance(tensor, nn.Parameter),
+        )
+
+    def but(self, **changes: Any) -> Look:
+        """The same but for some attributes."""
+        names = ("shape", "stride", "dtype", "device", "requires_grad", "is_leaf", "is_parameter")
+        return Look(*(changes.get(name, value) for name, value in zip(names, self.key, strict=True)))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Look, self.key
+
+
+class Placeholder(Tensor):
+    """A tensor without data.
+
+    While a step is recorded, a mode answers torch's functions for it. Whatever gets past the mode, or comes when nothing
+    is recorded, says so: no operation on it is silent.
+
+    Attributes:
+        look: what is known of it.
+        value: the number of the value that it stands for, in its recording.
+        recording: whose value it is; None for a module's tensors.
+        what: how errors call it; of a module's tensors, the name.
+    """
+
+    look: Look
+    value: int
+    recording: Any
+    what: str
+    _is_param: bool  # what isinstance(..., nn.Parameter) asks for
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kind = kind_of(func)
+        if kind is Kind.DESCRIBES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if kind is Kind.PRINTS:
+            return cls.__repr__(args[0])
+        _refuse(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        _refuse(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Placeholder({self.what}: {self.look})"
+
+    # Asked for so often that torch's way to them would count.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.look.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.look.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.look.device
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.look.shape)
+
+    def dim(self) -> int:
+        return len(self.look.shape)
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        return self.look.shape if dim is None else self.look.shape[dim]
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self.look.is_leaf
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self.look.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        handle_torch_function(Tensor.requires_grad_, (self,), self, value)
+
+
+_wrap = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
+def placeholder(look: Look, what: str = "a value") -> Placeholder:
+    """A new one, of no recording yet."""
+    made: Placeholder = _wrap(
+        Placeholder,
+        look.shape,
+        strides=look.stride,
+        dtype=look.dtype,
+        device=look.device,
+        requires_grad=look.requires_grad,
+    )
+    made.look, made.value, made.recording, made.what = look, -1, None, what
+    if look.is_parameter:
+        made._is_param = True
+    return made
+
+
+def become(place: Tensor, other: Tensor) -> None:
+    """Turn the Python object `place` into the tensor `other`, which must have no other owner: whoever holds it sees the
+    change. Attributes that others have set on it stay."""
+    torch._C._swap_tensor_impl(place, other)
+    if type(place) is not type(other):
+        place.__class__ = type(other)  # type: ignore[assignment]
+        for name in ("look", "value", "recording", "what"):
+            place.__dict__.pop(name, None)
+    if type(other) is Placeholder:
+        place.__dict__.update(other.__dict__)
+
+
+def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    absent = next((item for item in leaves if isinstance(item, Placeholder)), None)
+    what = absent.what if absent is not None else "a value"
+    raise AbsentDataError(
+        f"{function_name(func)} needs the data of {what}, which this rank does not hold ({users_line()})"
+    )

@@ -1,0 +1,100 @@
+"""Where the events of a step run: on which visit of which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_pipeline.partition.event import Event
+from lightning_pipeline.partition.inference import Result
+
+
+class Placing:
+    """Places the events of one path, one after the other.
+
+    Visits are numbered along the data: visit ``v`` is on stage ``v % num_stages``, in lap ``v // num_stages``. An event
+    runs where its latest input is; in a module that has a stage, on the next visit of that stage.
+
+    Args:
+        tensors: the module's.
+        until: what the path has so far.
+    """
+
+    def __init__(self, num_stages: int, tensors: Any, until: Event) -> None:
+        self._num_stages = num_stages
+        self._tensors = tensors
+        self.visits: dict[int, int] = {}
+        self.latest = 0
+        self._memory: dict[int, _Memory] = {}
+        for event in until.path():
+            self.note(event)
+
+    def visit_of(self, inputs: Sequence[int | None], result: Result, stage: tuple[int | None, int]) -> int:
+        """Where an event with these inputs runs.
+
+        Args:
+            stage: of the module that calls it, None where no key says one, and the lowest that it may have.
+        """
+        needed = [self._ready(value) for value in inputs if value is not None]
+        written = [self._memory_of(inputs[slot]).read for slot, _ in result.writes if inputs[slot] is not None]
+        known = [visit for visit in needed if visit >= 0]
+        after = max([*known, *written], default=-1)
+        fixed, lowest = stage
+        if fixed is None:
+            if after >= 0:
+                fixed = max(after % self._num_stages, lowest)
+            else:
+                fixed = self._stage_of_tensors(inputs, lowest)
+        return self._next(max(after, 0), fixed)
+
+    def note(self, event: Event) -> None:
+        """Take in an event that has been placed."""
+        visit = event.visit
+        self.latest = max(self.latest, visit)
+        for value in event.inputs:
+            if value is not None:
+                self._memory_of(value).read = max(self._memory_of(value).read, visit)
+        for look, value, shares in zip(event.result.tensors, event.outputs, event.result.shares, strict=True):
+            if value is None:
+                continue
+            self.visits[value] = visit
+            homes = [event.inputs[slot] for slot in shares if event.inputs[slot] is not None]
+            if homes:
+                self._memory[value] = self._memory_of(homes[0])
+        for slot, _, value in event.writes:
+            self.visits[value] = visit
+            before = event.inputs[slot]
+            if before is not None:
+                memory = self._memory[value] = self._memory_of(before)
+                memory.written = max(memory.written, visit)
+
+    def _ready(self, value: int) -> int:
+        """The visit after which a value is there; -1 from the beginning."""
+        return max(self.visits.get(value, -1), self._memory_of(value).written)
+
+    def _next(self, after: int, stage: int) -> int:
+        """The first visit of `stage` from `after` on."""
+        return after + (stage - after) % self._num_stages
+
+    def _stage_of_tensors(self, inputs: Sequence[int | None], lowest: int) -> int:
+        """Of an event that takes the module's tensors alone: that of one which is held somewhere, else where the step
+        has come to."""
+        for value in inputs:
+            if value is not None and value < 0 and (holders := self._tensors.holders[-1 - value]):
+                return min(holders)
+        return max(self.latest % self._num_stages, lowest)
+
+    def _memory_of(self, value: int | None) -> _Memory:
+        found = self._memory.get(value)  # type: ignore[arg-type]
+        if found is None:
+            found = self._memory[value] = _Memory()  # type: ignore[index]
+        return found
+
+
+class _Memory:
+    """Of values that share their memory: the latest visit that has read it, and that has written it."""
+
+    __slots__ = ("read", "written")
+
+    def __init__(self) -> None:
+        self.read = self.written = -1

@@ -1,0 +1,108 @@
+"""Programs: what a recorded step comes to for each visit of a stage, and what crosses from one visit to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_pipeline.partition.event import Event
+from lightning_pipeline.partition.placeholder import Look
+
+
+class Strand(NamedTuple):
+    """Uses of a value on later visits, whose gradients come back as one.
+
+    One process adds the gradients of a value's uses from the last to the first. Stages do so by themselves where a
+    stage's own uses come before those of later stages. Where they do not, as with an auxiliary loss that is computed at
+    the end of a step from what an early stage gave, the uses before it cross in strands of their own::
+
+        uses, in order   stage 0: a   stage 1: b, c   stage 0: d   stage 1: e, f
+        one process      ((((f + e) + d) + c) + b) + a
+        strands          (f + e), then stage 0's own d, then c, then b, then stage 0's own a
+    """
+
+    value: int
+    number: int
+
+
+class Fork(NamedTuple):
+    """Where a strand leaves its value: before an event of the visit, so that autograd comes to it after that one's."""
+
+    before: int
+    source: Strand | None
+    strand: Strand
+
+
+@dataclass
+class VisitPlan:
+    """What one visit does.
+
+    Attributes:
+        events: numbers of the path's events that run in it, in order.
+        operands: for an event and a value that an earlier visit has made: the strand that it takes.
+        forks: strands that leave before an event of the visit.
+        receives: what comes from the visit before.
+        sends: what goes on to the next.
+    """
+
+    events: list[int] = field(default_factory=list)
+    operands: dict[tuple[int, int], Strand] = field(default_factory=dict)
+    forks: list[Fork] = field(default_factory=list)
+    receives: list[Strand] = field(default_factory=list)
+    sends: dict[Strand, Strand | None] = field(default_factory=dict)
+    """With what each is here: a strand that came, or None for a value that is made here."""
+
+
+class Program:
+    """The events of a path, by visit.
+
+    Attributes:
+        events: in order.
+        looks, homes: of each value, and the visit that makes it.
+        visits: by number.
+    """
+
+    def __init__(self, end: Event) -> None:
+        self.events = end.path()
+        self.digest = end.digest
+        self.looks: dict[int, Look] = {}
+        self.homes: dict[int, int] = {}
+        self.visits = [VisitPlan() for _ in range(1 + max((event.visit for event in self.events), default=0))]
+        uses: dict[int, list[int]] = {}
+        for number, event in enumerate(self.events):
+            self.visits[event.visit].events.append(number)
+            for value in dict.fromkeys(event.inputs):
+                if value is not None and value >= 0:
+                    uses.setdefault(value, []).append(number)
+            for look, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
+                if value is not None:
+                    assert isinstance(look, Look)
+                    self.looks[value], self.homes[value] = look, event.visit
+        for value, numbers in uses.items():
+            if value in self.homes and any(self.events[number].visit != self.homes[value] for number in numbers):
+                self._spread(value, None, self.homes[value], numbers, [0])
+
+    def _spread(self, value: int, strand: Strand | None, visit: int, uses: Sequence[int], count: list[int]) -> None:
+        """Plan how a value, which is on `visit` as `strand`, comes to the events that use it."""
+        here = self.visits[visit]
+        own = [number for number in uses if self.events[number].visit == visit]
+        later = [number for number in uses if self.events[number].visit != visit]
+        if strand is not None:
+            here.operands.update({(number, value): strand for number in own})
+        last = max(own, default=-1) if self.looks[value].requires_grad else -1
+        together = [number for number in later if number > last]
+        apart = [[number] for number in later if number < last]
+        for group in (*apart, together):
+            if not group:
+                continue
+            is_fork = group is not together
+            sent = strand
+            if is_fork or sent is None or apart:
+                sent = Strand(value, count[0])
+                count[0] += 1
+            if is_fork:
+                here.forks.append(Fork(next(number for number in own if number > group[0]), strand, sent))
+            here.sends[sent] = sent if is_fork else strand
+            self.visits[visit + 1].receives.append(sent)
+            self._spread(value, sent, visit + 1, group, count)
