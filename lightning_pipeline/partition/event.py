@@ -109,6 +109,10 @@ class Event:
         self.children.insert(0, made)
         return made
 
+    def made(self) -> list[int]:
+        """The values that it makes: results, and new contents of what it writes into."""
+        return [value for value in self.outputs if value is not None] + [value for _, _, value in self.writes]
+
     @property
     def name(self) -> str:
         return function_name(self.function)

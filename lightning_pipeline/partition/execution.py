@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +11,38 @@ from torch import Tensor
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.event import Event
-from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot
+from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot, put_together
 from lightning_pipeline.partition.program import Fork, Program, Strand
 
 VisitFunction = Callable[..., tuple[list[Tensor], list[Tensor]]]
-"""(received, captured, module's tensors, seeding) -> what goes on to the next visit, and what is kept."""
+"""(received, captured, module's tensors, seeding, batch) -> what goes on to the next visit, and what is kept."""
+
+
+def run_event(event: Event, operands: Sequence[Tensor], captured: Sequence[Any], seed: Callable[[int], None]) -> Any:
+    """Run one event on data.
+
+    Args:
+        operands: of each tensor slot.
+        captured: what the recording has taken along.
+        seed: starts the random numbers of a draw.
+    """
+    numbers = {slot: captured[event.first_captured + place] for slot, place in event.matcher.captured_numbers.items()}
+    if event.draws:
+        seed(captured[event.first_captured])
+    grad, _, autocast = event.state
+    args = put_together(event.call.args, operands, numbers)  # type: ignore[arg-type]
+    kwargs = put_together(event.call.kwargs, operands, numbers)  # type: ignore[arg-type]
+    with torch.set_grad_enabled(grad), autocast_as(autocast):
+        return event.function(*args, **kwargs)
+
+
+@contextmanager
+def autocast_as(state: Any) -> Iterator[None]:
+    """Autocast as ``autocast_state`` gave it."""
+    with ExitStack() as stack:
+        for kind, dtype in state or ():
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
 
 
 def visit_function(program: Program, visit: int, kept: Sequence[int]) -> VisitFunction:
@@ -35,6 +63,7 @@ class _Writer:
 
     def __init__(self, program: Program, visit: int, kept: Sequence[int]) -> None:
         self._program = program
+        self._visit = visit
         self._plan = program.visits[visit]
         self._kept = kept
         self._names: dict[str, Any] = {"fork": torch.ops.aten.alias.default, "leaves": tree.leaves}
@@ -43,11 +72,15 @@ class _Writer:
         self._indent = 1
         self._variables: dict[int, str] = {}  # of values that are made here, or written into
         self._grad: bool | None = None
+        self._autocast: Any = None
 
     def function(self) -> VisitFunction:
         program, plan = self._program, self._plan
         received = ", ".join(_of(strand) for strand in plan.receives)
-        self._line("def visit(received, captured, tensors, seed):", indent=0)
+        self._line("def visit(received, captured, tensors, seed, batch):", indent=0)
+        if self._visit == 0:
+            for value in range(program.num_given):
+                self._variables[value] = f"batch[{value}]"
         if received:
             self._line(f"{received}{',' * (len(plan.receives) == 1)} = received")
             self._line("del received")
@@ -62,6 +95,8 @@ class _Writer:
             free = last.get(number)
             if free:
                 self._line(f"{' = '.join(sorted(free))} = None")
+        if self._autocast is not None:
+            self._line("cast.__exit__(None, None, None)")
         sends = ", ".join(self._variable(strand.value, source) for strand, source in plan.sends.items())
         kept = ", ".join(self._variable(value, None) for value in self._kept)
         self._line(f"return [{sends}], [{kept}]")
@@ -74,6 +109,12 @@ class _Writer:
         if event.state[0] is not self._grad:
             self._grad = event.state[0]
             self._line(f"{self._constant(torch._C._set_grad_enabled)}({self._grad})")
+        if event.state[2] != self._autocast:
+            if self._autocast is not None:
+                self._line("cast.__exit__(None, None, None)")
+            self._autocast = event.state[2]
+            if self._autocast is not None:
+                self._line(f"cast = {self._constant(autocast_as)}({self._constant(self._autocast)}); cast.__enter__()")
         if event.draws:
             self._line(f"seed(captured[{event.first_captured}])")
         arguments = [self._text(number, event, template) for template in event.call.args]
@@ -128,7 +169,8 @@ class _Writer:
 
     def _last_uses(self) -> dict[int, set[str]]:
         """Variables that nobody needs after an event."""
-        names: dict[int, str] = {}
+        given = range(self._program.num_given if self._visit == 0 else 0)
+        names: dict[int, str] = {value: f"batch[{value}]" for value in given}
         last: dict[str, int] = {}
         for number in self._plan.events:
             event = self._program.events[number]
@@ -150,7 +192,7 @@ class _Writer:
         needed |= {_of(fork.source) if fork.source else names.get(fork.strand.value, f"v{fork.strand.value}") for fork in self._plan.forks}
         found: dict[int, set[str]] = {}
         for name, number in last.items():
-            if name not in needed:
+            if name not in needed and not name.startswith("batch"):
                 found.setdefault(number, set()).add(name)
         return found
 

@@ -38,7 +38,8 @@ _METHODS = (
     *("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_same_size", "is_inference"),
     *("is_pinned", "dim_order", "__hash__", "is_shared", "is_coalesced", "has_names", "is_conj", "is_neg"),
 )
-_FUNCTIONS = ("is_floating_point", "is_complex", "numel", "is_inference", "get_device", "result_type", "can_cast")
+_FUNCTIONS = ("is_floating_point", "is_complex", "numel", "is_inference", "get_device", "result_type", "can_cast",
+    "_has_compatible_shallow_copy_type")
 _READING = (
     *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"),
     *("__contains__", "__nonzero__", "__long__", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
@@ -99,6 +100,11 @@ def kind_of(function: Any) -> Kind:
     if kind is None:
         kind = _KINDS[function] = _kind_by_name(function_name(function))
     return kind
+
+
+def is_drawing_of_own(kwargs: dict[str, Any]) -> bool:
+    """Whether random numbers come from a generator of the user's."""
+    return kwargs.get("generator") is not None
 
 
 def _kind_by_name(name: str) -> Kind:

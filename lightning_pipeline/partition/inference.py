@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.operation import Call, put_together
+from lightning_pipeline.partition.functions import function_name
+from lightning_pipeline.partition.operation import Call, TensorSlot, put_together
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.tree import Layout
 
@@ -68,21 +69,19 @@ class Inference:
                 )
         except _UNKNOWN:
             return None
-        made, layout = tree.flatten(found)
-        numbers = {id(fake): number for number, fake in enumerate(fakes)}
-        tensors: list[Look | int] = []
-        shares: list[tuple[int, ...]] = []
-        for tensor in made:
-            number = numbers.get(id(tensor))
-            tensors.append(Look.of(tensor) if number is None else number)
-            own = _storage(tensor)
-            shares.append(() if own is None else tuple(i for i, other in enumerate(storages) if other == own))
-        writes = tuple(
-            (number, Look.of(fake))
-            for number, (fake, version, look) in enumerate(zip(fakes, versions, looks, strict=True))
-            if fake._version != version or Look.of(fake) != look
+        return _result(found, fakes, storages, versions, looks, writes_beside(function, call))
+
+    def result_on_data(self, function: Any, call: Call, data: Sequence[Tensor]) -> Result:
+        """What `function` gives on this data, which is not changed."""
+        with torch.no_grad():
+            looks = [Look.of(tensor) for tensor in data]
+            tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in data]
+        storages = [_storage(tensor) for tensor in tensors]
+        versions = [tensor._version for tensor in tensors]
+        found = function(
+            *put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers)
         )
-        return Result(layout, tuple(tensors), tuple(shares), writes)
+        return _result(found, tensors, storages, versions, looks, writes_beside(function, call))
 
     def _fake(self, look: Look) -> Tensor:
         assert look.stride is not None
@@ -97,6 +96,46 @@ class Inference:
                 return made
             with torch.enable_grad():  # a tensor of the graph, that may be written into
                 return torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device).copy_(made)
+
+
+def _result(
+    found: Any,
+    arguments: Sequence[Tensor],
+    storages: Sequence[int | None],
+    versions: Sequence[int],
+    looks: Sequence[Look],
+    written: frozenset[int],
+) -> Result:
+    made, layout = tree.flatten(found)
+    numbers = {id(argument): number for number, argument in enumerate(arguments)}
+    tensors: list[Look | int] = []
+    shares: list[tuple[int, ...]] = []
+    for tensor in made:
+        number = numbers.get(id(tensor))
+        tensors.append(Look.of(tensor) if number is None else number)
+        own = _storage(tensor)
+        shares.append(() if own is None else tuple(i for i, other in enumerate(storages) if other == own))
+    writes = tuple(
+        (number, Look.of(argument))
+        for number, (argument, version, look) in enumerate(zip(arguments, versions, looks, strict=True))
+        if argument._version != version or Look.of(argument) != look or number in written
+    )
+    return Result(layout, tuple(tensors), tuple(shares), writes)
+
+
+def writes_beside(function: Any, call: Call) -> frozenset[int]:
+    """Arguments that a function writes into without a word to autograd: a batch norm's running statistics."""
+    if function_name(function) not in ("batch_norm", "instance_norm"):
+        return frozenset()
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    if function in (torch.batch_norm, torch.instance_norm):
+        names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn")
+    if function is torch.nn.functional.instance_norm:
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    is_training = given.get("training", given.get("use_input_stats", False))
+    statistics = (given.get("running_mean"), given.get("running_var"))
+    return frozenset(slot.number for slot in statistics if is_training and isinstance(slot, TensorSlot))
 
 
 def _storage(tensor: Tensor) -> int | None:

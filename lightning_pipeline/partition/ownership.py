@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import nn
 
+from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
+
 
 class Ownership:
     """The stages that hold each parameter and buffer of a module, seen from one stage.
@@ -86,34 +88,24 @@ def release(module: nn.Module, ownership: Ownership) -> list[str]:
         if id(tensor) in moved:  # another name of a tied tensor
             slots[key] = moved[id(tensor)]
             released.append(name)
-        elif not tensor.is_meta and not nn.parameter.is_lazy(tensor):
+        elif type(tensor) is not Placeholder and not nn.parameter.is_lazy(tensor):
             kept.append(tensor)
-            moved[id(tensor)] = slots[key] = to_meta(tensor)
+            moved[id(tensor)] = slots[key] = to_meta(tensor, name)
             released.append(name)
     return released
 
 
 @torch.no_grad()
-def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+def to_meta(tensor: torch.Tensor, name: str = "a tensor of the module") -> torch.Tensor:
     """Free a leaf tensor's memory and return it on the meta device: the same object where torch can swap it.
 
     Also for tensors outside of the module, such as the copies of a weight-averaging callback.
     """
-    if tensor.is_meta:
+    if type(tensor) is Placeholder:
         return tensor
     tensor.grad = None
-    empty = torch.empty_like(tensor, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        meta: torch.Tensor = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    else:
-        meta = empty.requires_grad_(tensor.requires_grad)
-    meta.__dict__.update(tensor.__dict__)
-    try:
-        torch.utils.swap_tensors(tensor, meta)
-        return tensor
-    except (RuntimeError, TypeError, ValueError):
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return meta
+    become(tensor, placeholder(Look.of(tensor), name))
+    return tensor
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], str, str]]:

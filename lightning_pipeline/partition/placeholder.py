@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +11,10 @@ from torch.overrides import handle_torch_function
 
 from lightning_pipeline.partition.functions import Kind, function_name, kind_of
 from lightning_pipeline.partition.users_line import users_line
+
+
+skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
+"""Whether writes of what a rank does not hold are skipped, as where a state dict is loaded."""
 
 
 class AbsentDataError(RuntimeError):
@@ -107,6 +112,28 @@ class Placeholder(Tensor):
                 return func(*args, **(kwargs or {}))
         if kind is Kind.PRINTS:
             return cls.__repr__(args[0])
+        if args and type(args[0]) is Placeholder and args[0].recording is None:
+            name = function_name(func)
+            if name in ("grad.__get__", "_grad.__get__"):
+                return None
+            if name == "grad.__set__" and args[1] is None:
+                return None
+            if name in ("detach", "data.__get__", "__deepcopy__", "clone"):
+                look = args[0].look
+                is_copy = name in ("__deepcopy__", "clone")
+                made = placeholder(look if is_copy else look.but(requires_grad=False, is_leaf=True, is_parameter=False))
+                made.what = args[0].what
+                if name == "__deepcopy__":
+                    args[1][id(args[0])] = made
+                return made
+            if name == "data.__set__" and args[1] is args[0]:
+                return None
+            if name == "copy_" and skips_writes.get():
+                return args[0]
+            if name in ("requires_grad_", "requires_grad.__set__"):
+                value = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+                args[0].look = args[0].look.but(requires_grad=bool(value))
+                return args[0]
         _refuse(func, args, kwargs)
 
     @classmethod
@@ -129,6 +156,10 @@ class Placeholder(Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.look.device
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return self.recording is None
 
     @property
     def ndim(self) -> int:  # type: ignore[override]

@@ -26,14 +26,18 @@ class Placing:
         self.visits: dict[int, int] = {}
         self.latest = 0
         self._memory: dict[int, _Memory] = {}
+        self.end = until
         for event in until.path():
             self.note(event)
 
-    def visit_of(self, inputs: Sequence[int | None], result: Result, stage: tuple[int | None, int]) -> int:
+    def visit_of(
+        self, inputs: Sequence[int | None], result: Result, stage: tuple[int | None, int], floor: int = 0
+    ) -> int:
         """Where an event with these inputs runs.
 
         Args:
             stage: of the module that calls it, None where no key says one, and the lowest that it may have.
+            floor: the lowest visit that there may be.
         """
         needed = [self._ready(value) for value in inputs if value is not None]
         written = [self._memory_of(inputs[slot]).read for slot, _ in result.writes if inputs[slot] is not None]
@@ -42,14 +46,15 @@ class Placing:
         fixed, lowest = stage
         if fixed is None:
             if after >= 0:
-                fixed = max(after % self._num_stages, lowest)
+                fixed = max(after % self._num_stages, lowest, self._stage_of_keys(inputs))
             else:
                 fixed = self._stage_of_tensors(inputs, lowest)
-        return self._next(max(after, 0), fixed)
+        return self._next(max(after, floor, 0), fixed)
 
     def note(self, event: Event) -> None:
         """Take in an event that has been placed."""
         visit = event.visit
+        self.end = event
         self.latest = max(self.latest, visit)
         for value in event.inputs:
             if value is not None:
@@ -80,9 +85,18 @@ class Placing:
         """Of an event that takes the module's tensors alone: that of one which is held somewhere, else where the step
         has come to."""
         for value in inputs:
-            if value is not None and value < 0 and (holders := self._tensors.holders[-1 - value]):
-                return min(holders)
+            if value is not None and value < 0:
+                number = -1 - value
+                if self._tensors.homes[number] is not None:
+                    return self._tensors.homes[number]  # type: ignore[return-value]
+                if self._tensors.holders[number]:
+                    return min(self._tensors.holders[number])
         return max(self.latest % self._num_stages, lowest)
+
+    def _stage_of_keys(self, inputs: Sequence[int | None]) -> int:
+        """The latest stage that a key gives one of the module's tensors; 0 without."""
+        homes = [self._tensors.homes[-1 - value] for value in inputs if value is not None and value < 0]
+        return max((home for home in homes if home is not None), default=0)
 
     def _memory_of(self, value: int | None) -> _Memory:
         found = self._memory.get(value)  # type: ignore[arg-type]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.placeholder import Look
+
+
+VisitFunction = Callable[..., Any]
 
 
 class Strand(NamedTuple):
@@ -57,17 +60,29 @@ class VisitPlan:
 class Program:
     """The events of a path, by visit.
 
+    Args:
+        end: the last event.
+        looks: of the values that are given to it: the batch's tensors that not every rank has.
+
     Attributes:
         events: in order.
+        num_given: values that are given to it.
         looks, homes: of each value, and the visit that makes it.
         visits: by number.
     """
 
-    def __init__(self, end: Event) -> None:
+    def __init__(self, end: Event, looks: Sequence[Look] = ()) -> None:
+        given = end
+        while given.parent is not None:
+            given = given.parent
         self.events = end.path()
         self.digest = end.digest
-        self.looks: dict[int, Look] = {}
-        self.homes: dict[int, int] = {}
+        self.num_given = given.num_values
+        self.looks: dict[int, Look] = dict(enumerate(looks))
+        self.homes: dict[int, int] = dict.fromkeys(range(len(looks)), 0)
+        self.functions: dict[tuple[int, tuple[int, ...]], VisitFunction] = {}
+        self._wanted: dict[int, frozenset[int]] = {}
+        self._returning: dict[tuple[int, int], list[Strand]] = {}
         self.visits = [VisitPlan() for _ in range(1 + max((event.visit for event in self.events), default=0))]
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(self.events):
@@ -82,6 +97,41 @@ class Program:
         for value, numbers in uses.items():
             if value in self.homes and any(self.events[number].visit != self.homes[value] for number in numbers):
                 self._spread(value, None, self.homes[value], numbers, [0])
+
+    def with_gradients(self, loss: int) -> frozenset[int]:
+        """Values from which the loss is computed in a way that autograd goes back."""
+        found = self._wanted.get(loss)
+        if found is None:
+            wanted = {loss} if self.looks[loss].requires_grad else set()
+            for event in reversed(self.events):
+                if any(value in wanted for value in event.made()):
+                    for value in event.inputs:
+                        if value is not None and value >= 0 and self.looks[value].requires_grad:
+                            wanted.add(value)
+            found = self._wanted[loss] = frozenset(wanted)
+        return found
+
+    def returning(self, visit: int, loss: int) -> list[Strand]:
+        """What the visit receives and gives gradients of, in the order in which they go back."""
+        wanted = self.with_gradients(loss)
+        found = self._returning.get((visit, loss))
+        if found is None:
+            found = []
+            for strand in self.visits[visit].receives if visit < len(self.visits) else ():
+                if strand.value in wanted and self._is_wanted(strand, visit, wanted):
+                    found.append(strand)
+            self._returning[visit, loss] = found
+        return found
+
+    def _is_wanted(self, strand: Strand, visit: int, wanted: frozenset[int]) -> bool:
+        """Whether a strand that comes to a visit is used, there or later, in what the loss is computed from."""
+        plan = self.visits[visit]
+        for (number, value), used in plan.operands.items():
+            if used == strand and value == strand.value and any(made in wanted for made in self.events[number].made()):
+                return True
+        sent = [strand_out for strand_out, source in plan.sends.items() if source == strand]
+        sent += [fork.strand for fork in plan.forks if fork.source == strand]
+        return any(self._is_wanted(one, visit + 1, wanted) for one in dict.fromkeys(sent))
 
     def _spread(self, value: int, strand: Strand | None, visit: int, uses: Sequence[int], count: list[int]) -> None:
         """Plan how a value, which is on `visit` as `strand`, comes to the events that use it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,77 +13,57 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.event import Event
-from lightning_pipeline.partition.functions import Kind, function_name, kind_of
+from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.inference import Inference, Result
+from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, autocast_state
-from lightning_pipeline.partition.operation import Call, key_of, take_apart
+from lightning_pipeline.partition.module_tensors import ModuleTensors
+from lightning_pipeline.partition.operation import Call, key_of, put_together, take_apart
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.users_line import users_line
 
 
-class ModuleTensors:
-    """A module's parameters and buffers, by number.
+class Reads(Protocol):
+    """Brings data to a recording that asks for it."""
 
-    Attributes:
-        tensors: what is in the module now, on this rank: data, or a placeholder.
-        names: all names of each.
-        holders: the stages that hold each; None for one that every rank has, as no step has used it, or as it is a
-            buffer that no step has written.
-    """
+    def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
+        """The data of values that a stage computes, on every rank."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.tensors: list[Tensor] = []
-        self.names: list[list[str]] = []
-        self.holders: list[set[int] | None] = []
-        self.is_buffer: list[bool] = []
-        self._numbers: dict[int, int] = {}
-        for is_buffer, named in (
-            (False, module.named_parameters(remove_duplicate=False)),
-            (True, module.named_buffers(remove_duplicate=False)),
-        ):
-            for name, tensor in named:
-                number = self._numbers.get(id(tensor))
-                if number is None:
-                    number = self._numbers[id(tensor)] = len(self.tensors)
-                    self.tensors.append(tensor)
-                    self.names.append([])
-                    self.holders.append(None)
-                    self.is_buffer.append(is_buffer)
-                self.names[number].append(name)
-
-    def number_of(self, tensor: Tensor) -> int | None:
-        """None for tensors that are not the module's."""
-        number = self._numbers.get(id(tensor))
-        return number if number is not None and self.tensors[number] is tensor else None
-
-    def is_replicated(self, number: int) -> bool:
-        """Whether every rank computes with it: a buffer that only the code that all ranks run has written so far."""
-        return self.is_buffer[number] and self.holders[number] is None
+    def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
+        """The data of tensors of the module."""
 
 
 class Recorder:
-    """What the recordings of one kind of step have in common.
+    """What the recordings of a module's steps have in common.
 
     Args:
         tensors: the module's.
+        calls: tells the stage of the module that runs.
         num_stages: virtual stages along the data.
     """
 
-    def __init__(self, tensors: ModuleTensors, num_stages: int) -> None:
+    def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, num_stages: int) -> None:
         self.tensors = tensors
+        self.calls = calls
         self.num_stages = num_stages
-        self.beginnings: dict[Any, Event] = {}
         self.inference = Inference()
+        self._beginnings: dict[Any, Event] = {}
         self._results: dict[Any, Result | None] = {}
 
     def beginning(self, key: Any, num_values: int) -> Event:
-        found = self.beginnings.get(key)
+        """Where the paths of micro-batches of one kind begin."""
+        found = self._beginnings.get(key)
         if found is None:
-            found = self.beginnings[key] = Event.beginning(num_values, b"")
+            found = self._beginnings[key] = Event.beginning(num_values, repr(num_values).encode())
         return found
 
+    def forget(self) -> None:
+        """The module has other tensors now, or other ranks hold them."""
+        self._beginnings.clear()
+
     def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
+        """What an operation gives; None where only the data tells."""
         key = (function, key_of(call.args), key_of(call.kwargs), tuple(looks), state)
         if key not in self._results:
             self._results[key] = self.inference.result(function, call, looks)
@@ -94,19 +76,25 @@ class Recording(TorchFunctionMode):
     Attributes:
         event: the last one so far.
         captured: tensors and numbers that events have taken along.
-        stage: of the module that is running, where a key names one; the lowest that it may have, where that is known.
+        seed: from which its random numbers derive.
+        is_simple: whether nothing was read, and nothing goes back to an earlier stage.
+        floor: the lowest visit on which further events may run.
     """
 
-    def __init__(self, recorder: Recorder, beginning: Event) -> None:
+    def __init__(self, recorder: Recorder, beginning: Event, reads: Reads, seed_draw: Callable[[int], None]) -> None:
         super().__init__()
         self.recorder = recorder
         self.event = beginning
         self.captured: list[Any] = []
-        self.stage: tuple[int | None, int] = (None, 0)
         self.num_draws = 0
-        self.kept: list[Placeholder] = []
+        self.is_simple = True
+        self.floor = 0
+        self._kept: list[Placeholder] = []
+        self._reads = reads
+        self._seed_draw = seed_draw
         self._placing: Placing | None = None
         self._tensors = recorder.tensors
+        self._exposed: set[int] = set()  # memory that numpy knows as well
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -116,9 +104,46 @@ class Recording(TorchFunctionMode):
                 return result
         return self._meet(func, args, kwargs or {})
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While the user's step runs."""
+        with self.recorder.calls.installed(), _function_apply_seen(self), self:
+            yield
+
+    def value_of(self, tensor: Any) -> int | None:
+        """The number of the value that a tensor stands for; None for other tensors."""
+        is_own = type(tensor) is Placeholder and tensor.recording is self
+        return tensor.value if is_own else None
+
+    def placeholder_for(self, value: int, look: Look, what: str) -> Placeholder:
+        made = placeholder(look, what)
+        made.value, made.recording = value, self
+        return made
+
+    def take_alive(self) -> list[Placeholder]:
+        """Placeholders that the user still refers to, in the order of their values. They are not used again."""
+        found: dict[int, Placeholder] = {}
+        event: Event | None = self.event
+        while event is not None:
+            pool = event.pool
+            for index, place in enumerate(pool):
+                # Beside the pool's and the loop's own, and that of the call.
+                if place.recording is self and sys.getrefcount(place) > 3:
+                    found[place.value] = place
+                    pool[index] = placeholder(place.look, place.what)
+            event = event.parent
+        while self._kept:
+            place = self._kept.pop()
+            if sys.getrefcount(place) > 2:
+                found[place.value] = place
+        return [found[value] for value in sorted(found)]
+
     # -- what matchers ask of it ------------------------------------------------------------------------------------
 
     def capture(self, tensor: Tensor) -> None:
+        if self._exposed and _memory(tensor) in self._exposed:
+            with torch._C.DisableTorchFunction():
+                tensor = tensor.clone()
         self.captured.append(tensor)
 
     def note_draw(self) -> None:
@@ -126,7 +151,7 @@ class Recording(TorchFunctionMode):
         self.num_draws += 1
 
     def keep(self, place: Placeholder) -> None:
-        self.kept.append(place)
+        self._kept.append(place)
 
     def change(self, place: Placeholder, look: Look) -> None:
         value = place.value
@@ -134,9 +159,16 @@ class Recording(TorchFunctionMode):
         place.value, place.recording = value, self
 
     def absorb(self, tensor: Tensor, look: Look, value: int, what: str) -> None:
+        """A tensor that every rank had has been written into by a stage: it is a value of that stage now."""
+        with torch._C.DisableTorchFunction():
+            # The stage needs what it was before, in an object of its own.
+            before = tensor.detach()
+        for index, captured in enumerate(self.captured):
+            if captured is tensor:
+                self.captured[index] = before
         become(tensor, placeholder(look, what))
         tensor.value, tensor.recording = value, self  # type: ignore[attr-defined]
-        self.kept.append(tensor)  # type: ignore[arg-type]
+        self._kept.append(tensor)  # type: ignore[arg-type]
 
     # -- calls off the known path -----------------------------------------------------------------------------------
 
@@ -145,20 +177,24 @@ class Recording(TorchFunctionMode):
         if kind is Kind.DESCRIBES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if kind is Kind.GRAD_MODE:
+        if kind is Kind.GRAD_MODE or kind is Kind.ENTERED:
             return func(*args, **kwargs)
         if not self._is_ours(args) and not (kwargs and self._is_ours(tuple(kwargs.values()))):
-            return func(*args, **kwargs)
+            return self._compute_everywhere(func, kind, args, kwargs)
+        if kind is Kind.PRINTS or kind is Kind.READS:
+            return self._read(func, args, kwargs)
+        if kind is Kind.HOOKS or kind is Kind.BACKWARD:
+            raise NotImplementedError(
+                f"{function_name(func)} on what a stage computes is not supported within a step ({users_line()})"
+            )
         call = take_apart(func, args, kwargs)
         inputs = [self._input(tensor) for tensor in call.tensors]
         looks = [Look.of(tensor) for tensor in call.tensors]
         state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         result = self.recorder.result(func, call, looks, state)
         if result is None:
-            raise NotImplementedError(f"{function_name(func)} {users_line()}")
-        if self._placing is None:
-            self._placing = Placing(self.recorder.num_stages, self._tensors, self.event)
-        visit = self._placing.visit_of(inputs, result, self.stage)
+            result = self._result_on_data(func, call)
+        visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
         event = self.event.followed_by(
             func,
             call,
@@ -167,15 +203,71 @@ class Recording(TorchFunctionMode):
             state,
             result,
             visit=visit,
-            draws=kind is Kind.DRAWS,
+            draws=kind is Kind.DRAWS and not is_drawing_of_own(kwargs),
             line=users_line(),
             module_tensors=self._tensors.tensors,
         )
-        self._placing.note(event)
+        self._placing.note(event)  # type: ignore[union-attr]
         found = event.match(func, args, kwargs, self)
         assert found is not UNLIKE, event.name
         self.event = event
         return found
+
+    @property
+    def placing(self) -> Placing:
+        """Of the path so far."""
+        if self._placing is None or self._placing.end is not self.event:
+            self._placing = Placing(self.recorder.num_stages, self._tensors, self.event)
+        return self._placing
+
+    def _compute_everywhere(self, func: Any, kind: Kind, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What is made of what every rank has is computed on every rank."""
+        if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
+            self._seed_draw(self.num_draws)
+            self.num_draws += 1
+        elif kind is Kind.WRITES and args and isinstance(args[0], Tensor) and self.captured:
+            memory = _memory(args[0])
+            for index, captured in enumerate(self.captured):
+                if isinstance(captured, Tensor) and _memory(captured) == memory:
+                    with torch._C.DisableTorchFunction():
+                        self.captured[index] = captured.clone()
+        elif kind is Kind.READS and function_name(func) in ("numpy", "__array__", "untyped_storage", "data_ptr"):
+            self._exposed.add(_memory(args[0]))
+        return func(*args, **kwargs)
+
+    def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.is_simple = False
+        call = take_apart(func, args, kwargs)
+        data = self._data(call)
+        with torch._C.DisableTorchFunction():
+            return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+
+    def _result_on_data(self, func: Any, call: Call) -> Result:
+        """What a function gives whose result's looks depend on data."""
+        self.is_simple = False
+        data = self._data(call)
+        with torch._C.DisableTorchFunction():
+            return self.recorder.inference.result_on_data(func, call, data)
+
+    def _data(self, call: Call) -> list[Tensor]:
+        """The data of a call's tensors."""
+        inputs = [self._input(tensor) for tensor in call.tensors]
+        values = [value for value in inputs if value is not None and value >= 0]
+        numbers = [
+            -1 - value
+            for value in inputs
+            if value is not None and value < 0 and not self._tensors.is_replicated(-1 - value)
+        ]
+        found: dict[int, Tensor] = {}
+        if values:
+            found.update(zip(values, self._reads.read(self, values), strict=True))
+        if numbers:
+            read = self._reads.read_module_tensors(numbers)
+            found.update((-1 - number, tensor) for number, tensor in zip(numbers, read, strict=True))
+        return [
+            tensor if value is None else found.get(value, tensor)
+            for tensor, value in zip(call.tensors, inputs, strict=True)
+        ]
 
     def _is_ours(self, values: Any, depth: int = 0) -> bool:
         """Whether a value of a stage, or a tensor that is not on every rank, is among some arguments."""
@@ -186,13 +278,66 @@ class Recording(TorchFunctionMode):
                 number = self._tensors.number_of(value)
                 if number is not None and not self._tensors.is_replicated(number):
                     return True
-            elif type(value) in (list, tuple) and depth < 3 and self._is_ours(value, depth + 1):
+            elif type(value) in (list, tuple) and depth < 3:
+                if self._is_ours(value, depth + 1):
+                    return True
+            elif type(value) is dict and depth < 3 and self._is_ours(value.values(), depth + 1):
                 return True
         return False
 
     def _input(self, tensor: Tensor) -> int | None:
-        if type(tensor) is Placeholder and tensor.recording is not None:
-            assert tensor.recording is self
-            return tensor.value
         number = self._tensors.number_of(tensor)
-        return CAPTURED if number is None else -1 - number
+        if number is not None:
+            return -1 - number
+        if type(tensor) is Placeholder:
+            if tensor.recording is self:
+                return tensor.value
+            raise NotImplementedError(
+                f"a value of another micro-batch ({tensor.what}) is used before the step ends ({users_line()})"
+            )
+        return CAPTURED
+
+
+def _memory(tensor: Tensor) -> int:
+    if type(tensor) is Placeholder or tensor.layout is not torch.strided:
+        return -id(tensor)
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def _function_apply_seen(recording: Recording) -> Iterator[None]:
+    """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
+    owner = torch.autograd.Function
+    apply = owner.__dict__["apply"]
+
+    def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        function = apply.__get__(None, cls)
+        if torch._C._len_torch_function_stack() == 0 or not recording._is_ours((args, kwargs)):
+            return function(*args, **kwargs)
+        return recording.__torch_function__(_applying(cls, apply), (), args, kwargs)
+
+    owner.apply = classmethod(seen)
+    try:
+        yield
+    finally:
+        owner.apply = apply
+
+
+_APPLYING: dict[type, Callable[..., Any]] = {}
+
+
+def _applying(cls: type, apply: Any) -> Callable[..., Any]:
+    """The same function for a class each time."""
+    found = _APPLYING.get(cls)
+    if found is None:
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return apply.__get__(None, cls)(*args, **kwargs)
+
+        function.__name__ = f"{cls.__name__}.apply"
+        found = _APPLYING[cls] = function
+    return found
+
+
+__all__ = ["Recorder", "Recording", "tree"]

@@ -59,28 +59,43 @@ class Program:
             for kind, post in POSTS.items()
         }
 
-    def run(self, stages: Mapping[int, StageWork], observe: Callable[[Span], None] | None = None) -> None:
-        """Do the actions in order.
 
-        A computation starts when its inputs are there: the wait for them is the bubble.
+class Run:
+    """A step's actions, in order. A computation starts when its inputs are there: the wait for them is the bubble.
 
-        Args:
-            stages: this rank's virtual stages, by number.
-            observe: gets each action with its start and end in seconds (`time.perf_counter`).
-        """
-        ahead = {kind: _Ahead(posts, stages) for kind, posts in self.posts.items()}
-        calls = [
+    Args:
+        stages: this rank's virtual stages, by number.
+        observe: gets each action with its start and end in seconds (`time.perf_counter`).
+    """
+
+    def __init__(
+        self, program: Program, stages: Mapping[int, StageWork], observe: Callable[[Span], None] | None = None
+    ) -> None:
+        ahead = {kind: _Ahead(posts, stages) for kind, posts in program.posts.items()}
+        self._calls = [
             (getattr(stages[stage], method), microbatch, ahead.get(kind))
-            for stage, method, microbatch, kind in self.calls
+            for stage, method, microbatch, kind in program.calls
         ]
         if observe is not None:
-            calls = [
+            self._calls = [
                 (_observed(call, action, stages[action.stage], observe), microbatch, queue)
-                for (call, microbatch, queue), action in zip(calls, self.actions, strict=True)
+                for (call, microbatch, queue), action in zip(self._calls, program.actions, strict=True)
             ]
+        self._is_done = bytearray(len(self._calls))
         for queue in ahead.values():
             queue.post()
-        for call, microbatch, receives in calls:
+
+    def go_on(self, *, below: int | None = None) -> None:
+        """Do what is left to do.
+
+        Args:
+            below: only for micro-batches before this one. From within an action, too.
+        """
+        is_done = self._is_done
+        for index, (call, microbatch, receives) in enumerate(self._calls):
+            if is_done[index] or (below is not None and microbatch >= below):
+                continue
+            is_done[index] = True
             call(microbatch)
             if receives is not None:
                 receives.done()

@@ -75,7 +75,7 @@ class Gradients:
         if self.sharded is None or self.sharded or not self._complete:
             return {}
         named = dict(self._module.named_parameters(remove_duplicate=False))
-        leaves = self._placement.used_in_one_leaf()
+        leaves = self._placement.used_in_one_leaf(self.leaves)
         inside = set().union(*leaves.values())
         whole = {parameter for name, parameter in named.items() if name not in inside}
         self._reducer = None

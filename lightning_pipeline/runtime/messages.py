@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.runtime.backend_rules import flat
 from lightning_pipeline.runtime.endpoint import Endpoint
 
 FRAME = 1024
@@ -64,6 +65,14 @@ class Messages:
         for receive in pending:
             receive.wait(what)
         return gathered
+
+    def send_on_control(self, tensor: Tensor, peer: int) -> None:
+        """Send a dense tensor in host memory, in order with objects."""
+        self._control[peer].send(flat(tensor))
+
+    def receive_on_control(self, buffer: Tensor, peer: int, what: str) -> Tensor:
+        """Receive into a dense tensor in host memory."""
+        return self._control[peer].receive(buffer, what).wait(what)
 
     def barrier(self, what: str) -> None:
         """Return once every stage of this pipeline has called this."""

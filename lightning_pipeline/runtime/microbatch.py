@@ -1,4 +1,4 @@
-"""The state of one micro-batch on one virtual stage, from its inputs' arrival to its gradients' departure."""
+"""One micro-batch of a step on this rank, from its recording to the last of its gradients."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lightning_pipeline.partition.absent import ValueId
-from lightning_pipeline.partition.observer import Observer
-from lightning_pipeline.partition.received import Received
-from lightning_pipeline.partition.record import Record
+from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.program import Program, Strand
+from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.split_backward import SplitBackward
 from lightning_pipeline.partition.tree import Layout
-from lightning_pipeline.runtime.structure import Structure
-from lightning_pipeline.runtime.tensor_meta import TensorMeta
 
 
 class Arriving(Protocol):
-    """A tensor on its way to this stage."""
+    """A tensor on its way to this rank."""
 
     def wait(self, what: str) -> Tensor: ...
 
 
 class Here:
-    """A tensor of the virtual stage before or after this one, where both are on one rank."""
+    """A tensor of the visit before or after, where both are on one rank."""
 
     __slots__ = ("_tensor",)
 
@@ -37,55 +34,71 @@ class Here:
 
 
 @dataclass(slots=True)
-class Header:
-    """Goes before the values of a micro-batch whose structure is not fixed.
+class Inside:
+    """A micro-batch on one visit.
 
     Attributes:
-        record: the events before the boundary.
-        values: the values that follow: number, metadata, whether they require grad.
-        aliases: values that share memory, by group.
-        gradients: values whose gradients come back, where it is known; None sends word with the gradients.
+        arriving: what is on its way from the visit before, in the plan's order.
+        arriving_gradients: likewise from the visit after.
+        received: leaves of the visit's graph.
+        edges: where the gradients of what was sent enter the graph.
     """
 
-    record: Record
-    values: list[tuple[ValueId, TensorMeta, bool]]
-    aliases: dict[ValueId, int]
-    gradients: tuple[ValueId, ...] | None
+    arriving: list[Arriving] | None = None
+    arriving_gradients: list[Arriving] | None = None
+    received: dict[Strand, Tensor] = field(default_factory=dict)
+    edges: dict[Strand, GradientEdge | Tensor] = field(default_factory=dict)
+    gradients: list[Tensor] = field(default_factory=list)
+    outputs: list[tuple[Strand, Tensor]] = field(default_factory=list)
+    split: SplitBackward | None = None
+    is_posted: bool = False
+    are_gradients_posted: bool = False
 
 
 @dataclass(slots=True)
 class Microbatch:
-    """One micro-batch on one virtual stage.
+    """One micro-batch.
 
     Attributes:
         index: its number in the step.
-        structure: its structure; `layout` its own nesting, whose plain values may differ from the structure's.
+        layout, tensors: the batch: data, or None for what only the first rank has.
         num_samples: its number of samples.
         weight: the share of its samples in the step's.
         num_microbatches: number of micro-batches in the step. even: whether all have as many samples.
+        seed: from which its random numbers derive.
+        recording: of the user's step, once it has run.
+        result: what that returned; placeholders until the step's end.
+        loss: of a training step: the value that backward starts from, or a tensor that every rank has.
+        kept: data of values that are asked for after the step, on the rank that has computed them.
     """
 
     index: int
-    structure: Structure
+    structure: int
     layout: Layout
     num_samples: int
     weight: float
     num_microbatches: int
     even: bool
     seed: int
-    header: Header | None = None
-    pending_values: list[tuple[ValueId, Arriving]] = field(default_factory=list)
-    pending_gradients: list[tuple[ValueId, Arriving]] | None = None
-    received: Received | None = None
-    observer: Observer | None = None
-    outputs: dict[ValueId, Tensor] = field(default_factory=dict)
-    edges: dict[ValueId, GradientEdge] = field(default_factory=dict)
-    metas: dict[ValueId, TensorMeta] = field(default_factory=dict)
-    gradients_out: tuple[ValueId, ...] | None = None
-    """Values of the next boundary whose gradients come back; None until it is known here, or the next stage tells."""
-    gradients_in: tuple[ValueId, ...] | None = ()
-    """Values of the previous boundary whose gradients go back; None where it is found out in backward."""
+    tensors: list[Tensor] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
+    recording: Recording | None = None
+    program: Program | None = None
     result: Any = None
-    loss: Tensor | None = None
-    split: SplitBackward | None = None
-    """Between the two halves of a split backward."""
+    loss: Any = None
+    loss_value: int = -1
+    logged: list[Any] = field(default_factory=list)
+    asked: tuple[int, ...] = ()
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    places: dict[int, Placeholder] = field(default_factory=dict)
+    loss_tensor: Tensor | None = None
+    inside: dict[int, Inside] = field(default_factory=dict)
+    is_done: bool = False
+
+    def on(self, visit: int) -> Inside:
+        """Its state on a visit."""
+        found = self.inside.get(visit)
+        if found is None:
+            found = self.inside[visit] = Inside()
+        return found
+

@@ -1,68 +1,70 @@
-"""A step of the pipeline: the batch is delivered, the schedule runs, and what was new is settled."""
+"""A step of the pipeline: the batch is delivered, every rank runs the user's step, and computes what it holds."""
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.interception import Interception
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
+from lightning_pipeline.partition.module_tensors import ModuleTensors
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.random import mix
+from lightning_pipeline.partition.recording import Recorder, Recording
 from lightning_pipeline.partition.tree import Layout
-from lightning_pipeline.runtime.collectives import over_all_refused
-from lightning_pipeline.runtime.delivery import BatchDelivery
-from lightning_pipeline.runtime.executor import Program, Span
+from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.draws import Counted, Draws
+from lightning_pipeline.runtime.ending import end_step, wanted_values
+from lightning_pipeline.runtime.executor import Program, Run, Span
+from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.microbatch import Microbatch
-from lightning_pipeline.runtime.site import stage_term
-from lightning_pipeline.runtime.stage import Stage
-from lightning_pipeline.runtime.structure import Report, Structure
+from lightning_pipeline.runtime.routes import Channel
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.user_state import set_aside
+from lightning_pipeline.runtime.visit import Visit
 from lightning_pipeline.runtime.work import LiveCount, Work
 from lightning_pipeline.schedules import Schedule, forward_only, lower
 
 MAX_STRUCTURES = 64
 """Structures that are remembered; the one that was not seen for longest goes first."""
+EVERYWHERE_BYTES = 1 << 16
+"""Up to this size a micro-batch's tensor goes to every rank, which then computes with it what takes no parameters."""
+
+
+@dataclass(slots=True)
+class Structure:
+    """What the micro-batches of a step have in common: kind, nesting, and looks of the tensors."""
+
+    key: Hashable
+    layout: Layout
+    looks: list[Look]
 
 
 @dataclass(slots=True)
 class Announcement:
-    """What the first stage tells the others of a step: each micro-batch's structure and size.
+    """What the first rank tells the others of a step: each micro-batch's structure and size.
 
     Attributes:
         numbers: each micro-batch's structure, by number.
         sizes: each micro-batch's number of samples.
-        new: key and layout of structures that were not announced before, by number.
+        new: structures that were not announced before, by number.
         layouts: layouts that differ from their structure's in plain values, by micro-batch.
     """
 
     numbers: list[int]
     sizes: list[int]
-    new: dict[int, tuple[Hashable, Layout]]
+    new: dict[int, Structure]
     layouts: dict[int, Layout]
-
-
-Reports = dict[int, dict[int, Report]]
-
-
-@dataclass(slots=True)
-class StepReport:
-    """What a step came to on this rank.
-
-    Attributes:
-        microbatches: the micro-batches of the rank's last virtual stage.
-        reports: by virtual stage, and then by number of the structure.
-        training: whether it was a training step.
-    """
-
-    microbatches: list[Microbatch]
-    reports: Reports
-    training: bool
 
 
 class Pipeline:
@@ -71,6 +73,9 @@ class Pipeline:
     Args:
         rank: this rank's place in the pipeline.
         placement: the rank of each virtual stage; the first one is on rank 0.
+        tensors: the module's.
+        calls: tells the stage of the module that runs.
+        holders: the ranks that hold a tensor of the module, by its number.
         schedule: the schedule of a training step with some number of micro-batches, on this placement.
         num_microbatches: micro-batches a step; a batch of fewer samples makes fewer.
     """
@@ -82,7 +87,9 @@ class Pipeline:
         placement: Sequence[int],
         device: torch.device,
         transport: Transport | None,
-        interception: Interception,
+        tensors: ModuleTensors,
+        calls: KeyedCalls,
+        holders: Callable[[int], Sequence[int]],
         schedule: Callable[[int], Schedule],
         num_microbatches: int,
     ) -> None:
@@ -92,74 +99,62 @@ class Pipeline:
         self.num_virtual_stages = len(placement) // self.num_ranks
         self.last_rank = placement[-1]
         self.num_microbatches = num_microbatches
-        self.interception = interception
         self.observe: Callable[[Span], None] | None = None
         """Gets every action of a step with its start and end."""
-        self.learning = False
-        """Whether the last step had a structure that was not known before."""
         self.peak_live = 0
         """The most activations of virtual stages that were live on this rank at once in the last step."""
         self.stages = [stage for stage, place in enumerate(placement) if place == rank]
         """This rank's virtual stages, ascending."""
-        if len(self.stages) > 1:
-            interception.stages.check_placement(placement)
-            interception.keep_stages_apart()
+        self.recorder = Recorder(tensors, calls, len(placement))
+        self._tensors = tensors
+        self._holders = holders
         self._device = device
         self._transport = transport
+        self._direct = Direct(transport, device) if transport is not None else None
+        self._draws = Draws(device)
         self._schedule = schedule
         self._programs: dict[tuple[bool, int], Program] = {}
         self._structures: OrderedDict[int, Structure] = OrderedDict()
         self._by_key: dict[Hashable, int] = {}
-        self._layouts: dict[int, Layout] = {}
         self._next_number = 0
-        self._templates: dict[Hashable, Structure] = {}
-        self._known_leaves: dict[int, set[str]] = {}
+        self._work: Work | None = None
+        self._run: Run | None = None
+        self._microbatches: list[Microbatch] = []
+        self._in_order: dict[int, InOrder] = {}
+        self._live = LiveCount()
+        self._uses: dict[str, set[int]] = {}
 
-    def run(self, work: Work, microbatches: list[Any] | None) -> StepReport:
-        """Run one step. `microbatches` is the first rank's; the others receive theirs."""
+    def run(
+        self, work: Work, microbatches: list[Any] | None, extra: Callable[[], Sequence[float]] = list
+    ) -> tuple[list[Microbatch], list[list[float]]]:
+        """Run one step.
+
+        Args:
+            microbatches: the first rank's; the others receive theirs.
+            extra: numbers that every rank gets of every rank when the step ends.
+
+        Returns:
+            The micro-batches with their results, and every rank's numbers.
+        """
         announcement, tensors = self._announce(work, microbatches)
-        structures = [self._structures[number] for number in announcement.numbers]
-        delivery = BatchDelivery(
-            structures,
-            tensors,
-            self._transport,
-            stages=self.stages,
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            device=self._device,
-        )
-        live = LiveCount()
-        stages = {
-            stage: Stage(
-                stage,
-                self.placement,
-                device=self._device,
-                interception=self.interception,
-                transport=self._transport,
-                delivery=delivery,
-                microbatches=self._states(work, announcement, structures),
-                work=work,
-                live=live,
-                template=self._templates.get(work.kind),
-            )
-            for stage in self.stages
-        }
-        for stage in stages:
-            if stage + 1 in stages:
-                stages[stage].following, stages[stage + 1].preceding = stages[stage + 1], stages[stage]
-        self.learning = observing = not all(structure.fixed for structure in structures)
-        program = self.program(training=work.loss_of is not None, num_microbatches=len(structures))
-        installed = self.interception.installed(observing=observing, splitting=program.splits)
-        # What a step calls is known once it has been observed.
-        with self.interception.streams.kept(), installed, over_all_refused() if observing else nullcontext():
-            delivery.begin()
-            program.run(stages, self.observe)
-        if self._transport is not None:
-            self._transport.flush()
-        self.peak_live = live.peak
-        reports = {number: stage.reports for number, stage in stages.items()}
-        last = stages[self.stages[-1]]
-        return StepReport(last.microbatches, reports, training=work.loss_of is not None)
+        self._work, self._live, self._in_order = work, LiveCount(), {}
+        self._microbatches = states = self._states(work, announcement)
+        if self._tensors.refresh():
+            self.recorder.forget()
+        with self._draws.kept(), _no_collection():
+            self._deliver(states, tensors)
+            if self.num_ranks == 1:
+                self._run_alone(work, states)
+                numbers = [list(extra())]
+            else:
+                self._run_in_stages(work, states)
+                wanted = wanted_values(states, self._owners(states))
+                assert self._transport is not None
+                numbers = end_step(states, wanted, self._transport, self._direct, self.rank, extra())
+                self._transport.flush()
+        self.peak_live = self._live.peak
+        self._run, self._microbatches, self._in_order = None, [], {}
+        return states, numbers
 
     def use(self, schedule: Callable[[int], Schedule]) -> None:
         """Run training steps by other schedules, on the same placement, from now on. All ranks must call it."""
@@ -178,71 +173,212 @@ class Pipeline:
             self._programs[key] = Program(lower(schedule)[self.rank])
         return self._programs[key]
 
-    def is_new(self, report: StepReport) -> bool:
-        """Whether this rank saw something in the step that the others have to know."""
-        if any(not state.structure.settled for state in report.microbatches):
-            return True
-        called = self.interception.called
-        return any(not called[stage] <= self._known_leaves.get(stage, set()) for stage in self.stages)
+    def take_uses(self) -> dict[str, set[int]]:
+        """The virtual stages that have used tensors of the module, by name, since this was asked last."""
+        uses, self._uses = self._uses, {}
+        return uses
 
-    def all_reports(self, report: StepReport) -> Reports:
-        """Every stage's reports on a step that showed something new; all ranks call it after the same step."""
-        own = self._own_reports(report)
-        if self._transport is None:
-            return own
-        reports: Reports = {}
-        for rank in range(self.num_ranks):
-            reports.update(self._transport.broadcast_object(own, rank, "reports on a new structure"))
-        return reports
+    # -- what recordings ask for ------------------------------------------------------------------------------------
 
-    def _own_reports(self, report: StepReport) -> Reports:
-        """This rank's reports, empty ones where there was nothing to report."""
-        numbers = sorted({state.structure.number for state in report.microbatches})
-        reports = {
-            stage: {number: found.get(number, Report()) for number in numbers}
-            for stage, found in report.reports.items()
-        }
-        for stage in self.stages:
-            reports[stage][numbers[0]].leaves |= self.interception.called[stage]
-        return reports
+    def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
+        """The data of values of a micro-batch whose step is running, on every rank."""
+        state = next(one for one in self._microbatches if one.recording is recording)
+        with set_aside():
+            run = self._begin_in_order(state)
+            run.run_up_to(recording.event)
+            return run.data_of(values)
 
-    def settle(self, report: StepReport, reports: Reports) -> None:
-        """Take in every stage's reports on the step's new structures; all ranks call it after the same step.
-
-        Raises:
-            ValueError: a stage ran no module, neither in this training step nor before.
-        """
-        numbers = sorted({state.structure.number for state in report.microbatches})
-        by_stage = [reports[stage] for stage in range(len(self.placement))]
-        if report.training:
-            self._note_leaves([list(found.values()) for found in by_stage])
-        for number in numbers:
-            structure = self._structures[number]
-            if structure.settled:
-                continue
-            structure.settle([found[number] for found in by_stage], self.placement)
-            if not structure.dynamic:
-                self._templates[structure.key[0]] = structure  # type: ignore[index]
-        for stage in self.stages:
-            self._known_leaves[stage] = set(self.interception.called[stage])
-
-    def _note_leaves(self, reports: list[list[Report]]) -> None:
-        """Note which virtual stage runs which leaf; `reports` by stage."""
-        ran = [set().union(*(report.leaves for report in stage_reports)) for stage_reports in reports]
-        for stage, names in enumerate(ran):
-            if not names and stage > 0:
-                passed = next((report.passed for report in reports[stage] if report.passed), "the step ended before")
-                term = stage_term(self.placement)
-                raise ValueError(
-                    f"{term} {stage} is never reached: {passed}, and no micro-batch of this training step called a "
-                    f"module of {term} {stage}; name the first module that runs there in stage_config"
-                )
-        for leaf in self.interception.leaves:
-            stages = [stage for stage, names in enumerate(ran) if leaf.name in names]
-            if stages and next(leaf.module.parameters(), None) is not None:
-                leaf.seen = min(stages[0], leaf.seen if leaf.seen is not None else stages[0])
+    def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
+        """The data of tensors of the module, on every rank."""
+        found = []
+        assert self._direct is not None
+        with set_aside():
+            for number in numbers:
+                owner = self._holders(number)[0]
+                tensor = self._tensors.tensors[number]
+                own = tensor.detach() if owner == self.rank else None
+                found.append(self._direct.spread(own, Look.of(tensor), owner))
+        return found
 
     # -- details ----------------------------------------------------------------------------------------------------
+
+    def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
+        """One rank runs the user's steps as they are."""
+        for state in states:
+            with Counted(self._draws, state.seed):
+                state.result, state.loss = work.step(state, tree.rebuild(state.layout, state.tensors))
+            self._live.add()
+            if work.loss_of is not None:
+                loss, state.loss = state.loss, state.loss.detach()
+                work.run_backward(work.loss_of(state, loss))
+                del loss
+                for stage in self.stages:
+                    work.after_backward(stage, state)
+            self._live.now -= 1
+            state.result = tree.replace(state.result, Tensor.detach)
+
+    def _run_in_stages(self, work: Work, states: list[Microbatch]) -> None:
+        program = self.program(training=work.loss_of is not None, num_microbatches=len(states))
+        visits = {
+            stage: Visit(
+                stage,
+                self.placement,
+                transport=self._transport,
+                microbatches=states,
+                record=self._record,
+                tensors=self._tensors.tensors,
+                seed_draw=self._draws.seed,
+                work=work,
+                live=self._live,
+            )
+            for stage in self.stages
+        }
+        for stage in visits:
+            if stage + 1 in visits:
+                visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
+        self._run = Run(program, visits, self.observe)
+        self._run.go_on()
+
+    def _record(self, state: Microbatch) -> None:
+        """Run the user's step on a micro-batch and on those before it."""
+        for one in self._microbatches[: state.index + 1]:
+            if one.recording is None:
+                self._record_one(one)
+
+    def _record_one(self, state: Microbatch) -> None:
+        work = self._work
+        assert work is not None
+        structure = self._structures[state.structure]
+        large = [look for look in structure.looks if not _is_everywhere(look)]
+        beginning = self.recorder.beginning((work.kind, structure.key), len(large))
+        recording = Recording(self.recorder, beginning, self, lambda number: self._draws.seed(state.seed, number))
+        state.recording = recording
+        tensors: list[Tensor] = []
+        given = 0
+        for look, tensor in zip(structure.looks, state.tensors, strict=True):
+            if _is_everywhere(look):
+                tensors.append(tensor)
+            else:
+                tensors.append(recording.placeholder_for(given, look, "a tensor of the batch"))
+                given += 1
+        state.given = [
+            tensor
+            for look, tensor in zip(structure.looks, state.tensors, strict=True)
+            if not _is_everywhere(look)
+        ] if self.rank == self.placement[0] else []  # fmt: skip
+        state.tensors = []
+        batch = tree.rebuild(state.layout, tensors)
+        del tensors
+        with recording.running():
+            state.result, state.loss = work.step(state, batch)
+        del batch
+        self._end_recording(state, recording, large, work)
+
+    def _end_recording(self, state: Microbatch, recording: Recording, large: list[Look], work: Work) -> None:
+        value = recording.value_of(state.loss)
+        state.loss_value = -1 if value is None else value
+        state.places = {place.value: place for place in recording.take_alive()}
+        program = recording.event.program
+        if program is None:
+            program = recording.event.program = Tape(recording.event, large)
+            self._note_uses(program)
+        is_simple = recording.is_simple and len(program.visits) <= len(self.placement) and self._is_held(program)
+        if is_simple and state.index not in self._in_order:
+            state.program = program
+            state.asked = tuple(dict.fromkeys([*state.places, *([value] if value is not None else [])]))
+            return
+        run = self._begin_in_order(state)
+        run.run_up_to(recording.event)
+        for number in (*state.places, *([value] if value is not None else [])):
+            tensor = run.value(number)
+            if tensor is not None and run.homes[number] >= 0:
+                state.kept[number] = tensor.detach()
+        state.kept = {n: t for n, t in state.kept.items() if not t.is_meta}
+        if work.loss_of is not None and value is not None:
+            run.backward(program, work)
+        elif work.loss_of is not None:
+            for stage in self.stages:
+                work.after_backward(stage, state)
+        state.is_done = True
+
+    def _note_uses(self, program: Tape) -> None:
+        for event in program.events:
+            for value in event.inputs:
+                if value is not None and value < 0:
+                    for name in self._tensors.names[-1 - value]:
+                        self._uses.setdefault(name, set()).add(event.visit % len(self.placement))
+
+    def _is_held(self, program: Tape) -> bool:
+        """Whether every event runs where the module's tensors are that it takes."""
+        for event in program.events:
+            for value in event.inputs:
+                if value is not None and value < 0:
+                    if self.placement[event.visit % len(self.placement)] not in self._holders(-1 - value):
+                        return False
+        return True
+
+    def _begin_in_order(self, state: Microbatch) -> InOrder:
+        """A micro-batch runs event by event, once those before it are done with."""
+        run = self._in_order.get(state.index)
+        if run is None:
+            assert self._run is not None and self._work is not None
+            self._run.go_on(below=state.index)
+            large = [look for look in self._structures[state.structure].looks if not _is_everywhere(look)]
+            run = self._in_order[state.index] = InOrder(
+                state,
+                large,
+                self.placement,
+                self.rank,
+                self._tensors,
+                self._direct,
+                holders=self._holders,
+                seed_draw=self._draws.seed,
+                training=self._work.loss_of is not None,
+            )
+        return run
+
+    def _owners(self, states: Sequence[Microbatch]) -> dict[int, dict[int, int]]:
+        """The rank that has computed each value of each micro-batch."""
+        found = {}
+        for state in states:
+            assert state.recording is not None
+            program = state.program or state.recording.event.program
+            assert program is not None
+            found[state.index] = {
+                value: self.placement[program.homes[value] % len(self.placement)] for value in state.places
+            }
+        return found
+
+    # -- the batch --------------------------------------------------------------------------------------------------
+
+    def _deliver(self, states: list[Microbatch], tensors: list[list[Tensor]] | None) -> None:
+        """Give every rank the tensors that all compute with."""
+        if tensors is not None:
+            for state, own in zip(states, tensors, strict=True):
+                state.tensors = own
+            for peer in range(1, self.num_ranks):
+                assert self._transport is not None
+                for packed in _packed(states, self._structures):
+                    self._transport.send(packed, peer, Channel.BATCH)
+            return
+        assert self._transport is not None
+        for state in states:
+            state.tensors = [_ABSENT] * len(self._structures[state.structure].looks)
+        arriving = []
+        for places, dtype in _columns(states, self._structures):
+            size = sum(self._look(states, place).shape.numel() for place in places)
+            arriving.append((places, self._transport.recv(TensorMeta((size,), (1,), dtype), 0, Channel.BATCH)))
+        for places, receive in arriving:
+            flat = receive.wait("the batch")
+            offset = 0
+            for index, number in places:
+                look = self._look(states, (index, number))
+                size = look.shape.numel()
+                states[index].tensors[number] = flat[offset : offset + size].reshape(look.shape).clone()
+                offset += size
+
+    def _look(self, states: list[Microbatch], place: tuple[int, int]) -> Look:
+        return self._structures[states[place[0]].structure].looks[place[1]]
 
     def _announce(self, work: Work, microbatches: list[Any] | None) -> tuple[Announcement, list[list[Tensor]] | None]:
         """What the step's micro-batches are, and on the first rank their tensors."""
@@ -256,31 +392,32 @@ class Pipeline:
         else:
             assert self._transport is not None
             announcement = self._transport.recv_object(0, "the announcement of the next batch")
-        known = [number for number in announcement.numbers if number not in announcement.new]
-        for number in known:
-            self._structures.move_to_end(number)
-        self._forget(keep=len(known))
-        for number, (key, layout) in announcement.new.items():
-            self._structures[number] = Structure(key, number)
-            self._by_key[key] = number
-            self._layouts[number] = layout
+        for number in announcement.numbers:
+            if number not in announcement.new:
+                self._structures.move_to_end(number)
+        for number, structure in announcement.new.items():
+            self._structures[number] = structure
+            self._by_key[structure.key] = number
+        while len(self._structures) > max(MAX_STRUCTURES, len(announcement.numbers)):
+            _, structure = self._structures.popitem(last=False)
+            del self._by_key[structure.key]
         return announcement, tensors
 
-    def _states(self, work: Work, announcement: Announcement, structures: list[Structure]) -> list[Microbatch]:
+    def _states(self, work: Work, announcement: Announcement) -> list[Microbatch]:
         total = sum(announcement.sizes)
         even = len(set(announcement.sizes)) == 1
         return [
             Microbatch(
                 index=index,
-                structure=structure,
-                layout=announcement.layouts.get(index, self._layouts[structure.number]),
+                structure=number,
+                layout=announcement.layouts.get(index, self._structures[number].layout),
                 num_samples=announcement.sizes[index],
                 weight=announcement.sizes[index] / total,
-                num_microbatches=len(structures),
+                num_microbatches=len(announcement.numbers),
                 even=even,
                 seed=mix(work.seed, index),
             )
-            for index, structure in enumerate(structures)
+            for index, number in enumerate(announcement.numbers)
         ]
 
     def _describe(self, kind: Hashable, microbatches: list[Any]) -> tuple[Announcement, list[list[Tensor]]]:
@@ -294,11 +431,12 @@ class Pipeline:
             if number is None:
                 number = self._next_number
                 self._next_number += 1
-                announcement.new[number] = (key, layout)
+                announcement.new[number] = Structure(key, layout, [Look.of(tensor) for tensor in tensors])
                 self._by_key[key] = number
-                self._layouts[number] = layout
-            elif not _same(layout, self._layouts[number]):
-                announcement.layouts[index] = layout
+            else:
+                known = announcement.new.get(number) or self._structures[number]
+                if not _same(layout, known.layout):
+                    announcement.layouts[index] = layout
             announcement.numbers.append(number)
             sizes.append(num_rows(tensors) or batch_size(microbatch))
             all_tensors.append(tensors)
@@ -306,10 +444,42 @@ class Pipeline:
         announcement.sizes.extend(size if None not in sizes else 1 for size in sizes)  # type: ignore[misc]
         return announcement, all_tensors
 
-    def _forget(self, *, keep: int) -> None:
-        while len(self._structures) > max(MAX_STRUCTURES, keep):
-            number, structure = self._structures.popitem(last=False)
-            del self._by_key[structure.key], self._layouts[number]
+
+_ABSENT = torch.empty(0, device="meta")
+
+
+def _is_everywhere(look: Look) -> bool:
+    return look.num_bytes <= EVERYWHERE_BYTES and not look.requires_grad
+
+
+def _columns(
+    states: Sequence[Microbatch], structures: OrderedDict[int, Structure]
+) -> Iterator[tuple[list[tuple[int, int]], torch.dtype]]:
+    """Tensors that travel together: those of a dtype, each as micro-batch and number."""
+    found: dict[torch.dtype, list[tuple[int, int]]] = {}
+    for state in states:
+        for number, look in enumerate(structures[state.structure].looks):
+            if _is_everywhere(look):
+                found.setdefault(look.dtype, []).append((state.index, number))
+    for dtype, places in found.items():
+        yield places, dtype
+
+
+def _packed(states: Sequence[Microbatch], structures: OrderedDict[int, Structure]) -> Iterator[Tensor]:
+    for places, _ in _columns(states, structures):
+        yield torch.cat([states[index].tensors[number].reshape(-1) for index, number in places])
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Ranks let go of what they let go of at the same points of the user's code."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _same(layout: Layout, other: Layout) -> bool:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.transport import Transport
 
 
@@ -26,7 +25,7 @@ class Placement:
         self.placement = tuple(placement)
         self.num_ranks = max(placement) + 1
         self.rank = rank
-        self.leaf_stages: dict[str, set[int]] = {}
+        self._is_settled = False
         self._certain = dict(certain)
         self._users: dict[str, set[int]] = {}
         self._present: dict[str, tuple[int, ...]] = {}
@@ -58,80 +57,80 @@ class Placement:
             if 0 < len(ranks) < self.num_ranks:
                 self._present.update(dict.fromkeys(names, ranks))
 
-    def add(self, reports: Iterable[Report]) -> None:
-        """Take in the reports of one structure, one from each virtual stage."""
-        for stage, report in enumerate(reports):
-            for leaf in report.leaves:
-                self.leaf_stages.setdefault(leaf.removesuffix(".update"), set()).add(stage)
-            for name in report.usage.parameters:
-                self._users.setdefault(name, set()).add(stage)
+    def add(self, uses: Mapping[str, Iterable[int]]) -> bool:
+        """Take in which virtual stages have used which tensors. Returns whether that was new.
 
-    def state(self) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
-        """Which virtual stages ran which leaves and used which tensors, for another replica's `merge`."""
-        return self.leaf_stages, self._users
+        What a rank no longer holds when it is used for the first time stays where it is.
+        """
+        is_new = False
+        for names in self._names:
+            for name in names:
+                for stage in uses.get(name, ()):
+                    known = self._users.setdefault(name, set())
+                    if stage not in known and self.placement[stage] in self._holders_of(names):
+                        known.add(stage)
+                        is_new = True
+        return is_new
 
-    def merge(self, state: tuple[dict[str, set[int]], dict[str, set[int]]]) -> None:
+    def state(self) -> dict[str, set[int]]:
+        """Which virtual stages used which tensors, for another replica's `merge`."""
+        return self._users
+
+    def merge(self, state: dict[str, set[int]]) -> None:
         """Take in what another replica has seen."""
-        for own, others in zip(self.state(), state, strict=True):
-            for name, stages in others.items():
-                own.setdefault(name, set()).update(stages)
+        for name, stages in state.items():
+            self._users.setdefault(name, set()).update(stages)
+
+    def settle(self) -> None:
+        """A training step has shown who uses what: others let go of it."""
+        self._is_settled = True
 
     def ownership(self) -> Ownership:
         """Who holds what, as far as it is known. What nobody has used yet is everybody's."""
-        everybody = tuple(range(self.num_ranks))
         holders: dict[str, tuple[int, ...]] = {}
         unseen: list[str] = []
         for names in self._names:
-            stages, is_open = self._stages_of(names)
-            ranks = tuple(sorted({self.placement[stage] for stage in stages}))
-            if is_open and (not self.leaf_stages or not stages):
-                ranks = self._present.get(names[0], everybody)
-                if names[0] not in self._present:
-                    unseen += names
+            ranks = self._holders_of(names)
+            if not self._stages_of(names) and names[0] not in self._present:
+                unseen += names
             holders.update(dict.fromkeys(names, ranks))
         return Ownership(self.num_ranks, self.rank, holders, unseen=unseen)
 
     def used_repeatedly(self) -> set[str]:
         """Names of parameters and buffers that several virtual stages use, on whichever ranks."""
-        return {name for names in self._names if len(self._stages_of(names)[0]) > 1 for name in names}
+        return {name for names in self._names if len(self._stages_of(names)) > 1 for name in names}
 
     def used_by(self, stage: int) -> set[str]:
         """Names of parameters and buffers that this virtual stage uses, and no other."""
-        return {name for names in self._names if self._stages_of(names)[0] == {stage} for name in names}
+        return {name for names in self._names if self._stages_of(names) == {stage} for name in names}
 
-    def used_in_one_leaf(self) -> dict[str, set[str]]:
-        """This rank's leaves, each with the names of parameters and buffers that nothing else uses."""
+    def used_in_one_leaf(self, leaves: Iterable[str]) -> dict[str, set[str]]:
+        """Of these modules, those that this rank alone runs: each with the names of its parameters and buffers."""
         found: dict[str, set[str]] = {}
         for names in self._names:
-            leaves = {self._leaf_of(name, self.leaf_stages) for name in names}
-            leaf = leaves.pop()
-            if leaf is None or leaves or not self._users.keys().isdisjoint(names):
-                continue
-            if [self.placement[stage] for stage in self.leaf_stages[leaf]] == [self.rank]:
+            around = {next((leaf for leaf in leaves if name.startswith(f"{leaf}.")), None) for name in names}
+            leaf = around.pop()
+            if leaf is not None and not around and self._holders_of(names) == (self.rank,):
                 found.setdefault(leaf, set()).update(names)
         return found
 
-    def rank_of_module(self, name: str) -> int | None:
-        """The rank that runs the module of this name; that of the last virtual stage, where several do."""
-        leaf = self._leaf_of(f"{name}.", self.leaf_stages)
-        return self.placement[max(self.leaf_stages[leaf])] if leaf is not None else None
+    def _holders_of(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that hold a tensor."""
+        stages = self._stages_of(names)
+        certain = any(self._leaf_of(name, self._certain) is not None for name in names)
+        if stages and (self._is_settled or certain):
+            return tuple(sorted({self.placement[stage] for stage in stages}))
+        return self._present.get(names[0], tuple(range(self.num_ranks)))
 
-    def _stages_of(self, names: Iterable[str]) -> tuple[set[int], bool]:
-        """The virtual stages that use a tensor, and whether others may turn out to."""
+    def _stages_of(self, names: Iterable[str]) -> set[int]:
+        """The virtual stages that use a tensor."""
         stages: set[int] = set()
-        is_open = False
         for name in names:
             stages |= self._users.get(name, set())
-            leaf = self._leaf_of(name, self.leaf_stages)
-            if leaf is not None:
-                stages |= self.leaf_stages[leaf]
-                continue
             certain = self._leaf_of(name, self._certain)
             if certain is not None:
                 stages.add(self._certain[certain])
-            else:
-                is_open = True
-        return stages, is_open
+        return stages
 
     @staticmethod
     def _leaf_of(name: str, leaves: Mapping[str, object]) -> str | None:

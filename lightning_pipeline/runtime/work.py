@@ -18,8 +18,8 @@ class Work:
 
     Attributes:
         kind: which of the user's steps; structures of different kinds are kept apart.
-        step: runs the step on one micro-batch.
-        loss_of: the loss that backward starts from; None without backward.
+        step: runs the step on one micro-batch. Returns its result, and the loss in it.
+        loss_of: what backward starts from, of a micro-batch's loss; None without backward.
         run_backward: runs backward from a loss.
         after_backward: called after each micro-batch's backward on a virtual stage, with the stage.
         can_split: whether backward from a loss is torch's own, which can be split into I and W.
@@ -27,8 +27,8 @@ class Work:
     """
 
     kind: Hashable
-    step: Callable[[Microbatch, Any], Any]
-    loss_of: Callable[[Microbatch, Any], Tensor] | None = None
+    step: Callable[[Microbatch, Any], tuple[Any, Any]]
+    loss_of: Callable[[Microbatch, Tensor], Tensor] | None = None
     run_backward: Callable[[Tensor], None] = torch.autograd.backward
     after_backward: Callable[[int, Microbatch], None] = lambda stage, microbatch: None
     can_split: bool = True

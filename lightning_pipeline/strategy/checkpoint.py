@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.placeholder import skips_writes
 from lightning_pipeline.runtime.fully_sharded import slice_like, whole
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
 from lightning_pipeline.strategy.stored_tensors import StoredTensor
@@ -86,7 +87,11 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
     with warnings.catch_warnings():
         # Copying into a meta tensor is just what skips it.
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
-        return module.load_state_dict(_sliced(state_dict, module), strict=strict)
+        token = skips_writes.set(True)
+        try:
+            return module.load_state_dict(_sliced(state_dict, module), strict=strict)
+        finally:
+            skips_writes.reset(token)
 
 
 def _sliced(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:

@@ -77,7 +77,7 @@ class CheckpointingStrategy(ProcessStrategy):
             self.lightning_module,
             self._held.ownership,
             self._transport,
-            stage_of_module=self._held.placement.rank_of_module,
+            stage_of_module=lambda name: None,
         )
 
     def gather_module(self) -> LightningModule | None:
@@ -116,7 +116,7 @@ class CheckpointingStrategy(ProcessStrategy):
         writer = FolderWriter(
             module=self.lightning_module,
             ownership=self._held.ownership,
-            stage_of_module=self._held.placement.rank_of_module,
+            stage_of_module=lambda name: None,
             parameter_names=[layout.names for layout in self._stage_optimizers or ()],
             is_writer=not self._is_replica,
             group=host_group(dist.distributed_c10d._get_default_group(), self.timeout, own=in_background),

@@ -6,21 +6,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeline.partition.guards import guard_forward, guard_state_dict, lift_guards, unguard
-from lightning_pipeline.partition.interception import Interception
-from lightning_pipeline.partition.leaves import certain_stages
+from lightning_pipeline.partition.guards import guard_state_dict, lift_guards, unguard
+from lightning_pipeline.partition.keyed_calls import KeyedCalls
+from lightning_pipeline.partition.leaves import certain_stages, find_leaves
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
+from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.shared import spread_from_owner
-from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.cutting import Cut
@@ -41,7 +39,9 @@ class HeldModule:
         sharded: shards parameters over replicas; None keeps them whole.
 
     Attributes:
-        interception: of calls of the module's submodules.
+        leaves: the modules that a stage runs whole.
+        calls: tells the stage of the module that runs.
+        tensors: the module's parameters and buffers, by number.
         placement: which ranks hold what, as far as it is known.
         ownership: the same, seen from this rank.
     """
@@ -66,13 +66,10 @@ class HeldModule:
         self._tensor_group = tensor_group
         if sharded is not None:
             sharded.adopt(module)
-        self.interception = Interception(module, cut.stages, Streams(device))
-        if cut.is_final and (names := self.interception.cut_open):
-            rank_zero_warn(
-                f"{', '.join(map(repr, names))} is compiled as one and cut into stages, so it runs as it was written: "
-                f"compile parts that lie on one stage, such as each layer, to have these compiled"
-            )
-        certain = certain_stages(self.interception.leaves, cut.stages.num_stages) if cut.is_final else {}
+        self.leaves = find_leaves(module, cut.stages)
+        self.calls = KeyedCalls(module, cut.stages)
+        self.tensors = ModuleTensors(module, cut.stages)
+        certain = certain_stages(self.leaves, cut.stages.num_stages) if cut.is_final else {}
         self.placement = Placement(module, placement, rank, certain)
         self.placement.find_present(module, transport)
         self.ownership: Ownership = self.placement.ownership()
@@ -85,13 +82,10 @@ class HeldModule:
         for module in self._module.modules():  # an earlier run may have cut it elsewhere
             unguard(module)
         guard_state_dict(self._module)
-        for leaf in self.interception.leaves:
-            guard_forward(leaf.name, leaf.module)
 
-    def take_in(self, reports: list[list[Report]]) -> None:
-        """A step showed who uses what; `reports` has those of each structure, by stage."""
-        for stages in reports:
-            self.placement.add(stages)
+    def holders(self, number: int) -> tuple[int, ...]:
+        """The ranks that hold a tensor of the module, by its number."""
+        return self.ownership.holders[self.tensors.names[number][0]]
 
     def agree(self) -> None:
         """Come to hold what the other replicas of this stage hold. All of them must call it."""

@@ -123,11 +123,11 @@ class LoggedValues:
             reduce_fx = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
             kwargs["reduce_fx"] = _REDUCTIONS.get(reduce_fx, str(reduce_fx))
         metric = None
-        if isinstance(value, Metric):
-            metric = self._metric_name(name, value)
+        if isinstance(value, tuple):  # a metric, and what it gave then
+            metric = self._metric_name(name, value[0])
             if kwargs.get("metric_attribute") is None:
                 kwargs["metric_attribute"] = metric
-            value = value._forward_cache if _has_one_element(value._forward_cache) else None
+            value = value[1] if _has_one_element(value[1]) else None
         key = (name, metric, tuple(kwargs.items()))
         captured = self._captured.get(key)
         if captured is None:

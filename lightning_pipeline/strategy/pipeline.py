@@ -380,7 +380,7 @@ class PipelineStrategy(CheckpointingStrategy):
             replicas=self._replicas,
             optimizers=self._stage_optimizers,
             signals=self._signals,
-            stage_of_metric=self._runner.stage_of_metric,
+            stage_of_metric=lambda metric: None,
             has_predictions=self.output_broadcast or self.pipeline.rank == self.pipeline.last_rank,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +16,6 @@ from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
-from lightning_pipeline.runtime.structure import Report
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.cutting import Cut
@@ -77,6 +76,7 @@ class StageRunner:
         self._is_alone = topology.world_size == 1
         self._on_released = on_released
         self._sharded: FullySharded | None = None
+        self._is_settled = False
         if is_fully_sharded and replicas is not None:
             self._sharded = FullySharded(replicas, device.type, gradients_mean=gradients_mean)
         self.held = HeldModule(
@@ -95,7 +95,9 @@ class StageRunner:
             placement=schedules.placement,
             device=device,
             transport=transport,
-            interception=self.held.interception,
+            tensors=self.held.tensors,
+            calls=self.held.calls,
+            holders=self.held.holders,
             schedule=schedules,
             num_microbatches=cut.num_microbatches,
         )
@@ -111,14 +113,12 @@ class StageRunner:
         self._steps = Steps(
             module,
             self.pipeline,
-            transport,
             seed=seed,
             mean=loss_mean,
             output_broadcast=output_broadcast,
             replicas=replicas,
             tensor_group=tensor_group,
             signals=signals,
-            on_new=self._on_new,
         )
         self._release_remote()
 
@@ -131,13 +131,6 @@ class StageRunner:
     def peak_live(self) -> int:
         """The most activations of virtual stages that were live on this rank at once in a training step so far."""
         return self._steps.peak_live
-
-    def stage_of_metric(self, metric: nn.Module) -> int | None:
-        """The stage that has what a metric has seen; None within a step, where each stage asks its own."""
-        if self.is_stepping:
-            return None
-        name = self.pipeline.interception.module_names.get(id(metric))
-        return self.held.placement.rank_of_module(name) if name is not None else None
 
     def train(
         self,
@@ -174,6 +167,7 @@ class StageRunner:
             )
         finally:
             self.is_stepping = False
+        self._take_in_uses(training=True)
         self._gradients.finish()
         self._end_what_is_profiled()
         return result
@@ -187,6 +181,7 @@ class StageRunner:
             result = self._steps.evaluate(name, getattr(self._module, name), arguments, context=context)
         finally:
             self.is_stepping = False
+        self._take_in_uses(training=False)
         self._end_what_is_profiled()
         return result
 
@@ -220,10 +215,16 @@ class StageRunner:
         is_last = microbatch.index == microbatch.num_microbatches - 1
         self._gradients.after_backward(stage, microbatch.index, last=is_last)
 
-    def _on_new(self, kind: Hashable, reports: list[list[Report]]) -> None:
+    def _take_in_uses(self, *, training: bool) -> None:
         """A step showed who uses what: let go of what this stage turned out not to need."""
-        self.held.take_in(reports)
-        if not self._is_alone and isinstance(kind, tuple) and kind[0] == "train":
+        uses = self.pipeline.take_uses()
+        is_new = self.held.placement.add(uses) if uses else False
+        if self._is_alone or not training:
+            return
+        if is_new or not self._is_settled:
+            self._check_reached()
+            self._is_settled = True
+            self.held.placement.settle()
             self.held.agree()
             self._release_remote()
             self._on_released(self.held.ownership)
@@ -231,3 +232,6 @@ class StageRunner:
     def _release_remote(self) -> None:
         self.held.release_remote()
         self._gradients.settle(self.held.ownership)
+
+    def _check_reached(self) -> None:
+        pass

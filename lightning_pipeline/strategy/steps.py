@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import zlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,30 +13,24 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.engine import backward_from_loss
 from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.runtime.microbatch import Microbatch
-from lightning_pipeline.runtime.pipeline import Pipeline, StepReport
+from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
-from lightning_pipeline.runtime.structure import Report
-from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
-from lightning_pipeline.strategy.logged_values import Captured, LoggedValues
-from lightning_pipeline.strategy.outputs import combine, mean_loss, sendable
+from lightning_pipeline.strategy.logged_values import LoggedValues
+from lightning_pipeline.strategy.outputs import combine, mean_loss
 from lightning_pipeline.strategy.signals import Signals, merge
 from lightning_pipeline.strategy.summed_losses import is_sum_over_samples
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 _LOG_OPTIONS = frozenset(_LOG_SIGNATURE.parameters) - {"self", "name", "value"}
-_NUM_EXTRA = 5
-_NEW, _LOSS, _OUTPUTS, _SIGNALS, _IS_SUM = range(_NUM_EXTRA)
-
-LoggedTensors = list[tuple[Captured, Tensor, int]]
-"""What a micro-batch has logged, with the tensors' versions then."""
 _SINGLE_SAMPLE = "more than 1 value per channel"
 """In the error of torch's batch norms."""
 
@@ -53,14 +46,12 @@ class Steps:
         replicas: the ranks that run these stages on other samples; None if there are none.
         tensor_group: the ranks among which tensors are split; they see the first one's batches.
         signals: what has arrived here; all ranks come to know it after each step.
-        on_new: called on all stages after a step that showed something new, with all reports of each structure.
     """
 
     def __init__(
         self,
         module: LightningModule,
         pipeline: Pipeline,
-        transport: Transport | None,
         *,
         seed: int,
         mean: bool,
@@ -68,20 +59,17 @@ class Steps:
         replicas: Replicas | None = None,
         tensor_group: TensorGroup | None = None,
         signals: Signals,
-        on_new: Callable[[Hashable, list[list[Report]]], None],
     ) -> None:
         self.peak_live = 0
         self._module = module
         self._pipeline = pipeline
-        self._transport = transport
         self._seed = mix(seed, replicas.topology.replica) if replicas is not None else seed
         self._replicas = replicas
         self._tensor_group = tensor_group
         self._mean = mean
         self._output_broadcast = output_broadcast
         self._signals = signals
-        self._on_new = on_new
-        self._logged = LoggedValues(module, num_extra=_NUM_EXTRA)
+        self._logged = LoggedValues(module)
         self._last = pipeline.last_rank
         self._has_looked_at_loss = not mean
 
@@ -108,45 +96,35 @@ class Steps:
         Raises:
             ValueError: the step returned no loss.
         """
-        losses: list[Tensor] = []
-        sizes: list[int] = []
         is_sum = False
 
-        def loss_of(state: Microbatch, result: Any) -> Tensor:
+        def loss_of(state: Microbatch, loss: Tensor) -> Tensor:
             nonlocal is_sum
-            loss = loss_in(result, type(self._module).__name__)
             if not self._has_looked_at_loss and state.num_microbatches > 1:
                 self._has_looked_at_loss = True
                 is_sum = is_sum_over_samples(loss, state.num_samples)
-            losses.append(loss.detach())
-            sizes.append(state.num_samples)
             weighted = self._weighted(loss, state, accumulate)
             return weighted if scale is None else scale(weighted)
 
         run_backward, is_plain = backward_of(self._module)
         work = Work(
             kind=("train", self._module.training),
-            step=self._step_function(self._module.training_step, args[1:], context, sums_loss=not self._mean),
+            step=self._step_function(self._module.training_step, args[1:], context, has_loss=True),
             loss_of=loss_of,
             run_backward=run_backward,
             after_backward=after_backward,
             can_split=is_plain,
             seed=mix(self._seed, 0, number),
         )
-        report = self._run(work, args[0])
+        states, numbers = self._run(work, args[0], lambda: [self._signals.noted, float(is_sum)])
         self.peak_live = max(self.peak_live, self._pipeline.peak_live)
-        loss = torch.zeros(())
-        extra: Any = None
-        if losses:
-            loss = self._reported(losses, sizes)
-            extra = _without_loss([state.result for state in report.microbatches], sizes)
-        extras = self._finish(work.kind, report, loss=loss, has_outputs=bool(extra), is_sum=is_sum)
-        if extras[self._last][_IS_SUM]:
+        self._heed(numbers, training=True)
+        if any(is_sum for _, is_sum in numbers):
             self._warn_of_sum()
-        if self._transport is not None:
-            loss = torch.tensor(extras[self._last][_LOSS], dtype=torch.float32, device=self._module.device)
-        if extras[self._last][_OUTPUTS]:
-            extra = self._spread(extra)
+        self._log(states, sums_loss=not self._mean)
+        sizes = [state.num_samples for state in states]
+        loss = self._reported([state.loss.detach() for state in states], sizes).to(torch.float32)
+        extra = _without_loss([state.result for state in states], sizes)
         return {"loss": loss, **extra} if extra else loss
 
     def evaluate(
@@ -164,27 +142,22 @@ class Steps:
             step=self._step_function(function, args[1:], context),
             seed=mix(self._seed, zlib.crc32(stage.encode()), *numbers),
         )
-        report = self._run(work, args[0])
-        output = None
-        if self._pipeline.rank == self._last:
-            sizes = [state.num_samples for state in report.microbatches]
-            output = _detached(combine([state.result for state in report.microbatches], sizes))
-        if stage == "predict_step" and not self._output_broadcast and not self._pipeline.learning:
-            return output  # nobody waits for it, so the first stages go on with the next batch
-        has_outputs = self._output_broadcast and output is not None
-        extras = self._finish(work.kind, report, loss=torch.zeros(()), has_outputs=has_outputs)
-        return self._spread(output) if extras[self._last][_OUTPUTS] else output
+        states, numbers_of_all = self._run(work, args[0], lambda: [self._signals.noted, 0.0])
+        self._heed(numbers_of_all, training=False)
+        self._log(states, sums_loss=False)
+        return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
 
     # -- details ----------------------------------------------------------------------------------------------------
 
-    def _run(self, work: Work, batch: Any) -> StepReport:
+    def _run(
+        self, work: Work, batch: Any, extra: Callable[[], list[float]]
+    ) -> tuple[list[Microbatch], list[list[float]]]:
         microbatches = None
         if self._pipeline.rank == 0:
             if self._tensor_group is not None:
                 batch = self._tensor_group.same(batch)
             microbatches = microbatches_of(batch, self._pipeline.num_microbatches, self._module)
-        self._logged.clear()
-        return self._pipeline.run(work, microbatches)
+        return self._pipeline.run(work, microbatches, extra)
 
     def _step_function(
         self,
@@ -192,14 +165,14 @@ class Steps:
         args: tuple[Any, ...],
         context: Callable[[], AbstractContextManager[Any]],
         *,
-        sums_loss: bool = False,
-    ) -> Callable[[Microbatch, Any], Any]:
+        has_loss: bool = False,
+    ) -> Callable[[Microbatch, Any], tuple[Any, Any]]:
         attributes = vars(self._module)
         plain = _does_nothing(context)
+        name = type(self._module).__name__
 
-        def run(state: Microbatch, batch: Any) -> Any:
-            tensors: LoggedTensors | None = [] if sums_loss else None
-            attributes["log"] = lambda *a, **k: self._capture(state.num_samples, tensors, *a, **k)
+        def run(state: Microbatch, batch: Any) -> tuple[Any, Any]:
+            attributes["log"] = lambda *a, **k: self._note(state, *a, **k)
             try:
                 if plain:
                     result = function(batch, *args)
@@ -215,16 +188,12 @@ class Steps:
                 raise
             finally:
                 attributes.pop("log", None)
-            if tensors:
-                _note_losses(tensors, result)
-            return result
+            return result, loss_in(result, name) if has_loss else None
 
         return run
 
-    def _capture(self, num_samples: int, tensors: LoggedTensors | None, *args: Any, **kwargs: Any) -> None:
-        replay = self._pipeline.interception.current
-        if replay is None or not replay.own:
-            return
+    def _note(self, state: Microbatch, *args: Any, **kwargs: Any) -> None:
+        """Keep what the user's step logs until the step ends."""
         if len(args) == 2 and kwargs.keys() <= _LOG_OPTIONS:  # as it is written, nearly always
             name, value = args
             options = kwargs
@@ -232,50 +201,39 @@ class Steps:
             options = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
             options.pop("self")
             name, value = options.pop("name"), options.pop("value")
-        replay.uses(value)
-        with torch._C.DisableTorchFunction():
-            captured = self._logged.capture(name, value, options, num_samples)
-            if tensors is not None and isinstance(value, Tensor):
-                tensors.append((captured, value, value._version))
+        if isinstance(value, Mapping):
+            raise ValueError(f"`self.log({name}, {value})` was called, but `dict` values cannot be logged")
+        if isinstance(value, Metric):
+            value = value, value._forward_cache
+        elif isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(
+                    f"`self.log({name}, ...)` was called with a tensor of shape {list(value.shape)}, but the tensor "
+                    f"must have a single element. You can try doing `self.log({name}, value.mean())`"
+                )
+            value = value.detach().clone()  # the user may go on writing to it
+        state.logged.append((name, value, options))
 
-    def _finish(
-        self, kind: Hashable, report: StepReport, *, loss: Tensor, has_outputs: bool, is_sum: bool = False
-    ) -> list[list[float]]:
-        """Exchange what every stage has to know, settle what was new, log."""
-        new = self._pipeline.is_new(report)
-        extra = [float(new), float(loss), float(has_outputs), self._signals.noted, float(is_sum)]
-        items, extras = self._logged.exchange(self._transport, extra=extra, device=self._module.device)
-        is_new = any(stage_extra[_NEW] for stage_extra in extras)
-        signals = merge(stage_extra[_SIGNALS] for stage_extra in extras)
+    def _log(self, states: list[Microbatch], *, sums_loss: bool) -> None:
+        """Log what the micro-batches have logged, as one process does for its whole batch."""
+        self._logged.clear()
+        for state in states:
+            for name, value, options in state.logged:
+                captured = self._logged.capture(name, value, options, state.num_samples)
+                if sums_loss and isinstance(value, Tensor) and _is_same(value, state.loss):
+                    captured.num_summed += 1
+        self._logged.replay(self._module.log, self._logged.reduced())
+        self._logged.clear()
+
+    def _heed(self, numbers: list[list[float]], *, training: bool) -> None:
+        """Take in what has arrived at some rank."""
+        signals = merge(noted for noted, _ in numbers)
         all_ranks = self._replicas is None
-        if self._replicas is not None and report.training:  # in evaluation replicas may have unequally many batches
-            gathered = self._replicas.gather_numbers(float(is_new), signals)
-            is_new = any(new for new, _ in gathered)
+        if self._replicas is not None and training:  # in evaluation replicas may have unequally many batches
+            gathered = self._replicas.gather_numbers(0.0, signals)
             signals = merge(noted for _, noted in gathered)
             all_ranks = True
-        if is_new:
-            self._settle(kind, report)
-        self._logged.replay(self._module.log, items)
         self._signals.heed(signals, by_all=all_ranks)
-        return extras
-
-    def _settle(self, kind: Hashable, report: StepReport) -> None:
-        reports = self._pipeline.all_reports(report)
-        self._pipeline.settle(report, reports)
-        numbers = next(iter(reports.values()))
-        self._on_new(kind, [[reports[stage][number] for stage in sorted(reports)] for number in numbers])
-
-    def _spread(self, output: Any) -> Any:
-        if self._transport is None:
-            return output
-        try:
-            moved = self._transport.broadcast_object(sendable(output), self._last, "the step's outputs")
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise ValueError(
-                f"the step's output cannot be sent to the other stages ({error}): return tensors and plain values, or "
-                f"keep it on the last stage with PipelineStrategy(output_broadcast=False)"
-            ) from error
-        return output if self._pipeline.rank == self._last else _to(moved, self._module.device)
 
     def _weighted(self, loss: Tensor, state: Microbatch, accumulate: int) -> Tensor:
         """The micro-batch's share of the loss that is minimised."""
@@ -334,17 +292,9 @@ def loss_in(result: Any, module: str) -> Tensor:
     )
 
 
-def _note_losses(tensors: LoggedTensors, result: Any) -> None:
-    """Of what a micro-batch has logged, the loss that it returned is its share of a sum.
-
-    It may be another tensor of the same numbers, as `detach` makes it; but what was written to it since is not logged.
-    """
-    loss: Any = result.get("loss") if isinstance(result, Mapping) else result
-    with torch._C.DisableTorchFunction():
-        for captured, value, version in tensors:
-            are_plain = type(value) is type(loss) is Tensor
-            is_same = value is loss or (are_plain and (value.data_ptr(), value.dtype) == (loss.data_ptr(), loss.dtype))
-            captured.num_summed += is_same and value._version == version
+def _is_same(value: Tensor, loss: Any) -> bool:
+    """Whether what was logged is the micro-batch's loss: of the same bits, as its share of a sum is."""
+    return isinstance(loss, Tensor) and value.dtype is loss.dtype and torch.equal(value.reshape(()), loss.reshape(()))
 
 
 def _without_loss(results: list[Any], sizes: list[int]) -> dict[str, Any] | None:
@@ -356,10 +306,6 @@ def _without_loss(results: list[Any], sizes: list[int]) -> dict[str, Any] | None
 
 def _detached(value: Any) -> Any:
     return _map(value, lambda tensor: tensor.detach())
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return _map(value, lambda tensor: tensor.detach().to(device))
 
 
 def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -1,0 +1,55 @@
+"""Which stage the running module has, by the keys of stage_config."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.stage_config import StageMap
+
+
+class KeyedCalls:
+    """Notes, while a step is recorded, the calls of modules that have keys.
+
+    Attributes:
+        stage: of the module that runs, None where no key says one; and the lowest that it may have.
+        name: of the innermost module with a key.
+    """
+
+    def __init__(self, root: nn.Module, stages: StageMap) -> None:
+        self.stage: tuple[int | None, int] = (None, 0)
+        self.name = ""
+        self._root = root
+        self._stages = stages
+        self._thread = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While entered, calls in this thread are noted."""
+        self._thread = threading.get_ident()
+        modules = dict(self._root.named_modules(remove_duplicate=False))
+        with overridden() as override:
+            for name in {*self._stages.exact, *self._stages.minimum}:
+                module = modules.get(name)
+                if module is not None and type(module).forward is not nn.Module.forward:
+                    stage = self._stages.exact.get(name), self._stages.minimum.get(name, 0)
+                    override(module, "forward", self._noted(name, stage, module.forward))
+            yield
+
+    def _noted(self, name: str, stage: tuple[int | None, int], forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return forward(*args, **kwargs)
+            before = self.stage, self.name
+            self.stage, self.name = stage, name
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.stage, self.name = before
+
+        return noted

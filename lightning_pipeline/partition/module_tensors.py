@@ -1,0 +1,83 @@
+"""A module's parameters and buffers, by number, and which stages hold them."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lightning_pipeline.partition.stage_config import StageMap
+
+
+class ModuleTensors:
+    """The parameters and buffers that steps may use.
+
+    Args:
+        module: the LightningModule.
+        stages: of its submodules.
+
+    Attributes:
+        tensors: what is in the module now, on this rank: data, or a placeholder.
+        names: all names of each; tied ones have several.
+        homes: the virtual stage that a key gives each; None where none does, or several do.
+        holders: the virtual stages that have used each.
+        is_shared: whether every stage still has it, as no step has used it, or only the code that all ranks run.
+    """
+
+    def __init__(self, module: nn.Module, stages: StageMap) -> None:
+        self._module = module
+        self._stages = stages
+        self.tensors: list[Tensor] = []
+        self.names: list[list[str]] = []
+        self.homes: list[int | None] = []
+        self.holders: list[set[int]] = []
+        self.is_buffer: list[bool] = []
+        self._numbers: dict[int, int] = {}
+        self._slots: list[tuple[dict[str, Tensor | None], str, int]] = []
+        self._num_modules = 0
+        self._read()
+
+    def refresh(self) -> bool:
+        """Take in what the module has been given since. Returns whether there was anything."""
+        if all(slots.get(key) is self.tensors[number] for slots, key, number in self._slots):
+            if sum(len(m._parameters) + len(m._buffers) for m in self._module.modules()) == self._num_modules:
+                return False
+        before = {name: self.holders[number] for number, names in enumerate(self.names) for name in names}
+        self._read()
+        for number, names in enumerate(self.names):
+            for name in names:
+                self.holders[number] |= before.get(name, set())
+        return True
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """None for tensors that are not the module's."""
+        number = self._numbers.get(id(tensor))
+        return number if number is not None and self.tensors[number] is tensor else None
+
+    def is_replicated(self, number: int) -> bool:
+        """Whether every rank computes with it: a buffer that only the code that all ranks run has written so far."""
+        return self.is_buffer[number] and not self.holders[number]
+
+    def _read(self) -> None:
+        tensors: list[Tensor] = []
+        names: list[list[str]] = []
+        self._numbers, self._slots, self.is_buffer, self._num_modules = {}, [], [], 0
+        for prefix, module in self._module.named_modules(remove_duplicate=False):
+            for slots in (module._parameters, module._buffers):
+                for key, tensor in slots.items():
+                    if tensor is None:
+                        continue
+                    number = self._numbers.setdefault(id(tensor), len(tensors))
+                    if number == len(tensors):
+                        tensors.append(tensor)
+                        names.append([])
+                        self.is_buffer.append(slots is module._buffers)
+                    names[number].append(f"{prefix}.{key}" if prefix else key)
+                    self._slots.append((slots, key, number))
+        self._num_modules = sum(len(m._parameters) + len(m._buffers) for m in self._module.modules())
+        # In place: matchers know these lists.
+        self.tensors[:], self.names[:] = tensors, names
+        self.homes[:] = [self._home(own) for own in names]
+        self.holders[:] = [set() for _ in names]
+
+    def _home(self, names: list[str]) -> int | None:
+        found = {self._stages.covering(name.rpartition(".")[0]) for name in names}
+        return found.pop() if len(found) == 1 else None

@@ -1,0 +1,48 @@
+"""Tensors between any two ranks of a pipeline, by way of host memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.visit import wire
+
+
+class Direct:
+    """Sends and receives tensors whose looks both sides know.
+
+    Args:
+        device: where received ones go.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self._transport = transport
+        self._device = device
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Send a tensor with dense memory, which must not change until it is sent."""
+        tensor = tensor.detach()
+        if tensor.numel():
+            self._transport.send_on_control(tensor.cpu().clone(), peer)
+
+    def receive(self, look: Look, peer: int) -> Tensor:
+        """The next tensor from a rank."""
+        meta = wire(look)
+        buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+        if buffer.numel():
+            self._transport.receive_on_control(buffer, peer, "a value of a step")
+        return buffer.to(self._device)
+
+    def spread(self, tensor: Tensor | None, look: Look, owner: int) -> Tensor:
+        """One rank's tensor, on every rank."""
+        if tensor is None:
+            return self.receive(look, owner)
+        from lightning_pipeline.runtime.visit import conform
+
+        dense = conform(tensor, look)
+        for peer in range(self._transport.num_stages):
+            if peer != owner:
+                self.send(dense, peer)
+        return tensor

@@ -1,0 +1,57 @@
+"""Random numbers that do not depend on where a model is cut: the n-th draw of a micro-batch has a seed of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipeline.partition.functions import Kind, is_drawing_of_own, kind_of
+from lightning_pipeline.partition.random import generators, mix
+
+
+class Draws:
+    """The global generators of torch that a step on `device` may draw from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = generators(device)
+
+    def seed(self, microbatch: int, number: int) -> None:
+        """Before a draw.
+
+        Args:
+            microbatch: its seed.
+            number: of the draw in the micro-batch.
+        """
+        seed = mix(microbatch, number)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Everything drawn inside leaves the generators as they were."""
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+
+class Counted(TorchFunctionMode):
+    """While entered, the draws of a micro-batch whose step runs as it is are counted and seeded."""
+
+    def __init__(self, draws: Draws, microbatch: int) -> None:
+        super().__init__()
+        self._draws = draws
+        self._microbatch = microbatch
+        self._number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind_of(func) is Kind.DRAWS and not is_drawing_of_own(kwargs or {}):
+            self._draws.seed(self._microbatch, self._number)
+            self._number += 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,149 @@
+"""The end of a step: ranks make sure that they ran the same, and get what the user has kept of it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition.placeholder import Look, Placeholder, become
+from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.transport import Transport
+
+CAPACITY = 1024
+"""Bytes of values that travel in the first message of the exchange."""
+_SMALL = 256
+"""Bytes of a value that travels with others."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A value that is still referred to when a step ends."""
+
+    place: Placeholder
+    look: Look
+    owner: int
+    data: Tensor | None
+
+    @property
+    def size(self) -> int:
+        """Bytes, in whole words."""
+        return -(-self.look.num_bytes // 8) * 8
+
+
+def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[int, int]]) -> list[Wanted]:
+    """What the user's code still refers to.
+
+    Args:
+        owner_of: of each micro-batch, the rank that has computed each value.
+    """
+    found = []
+    for state in microbatches:
+        for value in list(state.places):
+            place = state.places[value]
+            # Those of the table, of this variable, and of the call.
+            if sys.getrefcount(place) > 3:
+                found.append(Wanted(place, place.look, owner_of[state.index][value], state.kept.get(value)))
+    return found
+
+
+def end_step(
+    microbatches: Sequence[Microbatch],
+    wanted: list[Wanted],
+    transport: Transport | None,
+    direct: Direct | None,
+    rank: int,
+    extra: Sequence[float],
+) -> list[list[float]]:
+    """Compare what ran, give every rank what is wanted, and exchange some numbers. All ranks must call it.
+
+    Returns:
+        Every rank's `extra`.
+
+    Raises:
+        RuntimeError: the ranks did not run the same; the message names the first call that differs.
+    """
+    if transport is None or direct is None:
+        return [list(extra)]
+    small = [one for one in wanted if one.look.num_bytes <= _SMALL]
+    packed = _pack(small, rank)
+    first, rest = packed[:CAPACITY], packed[CAPACITY:]
+    row = torch.zeros(CAPACITY // 8 + 1 + len(extra), dtype=torch.float64)
+    row.view(torch.uint8)[: len(first)] = first
+    row[CAPACITY // 8] = _digest(microbatches, wanted)
+    if extra:
+        row[CAPACITY // 8 + 1 :] = torch.tensor(list(extra), dtype=torch.float64)
+    rows = transport.all_gather_vector(row, "the end of the step")
+    digests = rows[:, CAPACITY // 8].tolist()
+    if len(set(digests)) > 1:
+        _tell_difference(microbatches, transport)
+    parts = [rows.view(torch.uint8)[:, :CAPACITY][:, : len(first)]]
+    if len(rest):
+        more = transport.all_gather_vector(rest.view(torch.float64), "values of the step")
+        parts.append(more.view(torch.uint8))
+    table = torch.cat(parts, 1)
+    offset = 0
+    for one in small:
+        if one.owner != rank:
+            size = one.look.num_bytes
+            content = table[one.owner, offset : offset + size].clone()
+            dense = content.view(one.look.dtype).reshape(one.look.shape) if size else torch.empty(one.look.shape)
+            one.data = dense.to(one.look.device)
+        offset += one.size
+    for one in wanted:
+        if one.look.num_bytes > _SMALL:
+            one.data = direct.spread(one.data, one.look, one.owner)
+    for one in wanted:
+        assert one.data is not None
+        with torch.no_grad():
+            # An object of its own: the stage's graph may refer to what it computed.
+            become(one.place, one.data.detach().clone() if one.owner == rank else one.data.detach())
+    return rows[:, CAPACITY // 8 + 1 :].tolist()
+
+
+def _pack(small: Sequence[Wanted], rank: int) -> Tensor:
+    total = sum(one.size for one in small)
+    packed = torch.zeros(total, dtype=torch.uint8)
+    offset = 0
+    for one in small:
+        size = one.look.num_bytes
+        if one.owner == rank and size:
+            assert one.data is not None
+            packed[offset : offset + size] = one.data.cpu().contiguous().reshape(-1).view(torch.uint8)
+        offset += one.size
+    return packed
+
+
+def _digest(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted]) -> float:
+    made = hashlib.blake2b(digest_size=6)
+    for state in microbatches:
+        assert state.recording is not None
+        made.update(state.recording.event.digest)
+    for one in wanted:
+        made.update(repr((one.place.value, one.look)).encode())
+    return float(int.from_bytes(made.digest(), "little"))
+
+
+def _tell_difference(microbatches: Sequence[Microbatch], transport: Transport) -> None:
+    """Raise what there is to say of ranks that did not run the same."""
+    own = []
+    for state in microbatches:
+        assert state.recording is not None
+        own.append([(event.digest, event.name, event.line) for event in state.recording.event.path()])
+    told = [transport.broadcast_object(own, rank, "what a rank ran") for rank in range(transport.num_stages)]
+    for index, paths in enumerate(zip(*told, strict=True)):
+        for number in range(max(map(len, paths))):
+            found = [path[number] if number < len(path) else (b"", "nothing more", "its end") for path in paths]
+            if len({digest for digest, _, _ in found}) > 1:
+                shown = "; ".join(f"stage {rank} ran {name} at {line}" for rank, (_, name, line) in enumerate(found))
+                raise RuntimeError(
+                    f"the ranks did not run the same code in micro-batch {index}: {shown}. Every rank runs the whole "
+                    f"step, and has to come to the same: draw random numbers from global generators seeded alike, and "
+                    f"let nothing depend on the rank"
+                )
+    raise RuntimeError("the ranks keep different values of a step: something in it depends on the rank")

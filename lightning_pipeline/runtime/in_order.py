@@ -1,0 +1,260 @@
+"""Micro-batches whose steps read what stages compute, or go back to earlier stages: one after the other, event by event.
+
+Each event runs on the rank of its visit as soon as it is recorded, or asked for; an operand that another visit has made
+goes there directly. All ranks go through the same events in the same order, so who sends what to whom is known to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.engine import backward_from
+from lightning_pipeline.partition.event import Event
+from lightning_pipeline.partition.execution import run_event
+from lightning_pipeline.partition.module_tensors import ModuleTensors
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.program import Program
+from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.visit import conform
+from lightning_pipeline.runtime.work import Work
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A value on its way from the visit that makes it to another one that uses it.
+
+    Attributes:
+        tensor: on the sender the edge of what it made, on the receiver the leaf that arrived.
+    """
+
+    value: int
+    source: int
+    destination: int
+    sent: Any = None
+    arrived: Tensor | None = None
+
+
+class InOrder:
+    """Runs one micro-batch's events.
+
+    Args:
+        placement: the rank of each virtual stage.
+        owner_of: the rank in the pipeline that gives a tensor of the module to others.
+        is_here: whether a rank holds a tensor of the module.
+    """
+
+    def __init__(
+        self,
+        state: Microbatch,
+        looks: Sequence[Look],
+        placement: Sequence[int],
+        rank: int,
+        tensors: ModuleTensors,
+        direct: Direct | None,
+        *,
+        holders: Callable[[int], Sequence[int]],
+        seed_draw: Callable[[int, int], None],
+        training: bool,
+    ) -> None:
+        self._state = state
+        self._placement = placement
+        self._rank = rank
+        self._tensors = tensors
+        self._direct = direct
+        self._holders = holders
+        self._seed_draw = seed_draw
+        self._training = training
+        self.looks: dict[int, Look] = dict(enumerate(looks))
+        self.homes: dict[int, int] = dict.fromkeys(range(len(looks)), 0)
+        self._here: dict[tuple[int, int], Tensor] = {}
+        self._transfers: list[Transfer] = []
+        self._done: Event | None = None
+        if self._rank == placement[0]:
+            for value, tensor in enumerate(state.given):
+                self._here[0, value] = tensor
+
+    def run_up_to(self, end: Event) -> None:
+        """Run what has not run of a path."""
+        todo: list[Event] = []
+        event: Event | None = end
+        while event is not None and event.parent is not None and event is not self._done:
+            todo.append(event)
+            event = event.parent
+        self._done = end
+        for event in reversed(todo):
+            self._run(event)
+
+    def data_of(self, values: Sequence[int]) -> list[Tensor]:
+        """The data of values, on every rank."""
+        found = []
+        for value in values:
+            visit = self.homes[value]
+            owner = self._rank_of(visit)
+            tensor = self._here[visit, value].detach() if owner == self._rank else None
+            if self._direct is not None:
+                tensor = self._direct.spread(tensor, self.looks[value], owner)
+            assert tensor is not None
+            found.append(tensor.clone() if owner == self._rank else tensor)
+        return found
+
+    def value(self, value: int) -> Tensor | None:
+        """A value's tensor, where this rank has made it."""
+        return self._here.get((self.homes[value], value))
+
+    def backward(self, program: Program, work: Work) -> None:
+        """Run backward from the micro-batch's loss, visit by visit."""
+        state = self._state
+        wanted = program.with_gradients(state.loss_value)
+        transfers = [one for one in self._transfers if one.value < 0 or one.value in wanted]
+        last = max(self.homes.values(), default=0)
+        gradients: dict[int, Tensor | None] = {}
+        for visit in range(last, -1, -1):
+            is_mine = self._rank_of(visit) == self._rank
+            if is_mine:
+                roots: list[Any] = []
+                given: list[Tensor] = []
+                for index, one in reversed(list(enumerate(transfers))):
+                    if one.source == visit and one.sent is not None:
+                        gradient = gradients.get(index)
+                        if gradient is not None:
+                            roots.append(one.sent)
+                            given.append(gradient)
+                if self.homes.get(state.loss_value) == visit:
+                    loss = self._here[visit, state.loss_value]
+                    assert work.loss_of is not None
+                    weighted = work.loss_of(state, loss)
+                    if roots:
+                        roots.append(weighted)
+                        given.append(torch.ones_like(weighted))
+                    else:
+                        work.run_backward(weighted)
+                if roots:
+                    backward_from(roots, given)
+            for index, one in reversed(list(enumerate(transfers))):
+                if one.destination == visit:
+                    gradients[index] = self._return(one, is_mine)
+            if is_mine:
+                work.after_backward(visit % len(self._placement), state)
+
+    # -- details ----------------------------------------------------------------------------------------------------
+
+    def _rank_of(self, visit: int) -> int:
+        return self._placement[visit % len(self._placement)]
+
+    def _run(self, event: Event) -> None:
+        visit = event.visit
+        is_mine = self._rank_of(visit) == self._rank
+        operands: list[Tensor] = []
+        for slot, value in enumerate(event.inputs):
+            if value is None:
+                place = event.matcher.captured_tensors[slot]
+                recording = self._state.recording
+                assert recording is not None
+                operands.append(recording.captured[event.first_captured + place])
+            elif value < 0:
+                operands.append(self._module_tensor(-1 - value, visit))
+            else:
+                operands.append(self._operand(value, visit))
+        if is_mine:
+            recording = self._state.recording
+            assert recording is not None
+            found = run_event(
+                event, operands, recording.captured, lambda number: self._seed_draw(self._state.seed, number)
+            )
+            for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):
+                if value is not None:
+                    self._here[visit, value] = tensor
+            for slot, _, value in event.writes:
+                self._here[visit, value] = operands[slot]
+        for look, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
+            if value is not None:
+                assert isinstance(look, Look)
+                self.looks[value], self.homes[value] = look, visit
+
+    def _operand(self, value: int, visit: int) -> Tensor:
+        home = self.homes[value]
+        if home == visit:
+            return self._here.get((visit, value), _NOTHING)
+        if (visit, value) in self._here:
+            return self._here[visit, value]
+        look = self.looks[value]
+        transfer = self._move(value, home, visit, look, self._here.get((home, value)))
+        if transfer is not None:
+            self._here[visit, value] = transfer
+        elif self._rank_of(visit) != self._rank:
+            self._here[visit, value] = _NOTHING  # known to have gone there
+        return self._here[visit, value]
+
+    def _module_tensor(self, number: int, visit: int) -> Tensor:
+        rank = self._rank_of(visit)
+        holders = self._holders(number)
+        tensor = self._tensors.tensors[number]
+        if rank in holders:
+            return tensor if rank == self._rank else _NOTHING
+        key = (visit, -1 - number)
+        if key not in self._here:
+            home = next(v for v in range(len(self._placement)) if self._placement[v] == holders[0])
+            own = tensor if self._rank == holders[0] else None
+            moved = self._move(-1 - number, home, visit, Look.of(tensor), own)
+            self._here[key] = _NOTHING if moved is None else moved
+        return self._here[key]
+
+    def _move(self, value: int, source: int, destination: int, look: Look, own: Tensor | None) -> Tensor | None:
+        """Give a visit a value of another one. Returns it on the rank of that visit."""
+        sender, receiver = self._rank_of(source), self._rank_of(destination)
+        transfer = Transfer(value, source, destination)
+        returns = self._training and look.requires_grad
+        if returns:
+            self._transfers.append(transfer)
+        arrived = None
+        if sender == self._rank:
+            assert own is not None
+            if returns:
+                transfer.sent = get_gradient_edge(own)
+            if receiver == sender:
+                arrived = own.detach().clone()
+            else:
+                assert self._direct is not None
+                self._direct.send(conform(own, look), receiver)
+        elif receiver == self._rank:
+            assert self._direct is not None
+            arrived = self._direct.receive(look, sender)
+        if arrived is None:
+            return None
+        if returns:
+            transfer.arrived = arrived.requires_grad_()
+            arrived = arrived.view_as(arrived)
+        return arrived
+
+    def _return(self, transfer: Transfer, is_mine: bool) -> Tensor | None:
+        """Give the visit that sent a value its gradient."""
+        sender, receiver = self._rank_of(transfer.source), self._rank_of(transfer.destination)
+        look = self.looks[transfer.value] if transfer.value >= 0 else Look.of(self._tensors.tensors[-1 - transfer.value])
+        gradient = None
+        if is_mine:
+            assert transfer.arrived is not None
+            gradient = transfer.arrived.grad
+            if gradient is None:
+                gradient = torch.zeros_like(transfer.arrived)
+            gradient = conform(gradient, look)
+            transfer.arrived = None
+            if sender != receiver:
+                assert self._direct is not None
+                self._direct.send(gradient, sender)
+                return None
+            return gradient
+        if sender == self._rank:
+            assert self._direct is not None
+            return self._direct.receive(look, receiver)
+        return None
+
+
+_NOTHING = torch.empty(0, device="meta")

@@ -1,0 +1,332 @@
+"""A visit's work on the micro-batches of a step: its part of each program forward and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_pipeline.partition.engine import backward_from
+from lightning_pipeline.partition.execution import visit_function
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.split_backward import SplitBackward
+from lightning_pipeline.runtime.microbatch import Here, Inside, Microbatch
+from lightning_pipeline.runtime.routes import Channel
+from lightning_pipeline.runtime.site import Site
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.work import LiveCount, Work
+
+
+class Visit:
+    """What a rank does with the micro-batches of one step on one of its visits.
+
+    Args:
+        visit: counted along the data.
+        placement: the rank of each visit.
+        microbatches: the step's; `record` sees to it that one is recorded.
+        tensors: the module's, by number.
+        seed_draw: starts the random numbers of a draw of a micro-batch.
+
+    Attributes:
+        following, preceding: the visit after and before, where they are on the same rank; set by the caller.
+        ready_at: when the inputs of the last forward or backward were there (`time.perf_counter`).
+    """
+
+    def __init__(
+        self,
+        visit: int,
+        placement: Sequence[int],
+        *,
+        transport: Transport | None,
+        microbatches: list[Microbatch],
+        record: Callable[[Microbatch], None],
+        tensors: list[Tensor],
+        seed_draw: Callable[[int, int], None],
+        work: Work,
+        live: LiveCount,
+    ) -> None:
+        self.visit = visit
+        self.following: Visit | None = None
+        self.preceding: Visit | None = None
+        self.ready_at = 0.0
+        self._site = Site.of(visit, placement)
+        self._transport = transport
+        self._microbatches = microbatches
+        self._record = record
+        self._tensors = tensors
+        self._seed_draw = seed_draw
+        self._work = work
+        self._training = work.loss_of is not None
+        self._live = live
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def post_forward(self, microbatch: int) -> bool:
+        """Post the receives of a micro-batch's inputs, if it is recorded."""
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return True
+        if state.program is None:
+            return False
+        inside = state.on(self.visit)
+        if not inside.is_posted:
+            inside.is_posted = True
+            assert self._transport is not None
+            inside.arriving = [
+                self._transport.recv(_meta(state, strand.value), self._site.rank_before, Channel.FORWARD)
+                for strand in self._receives(state)
+            ]
+        return True
+
+    def receive_forward(self, microbatch: int) -> None:
+        state = self._microbatches[microbatch]
+        if not state.is_done:
+            self._record(state)
+        self.post_forward(microbatch)
+
+    def forward(self, microbatch: int) -> None:
+        """Run the visit's part of a micro-batch's program."""
+        state = self._microbatches[microbatch]
+        if not state.is_done:
+            self._record(state)
+        if state.is_done:
+            return
+        program = state.program
+        assert program is not None and state.recording is not None
+        inside = state.on(self.visit)
+        use = self._take(state, inside)
+        self.ready_at = time.perf_counter()
+        self._live.add()
+        if self.visit < len(program.visits):
+            kept = tuple(value for value in state.asked if program.homes[value] == self.visit)
+            key = (self.visit, kept)
+            run = program.functions.get(key)
+            if run is None:
+                run = program.functions[key] = visit_function(program, self.visit, kept)
+            before = torch.is_grad_enabled()
+            try:
+                sends, found = run(
+                    use,
+                    state.recording.captured,
+                    self._tensors,
+                    lambda number: self._seed_draw(state.seed, number),
+                    state.given,
+                )
+            finally:
+                torch._C._set_grad_enabled(before)
+            for value, tensor in zip(kept, found, strict=True):
+                if value == state.loss_value:
+                    state.loss_tensor = tensor
+                state.kept[value] = tensor.detach()
+            inside.outputs = list(zip(program.visits[self.visit].sends, sends, strict=True))
+        if self._training:
+            self._keep_edges(state, inside)
+        if self.following is not None:
+            # Copies, as over a connection: the next visit may write into what it receives.
+            self._microbatches[microbatch].on(self.visit + 1).arriving = [
+                Here(tensor.detach().clone()) for _, tensor in inside.outputs
+            ]
+            inside.outputs = []
+        if not self._training:
+            self._live.now -= 1
+
+    def send_forward(self, microbatch: int) -> None:
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return
+        inside = state.on(self.visit)
+        assert self._transport is not None and state.program is not None
+        for strand, tensor in inside.outputs:
+            look = state.program.looks[strand.value]
+            self._transport.send(conform(tensor, look), self._site.rank_after, Channel.FORWARD)
+        inside.outputs = []
+
+    def _take(self, state: Microbatch, inside: Inside) -> list[Tensor]:
+        """A micro-batch's inputs, once they are there."""
+        what = f"the activations of micro-batch {state.index} ({self.visit}F{state.index})"
+        use = []
+        assert state.program is not None
+        for strand, arriving in zip(self._receives(state), inside.arriving or (), strict=True):
+            tensor = arriving.wait(what)
+            look = state.program.looks[strand.value]
+            if self._training and look.requires_grad:
+                inside.received[strand] = tensor.requires_grad_()
+                tensor = tensor.view_as(tensor)  # which may be written into
+            use.append(tensor)
+        inside.arriving = None
+        return use
+
+    def _receives(self, state: Microbatch) -> Sequence[Any]:
+        assert state.program is not None
+        visits = state.program.visits
+        return visits[self.visit].receives if self.visit < len(visits) else ()
+
+    def _keep_edges(self, state: Microbatch, inside: Inside) -> None:
+        """Keep of the outputs what backward needs: their places in the graph, not their data."""
+        assert state.program is not None
+        wanted = set(state.program.returning(self.visit + 1, state.loss_value)) if state.loss_value >= 0 else set()
+        for strand, tensor in inside.outputs:
+            if strand in wanted:
+                inside.edges[strand] = get_gradient_edge(tensor)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def post_backward(self, microbatch: int) -> bool:
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return True
+        if state.program is None:
+            return False
+        inside = state.on(self.visit)
+        if not inside.are_gradients_posted:
+            inside.are_gradients_posted = True
+            assert self._transport is not None
+            inside.arriving_gradients = [
+                self._transport.recv(_meta(state, strand.value), self._site.rank_after, Channel.BACKWARD)
+                for strand in state.program.returning(self.visit + 1, state.loss_value)
+            ]
+        return True
+
+    def receive_backward(self, microbatch: int) -> None:
+        self.post_backward(microbatch)
+
+    def backward(self, microbatch: int) -> None:
+        """Run backward from the loss, and from the gradients of what was sent."""
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return
+        roots, gradients = self._roots(state)
+        if roots:
+            if gradients == [None]:
+                self._work.run_backward(roots[0])
+            else:
+                backward_from(roots, [_one(r) if g is None else g for r, g in zip(roots, gradients, strict=True)])
+        inside = state.on(self.visit)
+        self._pass_back(state, [leaf.grad for leaf in self._leaves(state, inside)])
+        inside.received = {}
+        self._finish_backward(state)
+
+    def backward_input(self, microbatch: int) -> None:
+        """The part of backward that the visit before waits for: the gradients of what was received."""
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return
+        inside = state.on(self.visit)
+        leaves = self._leaves(state, inside)
+        roots, gradients = self._roots(state)
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if roots and not self._work.can_split:
+            self._work.run_backward(roots[0])
+            found = [leaf.grad for leaf in leaves]
+        elif roots:
+            inside.split = SplitBackward(roots, gradients, [get_gradient_edge(leaf) for leaf in leaves])
+            found = inside.split.input_gradients()
+        inside.received = {}
+        self._pass_back(state, found)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The rest of backward: the gradients of parameters."""
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return
+        self.ready_at = time.perf_counter()
+        inside = state.on(self.visit)
+        if inside.split is not None:
+            inside.split.weight_gradients()
+            inside.split = None
+        self._finish_backward(state)
+
+    def send_backward(self, microbatch: int) -> None:
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return
+        inside = state.on(self.visit)
+        assert self._transport is not None
+        for gradient in inside.gradients:
+            self._transport.send(gradient, self._site.rank_before, Channel.BACKWARD)
+        inside.gradients = []
+
+    def _roots(self, state: Microbatch) -> tuple[list[Any], list[Tensor | None]]:
+        """Where backward starts, with the gradients there."""
+        inside = state.on(self.visit)
+        program = state.program
+        assert program is not None
+        roots: list[Any] = []
+        gradients: list[Tensor | None] = []
+        returning = program.returning(self.visit + 1, state.loss_value)
+        if returning:
+            what = f"the gradients of micro-batch {state.index} ({self.visit}B{state.index})"
+            for strand, arriving in zip(returning, inside.arriving_gradients or (), strict=True):
+                roots.append(inside.edges[strand])
+                gradients.append(arriving.wait(what))
+        inside.arriving_gradients, inside.edges = None, {}
+        if state.loss_tensor is not None and program.homes[state.loss_value] == self.visit:
+            assert self._work.loss_of is not None
+            loss, state.loss_tensor = state.loss_tensor, None
+            roots.append(self._work.loss_of(state, loss))
+            gradients.append(None)
+        self.ready_at = time.perf_counter()
+        return roots, gradients
+
+    def _leaves(self, state: Microbatch, inside: Inside) -> list[Tensor]:
+        assert state.program is not None
+        return [inside.received[strand] for strand in state.program.returning(self.visit, state.loss_value)]
+
+    def _pass_back(self, state: Microbatch, gradients: Sequence[Tensor | None]) -> None:
+        assert state.program is not None
+        inside = state.on(self.visit)
+        strands = state.program.returning(self.visit, state.loss_value)
+        for strand, gradient in zip(strands, gradients, strict=True):
+            look = state.program.looks[strand.value]
+            inside.gradients.append(_zeros(look) if gradient is None else conform(gradient, look))
+        if self.preceding is not None:
+            state.on(self.visit - 1).arriving_gradients = [Here(gradient) for gradient in inside.gradients]
+            inside.gradients = []
+
+    def _finish_backward(self, state: Microbatch) -> None:
+        self._work.after_backward(self.visit, state)
+        self._live.now -= 1
+
+
+def conform(tensor: Tensor, look: Look) -> Tensor:
+    """`tensor` with the strides that the receiver made room for.
+
+    Raises:
+        RuntimeError: it has another shape or dtype.
+    """
+    meta = wire(look)
+    if tensor.stride() == meta.stride and tensor.shape == look.shape and tensor.dtype is look.dtype:
+        return tensor
+    if tensor.shape != look.shape or tensor.dtype is not look.dtype:
+        raise RuntimeError(
+            f"a stage made a tensor of shape {list(tensor.shape)} and {tensor.dtype} where torch says that it would be "
+            f"{list(look.shape)} and {look.dtype}"
+        )
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device).copy_(tensor.detach())
+
+
+def _one(loss: Tensor) -> Tensor:
+    return torch.ones_like(loss)
+
+
+def _zeros(look: Look) -> Tensor:
+    meta = wire(look)
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=look.device).zero_()
+
+
+def _meta(state: Microbatch, value: int) -> TensorMeta:
+    assert state.program is not None
+    return wire(state.program.looks[value])
+
+
+@cache
+def wire(look: Look) -> TensorMeta:
+    """How a tensor of this look travels."""
+    assert look.stride is not None
+    return TensorMeta.of(torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta"))
