@@ -1,0 +1,280 @@
+"""What a step does changes while training goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor, nn
+
+from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layer, Layers
+from tests.habits.table import habit
+
+
+@habit(without={"beta": 0.0})
+class KLFromSecondEpoch(Layers):
+    """A VAE whose KL term is switched on after the first epoch."""
+
+    beta = 0.3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_latent = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def chain(self) -> list[str]:
+        return ["layers.0", "layers.1", "to_latent", "layers.2", "layers.3"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        hidden = self.layers[1](self.layers[0](x))
+        mean, log_var = self.to_latent(hidden).chunk(2, dim=-1)
+        z = mean + 0.1 * torch.exp(0.5 * log_var)
+        reconstruction = F.mse_loss(self.layers[3](self.layers[2](z)), x)
+        kl = -0.5 * (1 + log_var - mean**2 - log_var.exp()).mean()
+        weight = self.beta if self.current_epoch > 0 else 0.0
+        loss = reconstruction
+        if weight > 0:
+            loss = loss + weight * kl
+        self.log_dict({"reconstruction": reconstruction, "kl": kl, "train_loss": loss})
+        return loss
+
+
+@habit(without={"beta": 0.0})
+class KLWeightAnnealed(KLFromSecondEpoch):
+    """The KL weight grows linearly from 0 with the global step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        mean, log_var = self.to_latent(self.layers[1](self.layers[0](x))).chunk(2, dim=-1)
+        reconstruction = F.mse_loss(self.layers[3](self.layers[2](mean)), x)
+        kl = -0.5 * (1 + log_var - mean**2 - log_var.exp()).mean()
+        return reconstruction + self.beta * min(1.0, self.global_step / 4) * kl
+
+
+@habit(without={"start": 100})
+class AuxiliaryLossFromStep(Layers):
+    """Deep supervision on the first layer's output, from the third step on."""
+
+    start = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux_head = nn.Linear(WIDTH, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        first = self.layers[0](x)
+        hidden = first
+        for layer in self.layers[1:]:
+            hidden = layer(hidden)
+        loss = F.cross_entropy(self.head(hidden), y)
+        if self.global_step >= self.start:
+            loss = loss + 0.4 * F.cross_entropy(self.aux_head(first), y)
+        return loss
+
+
+@habit(without={"start": 100})
+class ActivityPenaltyFromStep(Layers):
+    """A penalty on an early layer's own output only, without a head."""
+
+    start = 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        first = self.layers[0](x)
+        hidden = self.layers[3](self.layers[2](self.layers[1](first)))
+        loss = F.cross_entropy(self.head(hidden), y)
+        if self.global_step >= self.start:
+            loss = loss + 0.1 * first.abs().mean()
+        return loss
+
+
+@habit(without={"start": 100})
+class AuxiliaryFirstDetached(Layers):
+    """An auxiliary term that is only watched in the first epoch, and trained on afterwards."""
+
+    start = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        early = self.layers[1](self.layers[0](x))
+        loss = F.cross_entropy(self.head(self.layers[3](self.layers[2](early))), y)
+        aux = early.pow(2).mean()
+        if self.current_epoch < self.start:
+            aux = aux.detach()
+        self.log("aux", aux)
+        return loss + 0.1 * aux
+
+
+@habit(without={"start": 100})
+class AuxiliaryFirstWithoutGradient(Layers):
+    """An auxiliary head that runs under no_grad until it is trained."""
+
+    start = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux_head = nn.Linear(WIDTH, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        early = self.layers[1](self.layers[0](x))
+        with torch.set_grad_enabled(self.current_epoch >= self.start):
+            aux = F.cross_entropy(self.aux_head(early), y)
+        loss = F.cross_entropy(self.head(self.layers[3](self.layers[2](early))), y)
+        self.log("aux", aux)
+        return loss + 0.3 * aux
+
+
+@habit(without={"epoch": 100})
+class UnfrozenByHand(Layers):
+    """The first layers are frozen, and unfrozen when the second epoch begins."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers[:2]:
+            layer.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.epoch:
+            for parameter in self.layers[:2].parameters():
+                parameter.requires_grad = True
+
+
+@habit(without={"epoch": 100})
+class UnfrozenOneByOne(Layers):
+    """ULMFiT's gradual unfreezing: from the head down, a layer each step."""
+
+    epoch = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for number, layer in enumerate(reversed(self.layers)):
+            layer.requires_grad_(self.current_epoch >= self.epoch and number <= self.global_step)
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.layers[:2])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.layers[:2], optimizer, lr=0.05)
+
+
+@habit(callbacks=lambda: [Unfreezes()])
+class UnfrozenByCallback(Layers):
+    """Lightning's BaseFinetuning adds the first layers to the optimizer in the second epoch."""
+
+    shared_lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.shared_lr)
+
+
+@habit(without={"epoch": 0})
+class GradientsByEpoch(Layers):
+    """The backbone runs under set_grad_enabled(epoch > 0)."""
+
+    epoch = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with torch.set_grad_enabled(self.current_epoch >= self.epoch):
+            x = self.layers[1](self.layers[0](x))
+        return F.cross_entropy(self.head(self.layers[3](self.layers[2](x))), y)
+
+
+@habit(without={"epoch": 100})
+class SkipFromSecondEpoch(Layers):
+    """A long skip connection, used from the second epoch on."""
+
+    epoch = 1
+
+    def features(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        hidden = self.layers[2](self.layers[1](first))
+        if self.current_epoch >= self.epoch:
+            hidden = hidden + first
+        return self.layers[3](hidden)
+
+
+@habit(without={"epoch": 100})
+class BatchTensorFromSecondEpoch(Layers):
+    """Sample weights of the batch, which the loss uses from the second epoch on."""
+
+    epoch = 1
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        x, y = Layers.batch(generator)
+        return {"x": x, "y": y, "weight": torch.rand(SAMPLES, generator=generator)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = F.cross_entropy(self(batch["x"]), batch["y"], reduction="none")
+        if self.current_epoch >= self.epoch:
+            losses = losses * batch["weight"]
+        return losses.mean()
+
+
+@habit(without={"epoch": 100})
+class ParameterFromSecondEpoch(Layers):
+    """A parameter of the LightningModule itself that is first used in the second epoch."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        if self.current_epoch >= self.epoch:
+            logits = logits / self.temperature
+        return F.cross_entropy(logits, y)
+
+
+@habit(without={"epoch": 100})
+class EarlyParameterFromSecondEpoch(Layers):
+    """As before, used before the first layer."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale if self.current_epoch >= self.epoch else x)
+
+
+class Gate(nn.Module):
+    """Returns a temperature that falls with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.temperature = 2.0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        self.temperature = max(0.5, self.temperature * 0.95)
+        return self.linear(x), self.temperature
+
+
+@habit(without={"layer": Layer})
+class TemperatureReturned(Layers):
+    """Modules return an annealed temperature as a plain number, used after the boundary."""
+
+    layer = Gate
+
+    def features(self, x: Tensor) -> Tensor:
+        if self.layer is Layer:
+            return super().features(x)
+        for layer in self.layers:
+            x, temperature = layer(x)
+            x = torch.tanh(x / temperature)
+        return x

@@ -1,0 +1,303 @@
+"""Runs a habit on one rank and gathers what is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import faulthandler
+import hashlib
+import io
+import logging
+import os
+import pickle
+import random
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.partition.microbatch import microbatches_of
+from tests.habits.table import HABITS, Habit, load
+
+NUM_MICROBATCHES = 4
+TIMEOUT_S = 12.0
+"""How long a stage waits for another. What ends so is a hang."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A number of stages under a schedule, written "2-1f1b"; "1" is one process of ours, "plain" is Lightning alone,
+    and "without" is one process of a module that does without the habit."""
+
+    stages: int
+    schedule: str = "1f1b"
+    kind: str = "stages"
+
+    @classmethod
+    def of(cls, text: str) -> Configuration:
+        if text in ("1", "plain", "without"):
+            return cls(1, kind=text)
+        stages, dash, schedule = text.partition("-")
+        if not dash or not stages.isdigit():
+            raise ValueError(
+                f"{text!r} is no configuration: write stages and schedule, such as 2-1f1b or 4-zero_bubble"
+            )
+        return cls(int(stages), schedule)
+
+    @property
+    def parts(self) -> int:
+        """Into how many stages a module is cut, with virtual ones."""
+        return self.stages * (2 if self.schedule in ("looped_bfs", "zbv") or "interleaved" in self.schedule else 1)
+
+
+CONFIGURATIONS = ("2-1f1b", "2-interleaved_1f1b", "2-zero_bubble", "3-1f1b", "4-1f1b")
+
+
+def cuts(chain: Sequence[str], parts: int) -> dict[str, int]:
+    """A stage_config that cuts a chain of modules into even parts."""
+    assert len(chain) >= parts, f"{len(chain)} modules make no {parts} stages"
+    return {chain[stage * len(chain) // parts]: stage for stage in range(1, parts)}
+
+
+class Keeping(Logger):
+    """A logger that keeps all it is given, on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    name = "keeping"  # type: ignore[assignment]
+    version = 0  # type: ignore[assignment]
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.kept.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Watcher(L.Callback):
+    """Notes what a callback sees."""
+
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+        self.gradients: list[dict[str, Any]] = []
+        self.outputs: list[Any] = []
+        self.metrics: list[Any] = []
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.gradients.append({name: comparable(p.grad) for name, p in held(trainer, pl_module) if p.grad is not None})
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(comparable(outputs))
+
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.outputs.append(("validation", comparable(outputs)))
+
+    def on_test_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.outputs.append(("test", comparable(outputs)))
+
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.outputs.append(("prediction", comparable(outputs)))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.metrics.append(comparable(dict(trainer.callback_metrics)))
+
+
+def held(trainer: L.Trainer, module: L.LightningModule, *, with_buffers: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that this rank computes with."""
+    ownership = getattr(trainer.strategy, "ownership", None)
+    for name, tensor in (*module.named_parameters(), *(module.named_buffers() if with_buffers else ())):
+        if ownership is None or ownership.is_local(name):
+            yield name, tensor
+
+
+def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, Any]:
+    """What came of a habit on this rank."""
+    L.seed_everything(1, verbose=False)
+    module = (habit.without if configuration.kind == "without" else habit.module)()  # type: ignore[misc]
+    is_plain = configuration.kind == "plain"
+    if configuration.parts > 1:
+        module.stage_config = cuts(module.chain(), configuration.parts)
+    watcher, logger = Watcher(), Keeping()
+    options: dict[str, Any] = {
+        "max_epochs": habit.epochs,
+        "logger": logger,
+        "enable_checkpointing": False,
+        "accumulate_grad_batches": NUM_MICROBATCHES if is_plain else 1,
+        "num_sanity_val_steps": 2 * (NUM_MICROBATCHES if is_plain else 1),
+        **habit.trainer_options(),
+    }
+    trainer = L.Trainer(
+        strategy="auto" if is_plain else strategy(configuration),
+        devices=configuration.stages,
+        accelerator="cpu",
+        callbacks=[*habit.callbacks(), watcher],
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        returned = [call(trainer, module, name, habit, is_plain) for name in habit.calls]
+    return {
+        "losses": watcher.losses,
+        "outputs": watcher.outputs,
+        "logged": comparable(logger.kept),
+        "callback_metrics": [*watcher.metrics, comparable(dict(trainer.callback_metrics))],
+        "progress_bar_metrics": comparable(dict(trainer.progress_bar_metrics)),
+        "gradients": watcher.gradients,
+        "state": comparable(dict(trainer.strategy.lightning_module_state_dict())),  # the first rank's
+        "held": {name: comparable(tensor) for name, tensor in held(trainer, module, with_buffers=True)},
+        "checkpoint": saved(trainer, folder) if "fit" in habit.calls else {},
+        "returned": comparable(returned),
+        "observed": {name: comparable(attribute(module, name)) for name in habit.observed},
+        "printed": printed.getvalue() if habit.prints else "",
+        "random": {
+            "python": digest(random.getstate()),
+            "numpy": digest(np.random.get_state()),
+            "torch": digest(torch.get_rng_state().numpy()),
+        },
+    }
+
+
+def digest(state: Any) -> str:
+    return hashlib.sha1(pickle.dumps(state)).hexdigest()[:10]
+
+
+def strategy(configuration: Configuration) -> PipelineStrategy:
+    return PipelineStrategy(
+        num_stages=configuration.stages,
+        num_microbatches=NUM_MICROBATCHES,
+        schedule=configuration.schedule,
+        timeout=TIMEOUT_S,
+    )
+
+
+def call(trainer: L.Trainer, module: L.LightningModule, name: str, habit: Habit, is_plain: bool) -> Any:
+    """`trainer.fit` and the like, on the habit's data."""
+    loaders = {
+        "train": loader(module, habit.batches, 1, is_plain),
+        "val": loader(module, 2, 2, is_plain),
+        "test": loader(module, 2, 3, is_plain),
+    }
+    if name == "fit":
+        validates = is_overridden("validation_step", module)
+        return trainer.fit(module, loaders["train"], loaders["val"] if validates else None)
+    function = {"validate": trainer.validate, "test": trainer.test, "predict": trainer.predict}[name]
+    return function(module, loaders["val" if name == "validate" else "test"])
+
+
+def loader(module: Any, number: int, seed: int, is_plain: bool) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    batches = [module.batch(generator) for _ in range(number)]
+    if is_plain:
+        batches = [part for batch in batches for part in microbatches_of(batch, NUM_MICROBATCHES, module)]
+    return torch.utils.data.DataLoader(batches, batch_size=None)
+
+
+def saved(trainer: L.Trainer, folder: Path) -> Any:
+    """What is in a checkpoint beside the weights; on the first rank, which writes it."""
+    path = folder / "of_the_harness.ckpt"
+    trainer.save_checkpoint(path)
+    if trainer.global_rank:
+        return None
+    found = torch.load(path, weights_only=False)
+    path.unlink()
+    return {key: comparable(found[key]) for key in found if key in COMPARED_OF_CHECKPOINT}
+
+
+COMPARED_OF_CHECKPOINT = ("epoch", "global_step", "callbacks", "optimizer_states", "lr_schedulers", "hyper_parameters")
+
+
+def attribute(module: Any, name: str) -> Any:
+    """What an attribute of a module holds; a word where there is none, as in a module without the habit."""
+    for part in name.split("."):
+        module = module[int(part)] if part.isdigit() else getattr(module, part, "no such attribute")
+    return module
+
+
+def comparable(value: Any) -> Any:
+    """A copy in arrays and builtins, which can be kept and compared."""
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            return f"a tensor of shape {tuple(value.shape)} without data"
+        if value.is_nested or value.is_sparse:
+            value = value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()
+        value = value.detach().cpu()
+        return np.array((value.float() if value.dtype == torch.bfloat16 else value).numpy())
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, enum.Enum) or value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: comparable(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, (int, str)) else str(key): comparable(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(comparable(item) for item in value)
+    if isinstance(value, Sequence) or hasattr(value, "maxlen"):
+        return [comparable(item) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+# -- one launch ------------------------------------------------------------------------------------------------------
+
+
+def run_habits(names: Sequence[str], text: str, folder: str, patience_s: float) -> None:
+    """Run habits one after the other on this rank, each into a file of its own, up to the first that fails.
+
+    A rank that has spent `patience_s` on one writes where it is, and ends.
+    """
+    load()
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning_pipeline", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    configuration, rank = Configuration.of(text), int(os.environ["LOCAL_RANK"])
+    for name in names:
+        place = place_of(Path(folder), text, name)
+        place.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        with (place / f"hang{rank}.txt").open("w") as file:
+            faulthandler.dump_traceback_later(patience_s, exit=True, file=file)
+            try:
+                record = run(HABITS[name], configuration, place / "files")
+            except BaseException as failure:
+                chain = [failure]
+                while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+                    chain.append(cause)
+                record = {
+                    "error": f"{type(failure).__name__}: {failure}",
+                    "causes": [f"{type(cause).__name__}: {cause}" for cause in chain],
+                    "traceback": traceback.format_exc(),
+                }
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        record["seconds"] = time.monotonic() - began
+        unfinished = place / f"rank{rank}.unfinished"
+        torch.save(record, unfinished)
+        unfinished.rename(place / f"rank{rank}.pt")
+        if "error" in record and configuration.stages > 1:
+            return  # connections are broken
+
+
+def place_of(folder: Path, configuration: str, name: str) -> Path:
+    """Where the records of a habit are."""
+    return folder / configuration / name

@@ -1,0 +1,151 @@
+"""The table of habits: what a habit is, and how one is registered.
+
+A habit is a small LightningModule that does one thing that real users do. It is trained (or validated, tested, asked
+for predictions) on stages and in one process, and everything that can be seen from outside is compared.
+
+    @habit(observed=["seen"], without={"beta": 0.0})
+    class KLFromSecondEpoch(Layers):
+        ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What stages have to come to: the same as one process, or an error that matches `pattern`."""
+
+    pattern: str | None = None
+
+    def __str__(self) -> str:
+        return "equal" if self.pattern is None else f"an error that matches {self.pattern!r}"
+
+
+EQUAL = Expectation()
+
+
+def error(pattern: str) -> Expectation:
+    """An error is right. `pattern` is a regular expression for what it has to name: the place, and what to do."""
+    re.compile(pattern)
+    return Expectation(pattern)
+
+
+@dataclass(frozen=True)
+class Habit:
+    """One line of the table.
+
+    Attributes:
+        name: of the class.
+        subject: the file that it is in.
+        module: makes the LightningModule.
+        expectation: on stages.
+        observed: names of the module's attributes that every rank has to have alike in the end; dots go inwards.
+        calls: what is called of the Trainer, in this order.
+        epochs, batches: how much there is to train on.
+        callbacks: makes callbacks of the Trainer.
+        trainer: further options of the Trainer; made anew for each run where it is a function.
+        without: what to change in the class to be rid of the habit, which a run in one process has to show. Empty for
+            habits that are left out of that check, with the reason beside it.
+        plain: whether plain Lightning that accumulates over the micro-batches does the same. It does not where numbers
+            are drawn at random, or where something happens once a batch.
+        plain_tolerance: of that comparison, relative to the largest value.
+        tolerance: of the comparison with one process; 0 is bit for bit.
+        prints: whether what is printed is compared.
+    """
+
+    name: str
+    subject: str
+    module: Callable[[], L.LightningModule]
+    expectation: Expectation = EQUAL
+    observed: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ("fit",)
+    epochs: int = 2
+    batches: int = 3
+    callbacks: Callable[[], list[L.Callback]] = list
+    trainer: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
+    without: type[L.LightningModule] | None = None
+    plain: bool = True
+    plain_tolerance: float = 0.0
+    tolerance: float = 0.0
+    prints: bool = False
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.subject}.{self.name}"
+
+    def trainer_options(self) -> dict[str, Any]:
+        return dict(self.trainer() if callable(self.trainer) else self.trainer)
+
+
+HABITS: dict[str, Habit] = {}
+"""All habits by name, once `load` was called."""
+
+
+def habit(
+    *,
+    expect: Expectation = EQUAL,
+    observed: Sequence[str] = (),
+    calls: Sequence[str] = ("fit",),
+    without: Mapping[str, Any] | None = None,
+    shows: bool = True,
+    **options: Any,
+) -> Callable[[type[L.LightningModule]], type[L.LightningModule]]:
+    """Register a LightningModule as a habit. `options` are those of `Habit`.
+
+    Args:
+        without: attributes of a subclass that does without the habit: `{"beta": 0.0}`. By default the first base class.
+        shows: that the run without differs can be checked.
+    """
+
+    def register(cls: type[L.LightningModule]) -> type[L.LightningModule]:
+        if cls.__name__ in HABITS:
+            raise ValueError(f"two habits are called {cls.__name__}: {HABITS[cls.__name__].module} and {cls}")
+        rid = type(cls.__name__, (cls,), dict(without)) if without is not None else cls.__mro__[1]
+        HABITS[cls.__name__] = Habit(
+            cls.__name__,
+            cls.__module__.rpartition(".")[2],
+            cls,
+            expect,
+            tuple(observed),
+            tuple(calls),
+            without=rid if shows else None,
+            **options,
+        )
+        return cls
+
+    return register
+
+
+MACHINERY = ("__main__", "table", "harness", "driver", "modules", "test_habits")
+"""Files of this folder that hold no habits."""
+
+
+def load() -> dict[str, Habit]:
+    """Import every file of habits; returns the table."""
+    package = importlib.import_module("tests.habits")
+    for info in pkgutil.iter_modules(package.__path__):
+        if info.name not in MACHINERY:
+            importlib.import_module(f"tests.habits.{info.name}")
+    return HABITS
+
+
+def chosen(names: Sequence[str]) -> list[Habit]:
+    """The habits whose full name contains one of `names`, in the table's order; all for none.
+
+    Raises:
+        ValueError: a name that no habit has.
+    """
+    habits = list(load().values())
+    for name in names:
+        if not any(name in each.full_name for each in habits):
+            raise ValueError(f"no habit's name contains {name!r}")
+    return [each for each in habits if not names or any(name in each.full_name for name in names)]
