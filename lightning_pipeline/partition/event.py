@@ -60,7 +60,7 @@ class Event:
         self,
         function: Any,
         call: Call,
-        inputs: Sequence[int | None],
+        inputs: Sequence[Any],
         looks: Sequence[Look],
         state: tuple[bool, bool, Any],
         result: Result,

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot, put_together
+from lightning_pipeline.partition.matcher import Foreign
 from lightning_pipeline.partition.program import Fork, Program, Strand
 
 VisitFunction = Callable[..., tuple[list[Tensor], list[Tensor]]]
@@ -137,14 +138,16 @@ class _Writer:
                 self._variables[value] = f"v{value}"
         for slot, _, value in event.writes:
             before = event.inputs[slot]
-            if before is not None and before >= 0:
+            if type(before) is int and before >= 0:
                 self._variables[value] = self._operand(number, before)
+            else:
+                self._variables[value] = self._text(number, event, TensorSlot(slot))
 
     def _text(self, number: int, event: Event, template: Template) -> str:
         kind = type(template)
         if kind is TensorSlot:
             value = event.inputs[template.number]
-            if value is None:
+            if value is None or isinstance(value, Foreign):
                 return f"captured[{event.first_captured + event.matcher.captured_tensors[template.number]}]"
             return f"tensors[{-1 - value}]" if value < 0 else self._operand(number, value)
         if kind is NumberSlot:
@@ -175,7 +178,7 @@ class _Writer:
         for number in self._plan.events:
             event = self._program.events[number]
             for value in event.inputs:
-                if value is not None and value >= 0:
+                if type(value) is int and value >= 0:
                     strand = self._plan.operands.get((number, value))
                     last[names.get(value, f"v{value}") if strand is None else _of(strand)] = number
             for value in event.outputs:
@@ -183,7 +186,7 @@ class _Writer:
                     last[f"v{value}"] = number
             for slot, _, value in event.writes:
                 before = event.inputs[slot]
-                if before is not None and before >= 0:
+                if type(before) is int and before >= 0:
                     strand = self._plan.operands.get((number, before))
                     names[value] = names.get(before, f"v{before}") if strand is None else _of(strand)
                     last[names[value]] = number

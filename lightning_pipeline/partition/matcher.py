@@ -37,6 +37,14 @@ UNLIKE = object()
 CAPTURED = None
 """In place of a value's number: the argument is a tensor that every rank has, and is taken along as it is."""
 
+
+
+class Foreign(NamedTuple):
+    """In place of a value's number: the argument is a value of an earlier micro-batch, which has its home on a visit."""
+
+    visit: int
+
+
 _UNIQUE = (bool, type(None), type(Ellipsis), torch.dtype, torch.memory_format, torch.layout)
 
 
@@ -92,7 +100,7 @@ def make_matcher(
     args: Sequence[Template],
     kwargs: dict[str, Template],
     state: tuple[bool, bool, Any],
-    inputs: Sequence[int | None],
+    inputs: Sequence[int | Foreign | None],
     looks: Sequence[Look],
     module_tensors: Sequence[Tensor],
     tensors: Sequence[Look | int],
@@ -156,6 +164,13 @@ def make_matcher(
             )
             captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.capture({name})")
+        elif type(value) is Foreign:
+            source.unless(
+                f"type({name}) is not Placeholder or {name}.recording is recording or {name}.recording is None or "
+                f"{name}.look is not {look} or {name}.recording.home_of({name}.value) != {value.visit}"
+            )
+            captured_tensors[slot] = len(source.captures)
+            source.captures.append(f"recording.captured.append(({name}.recording, {name}.value))")
         elif value < 0:
             source.unless(f"{name} is not {source.constant(module_tensors)}[{-1 - value}]")
             if looks[slot].is_parameter:
@@ -213,7 +228,9 @@ def make_matcher(
             f"    {name}.value = {value}; {name}.recording = recording",
         ]
     for slot, look, value in writes:
-        if inputs[slot] is CAPTURED:
+        if type(inputs[slot]) is Foreign:
+            source.lines.append(f"    recording.adopt({names[slot]}, {source.constant(look)}, {value})")
+        elif inputs[slot] is CAPTURED:
             source.lines.append(f"    recording.absorb({names[slot]}, {source.constant(look)}, {value}, {shown})")
         elif inputs[slot] >= 0:  # type: ignore[operator]
             source.lines.append(f"    {names[slot]}.value = {value}")

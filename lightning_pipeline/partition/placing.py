@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.inference import Result
+from lightning_pipeline.partition.matcher import Foreign
 
 
 class Placing:
@@ -31,7 +32,7 @@ class Placing:
             self.note(event)
 
     def visit_of(
-        self, inputs: Sequence[int | None], result: Result, stage: tuple[int | None, int], floor: int = 0
+        self, inputs: Sequence[Any], result: Result, stage: tuple[int | None, int], floor: int = 0
     ) -> int:
         """Where an event with these inputs runs.
 
@@ -39,8 +40,10 @@ class Placing:
             stage: of the module that calls it, None where no key says one, and the lowest that it may have.
             floor: the lowest visit that there may be.
         """
-        needed = [self._ready(value) for value in inputs if value is not None]
-        written = [self._memory_of(inputs[slot]).read for slot, _ in result.writes if inputs[slot] is not None]
+        needed = [
+            value.visit if isinstance(value, Foreign) else self._ready(value) for value in inputs if value is not None
+        ]
+        written = [self._memory_of(inputs[slot]).read for slot, _ in result.writes if type(inputs[slot]) is int]
         known = [visit for visit in needed if visit >= 0]
         after = max([*known, *written], default=-1)
         fixed, lowest = stage
@@ -57,19 +60,19 @@ class Placing:
         self.end = event
         self.latest = max(self.latest, visit)
         for value in event.inputs:
-            if value is not None:
+            if type(value) is int:
                 self._memory_of(value).read = max(self._memory_of(value).read, visit)
         for look, value, shares in zip(event.result.tensors, event.outputs, event.result.shares, strict=True):
             if value is None:
                 continue
             self.visits[value] = visit
-            homes = [event.inputs[slot] for slot in shares if event.inputs[slot] is not None]
+            homes = [event.inputs[slot] for slot in shares if type(event.inputs[slot]) is int]
             if homes:
                 self._memory[value] = self._memory_of(homes[0])
         for slot, _, value in event.writes:
             self.visits[value] = visit
             before = event.inputs[slot]
-            if before is not None:
+            if type(before) is int:
                 memory = self._memory[value] = self._memory_of(before)
                 memory.written = max(memory.written, visit)
 
@@ -81,11 +84,11 @@ class Placing:
         """The first visit of `stage` from `after` on."""
         return after + (stage - after) % self._num_stages
 
-    def _stage_of_tensors(self, inputs: Sequence[int | None], lowest: int) -> int:
+    def _stage_of_tensors(self, inputs: Sequence[Any], lowest: int) -> int:
         """Of an event that takes the module's tensors alone: that of one which is held somewhere, else where the step
         has come to."""
         for value in inputs:
-            if value is not None and value < 0:
+            if type(value) is int and value < 0:
                 number = -1 - value
                 if self._tensors.homes[number] is not None:
                     return self._tensors.homes[number]  # type: ignore[return-value]
@@ -93,9 +96,9 @@ class Placing:
                     return min(self._tensors.holders[number])
         return max(self.latest % self._num_stages, lowest)
 
-    def _stage_of_keys(self, inputs: Sequence[int | None]) -> int:
+    def _stage_of_keys(self, inputs: Sequence[Any]) -> int:
         """The latest stage that a key gives one of the module's tensors; 0 without."""
-        homes = [self._tensors.homes[-1 - value] for value in inputs if value is not None and value < 0]
+        homes = [self._tensors.homes[-1 - value] for value in inputs if type(value) is int and value < 0]
         return max((home for home in homes if home is not None), default=0)
 
     def _memory_of(self, value: int | None) -> _Memory:

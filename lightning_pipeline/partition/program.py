@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightning_pipeline.partition.event import Event
+from lightning_pipeline.partition.matcher import Foreign
 from lightning_pipeline.partition.placeholder import Look
 
 
@@ -84,11 +85,19 @@ class Program:
         self._wanted: dict[int, frozenset[int]] = {}
         self._returning: dict[tuple[int, int], list[Strand]] = {}
         self.visits = [VisitPlan() for _ in range(1 + max((event.visit for event in self.events), default=0))]
+        self.foreign: list[list[int]] = [[] for _ in self.visits]
+        """By visit: places among what is captured of values of earlier micro-batches."""
+        self.comes_back = False
+        """Whether a value of an earlier micro-batch comes from another visit."""
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(self.events):
             self.visits[event.visit].events.append(number)
+            for slot, value in enumerate(event.inputs):
+                if isinstance(value, Foreign):
+                    self.foreign[event.visit].append(event.first_captured + event.matcher.captured_tensors[slot])
+                    self.comes_back |= value.visit != event.visit
             for value in dict.fromkeys(event.inputs):
-                if value is not None and value >= 0:
+                if type(value) is int and value >= 0:
                     uses.setdefault(value, []).append(number)
             for look, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
                 if value is not None:
@@ -106,7 +115,7 @@ class Program:
             for event in reversed(self.events):
                 if any(value in wanted for value in event.made()):
                     for value in event.inputs:
-                        if value is not None and value >= 0 and self.looks[value].requires_grad:
+                        if type(value) is int and value >= 0 and self.looks[value].requires_grad:
                             wanted.add(value)
             found = self._wanted[loss] = frozenset(wanted)
         return found

@@ -16,7 +16,7 @@ from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.inference import Inference, Result
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
-from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, autocast_state
+from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.operation import Call, key_of, put_together, take_apart
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
@@ -115,6 +115,12 @@ class Recording(TorchFunctionMode):
         is_own = type(tensor) is Placeholder and tensor.recording is self
         return tensor.value if is_own else None
 
+    def home_of(self, value: int) -> int:
+        """The visit that makes a value of a path that has ended."""
+        program = self.event.program
+        assert program is not None
+        return program.homes[value]
+
     def placeholder_for(self, value: int, look: Look, what: str) -> Placeholder:
         made = placeholder(look, what)
         made.value, made.recording = value, self
@@ -157,6 +163,13 @@ class Recording(TorchFunctionMode):
         value = place.value
         become(place, placeholder(look, place.what))
         place.value, place.recording = value, self
+
+    def adopt(self, place: Placeholder, look: Look, value: int) -> None:
+        """An earlier micro-batch's value has been written into: it is one of this one now."""
+        if look is not place.look:
+            become(place, placeholder(look, place.what))
+        place.value, place.recording = value, self
+        self._kept.append(place)
 
     def absorb(self, tensor: Tensor, look: Look, value: int, what: str) -> None:
         """A tensor that every rank had has been written into by a stage: it is a value of that stage now."""
@@ -252,20 +265,23 @@ class Recording(TorchFunctionMode):
     def _data(self, call: Call) -> list[Tensor]:
         """The data of a call's tensors."""
         inputs = [self._input(tensor) for tensor in call.tensors]
-        values = [value for value in inputs if value is not None and value >= 0]
+        values = [value for value in inputs if type(value) is int and value >= 0]
         numbers = [
             -1 - value
             for value in inputs
-            if value is not None and value < 0 and not self._tensors.is_replicated(-1 - value)
+            if type(value) is int and value < 0 and not self._tensors.is_replicated(-1 - value)
         ]
-        found: dict[int, Tensor] = {}
+        found: dict[Any, Tensor] = {}
+        for tensor, value in zip(call.tensors, inputs, strict=True):
+            if type(value) is Foreign:
+                [found[id(tensor)]] = self._reads.read(tensor.recording, [tensor.value])  # type: ignore[attr-defined]
         if values:
             found.update(zip(values, self._reads.read(self, values), strict=True))
         if numbers:
             read = self._reads.read_module_tensors(numbers)
             found.update((-1 - number, tensor) for number, tensor in zip(numbers, read, strict=True))
         return [
-            tensor if value is None else found.get(value, tensor)
+            found.get(id(tensor) if type(value) is Foreign else value, tensor)
             for tensor, value in zip(call.tensors, inputs, strict=True)
         ]
 
@@ -285,16 +301,19 @@ class Recording(TorchFunctionMode):
                 return True
         return False
 
-    def _input(self, tensor: Tensor) -> int | None:
+    def _input(self, tensor: Tensor) -> int | Foreign | None:
         number = self._tensors.number_of(tensor)
         if number is not None:
             return -1 - number
         if type(tensor) is Placeholder:
             if tensor.recording is self:
                 return tensor.value
-            raise NotImplementedError(
-                f"a value of another micro-batch ({tensor.what}) is used before the step ends ({users_line()})"
-            )
+            if tensor.look.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{tensor.what} belongs to an earlier micro-batch, whose graph is gone when its backward has run, "
+                    f"and is used in another one ({users_line()}): keep it detached, as in value.detach()"
+                )
+            return Foreign(tensor.recording.home_of(tensor.value))
         return CAPTURED
 
 

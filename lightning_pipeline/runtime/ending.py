@@ -46,6 +46,8 @@ def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[i
     for state in microbatches:
         for value in list(state.places):
             place = state.places[value]
+            if type(place) is not Placeholder or place.recording is not state.recording:
+                continue  # a later micro-batch has written into it
             # Those of the table, of this variable, and of the call.
             if sys.getrefcount(place) > 3:
                 found.append(Wanted(place, place.look, owner_of[state.index][value], state.kept.get(value)))

@@ -47,8 +47,8 @@ class InOrder:
 
     Args:
         placement: the rank of each virtual stage.
-        owner_of: the rank in the pipeline that gives a tensor of the module to others.
-        is_here: whether a rank holds a tensor of the module.
+        holders: the ranks that hold a tensor of the module, the one that gives it to others first.
+        earlier: a value of an earlier micro-batch, of which every rank has the data then.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class InOrder:
         holders: Callable[[int], Sequence[int]],
         seed_draw: Callable[[int, int], None],
         training: bool,
+        earlier: Callable[[Any, int], Tensor],
     ) -> None:
+        self._earlier = earlier
         self._state = state
         self._placement = placement
         self._rank = rank
@@ -154,11 +156,12 @@ class InOrder:
         is_mine = self._rank_of(visit) == self._rank
         operands: list[Tensor] = []
         for slot, value in enumerate(event.inputs):
-            if value is None:
+            if not isinstance(value, int):
                 place = event.matcher.captured_tensors[slot]
                 recording = self._state.recording
                 assert recording is not None
-                operands.append(recording.captured[event.first_captured + place])
+                content = recording.captured[event.first_captured + place]
+                operands.append(self._earlier(*content) if isinstance(content, tuple) else content)
             elif value < 0:
                 operands.append(self._module_tensor(-1 - value, visit))
             else:

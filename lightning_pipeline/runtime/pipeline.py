@@ -184,9 +184,22 @@ class Pipeline:
         """The data of values of a micro-batch whose step is running, on every rank."""
         state = next(one for one in self._microbatches if one.recording is recording)
         with set_aside():
+            if state.program is not None:  # an earlier one
+                assert self._run is not None and self._direct is not None
+                self._run.go_on(below=state.index + 1)
+                return [self._spread_kept(state, value) for value in values]
             run = self._begin_in_order(state)
-            run.run_up_to(recording.event)
+            if not state.is_done:
+                run.run_up_to(recording.event)
             return run.data_of(values)
+
+    def _spread_kept(self, state: Microbatch, value: int) -> Tensor:
+        """A value of an earlier micro-batch, on every rank."""
+        assert state.recording is not None and self._direct is not None
+        program = state.recording.event.program
+        assert program is not None
+        owner = self.placement[program.homes[value] % len(self.placement)]
+        return self._direct.spread(state.kept.get(value), program.looks[value], owner)
 
     def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
         """The data of tensors of the module, on every rank."""
@@ -282,7 +295,8 @@ class Pipeline:
         if program is None:
             program = recording.event.program = Tape(recording.event, large)
             self._note_uses(program)
-        is_simple = recording.is_simple and len(program.visits) <= len(self.placement) and self._is_held(program)
+        is_simple = recording.is_simple and len(program.visits) <= len(self.placement)
+        is_simple = is_simple and not program.comes_back and self._is_held(program)
         if is_simple and state.index not in self._in_order:
             state.program = program
             state.asked = tuple(dict.fromkeys([*state.places, *([value] if value is not None else [])]))
@@ -304,7 +318,7 @@ class Pipeline:
     def _note_uses(self, program: Tape) -> None:
         for event in program.events:
             for value in event.inputs:
-                if value is not None and value < 0:
+                if type(value) is int and value < 0:
                     for name in self._tensors.names[-1 - value]:
                         self._uses.setdefault(name, set()).add(event.visit % len(self.placement))
 
@@ -312,7 +326,7 @@ class Pipeline:
         """Whether every event runs where the module's tensors are that it takes."""
         for event in program.events:
             for value in event.inputs:
-                if value is not None and value < 0:
+                if type(value) is int and value < 0:
                     if self.placement[event.visit % len(self.placement)] not in self._holders(-1 - value):
                         return False
         return True
@@ -334,8 +348,12 @@ class Pipeline:
                 holders=self._holders,
                 seed_draw=self._draws.seed,
                 training=self._work.loss_of is not None,
+                earlier=self._spread_kept_of,
             )
         return run
+
+    def _spread_kept_of(self, recording: Recording, value: int) -> Tensor:
+        return self._spread_kept(next(one for one in self._microbatches if one.recording is recording), value)
 
     def _owners(self, states: Sequence[Microbatch]) -> dict[int, dict[int, int]]:
         """The rank that has computed each value of each micro-batch."""

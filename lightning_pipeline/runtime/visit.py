@@ -109,6 +109,7 @@ class Visit:
             run = program.functions.get(key)
             if run is None:
                 run = program.functions[key] = visit_function(program, self.visit, kept)
+            self._resolve(state)
             before = torch.is_grad_enabled()
             try:
                 sends, found = run(
@@ -135,6 +136,15 @@ class Visit:
             inside.outputs = []
         if not self._training:
             self._live.now -= 1
+
+    def _resolve(self, state: Microbatch) -> None:
+        """Put the data of earlier micro-batches' values in their places, where it is here."""
+        assert state.program is not None and state.recording is not None
+        captured = state.recording.captured
+        for place in state.program.foreign[self.visit]:
+            content = captured[place]
+            if type(content) is tuple:
+                captured[place] = data_of(self._microbatches, *content)
 
     def send_forward(self, microbatch: int) -> None:
         state = self._microbatches[microbatch]
@@ -292,6 +302,11 @@ class Visit:
     def _finish_backward(self, state: Microbatch) -> None:
         self._work.after_backward(self.visit, state)
         self._live.now -= 1
+
+
+def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> Tensor:
+    """The data of a value of an earlier micro-batch, which this rank has made."""
+    return next(one.kept[value] for one in microbatches if one.recording is recording)
 
 
 def conform(tensor: Tensor, look: Look) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,6 +19,20 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.lightning_private import sample_indices, set_sample_indices
 
 _END = None
+
+
+def random_states() -> tuple[Any, ...]:
+    """The states of the global generators of Python, NumPy and torch, on the CPU."""
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (kind, keys.tobytes(), *rest), torch.get_rng_state().numpy().tobytes()
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Go on as where the states are from: what a loader has drawn there, the other stages have drawn as well."""
+    python, (kind, keys, *rest), own = states
+    random.setstate(python)
+    numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8))
 
 
 class SharedLoader:
@@ -48,17 +64,22 @@ class AnnouncedLoader(SharedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         told: dict[Any, int] = {}
+        before = random_states()
         iterator = iter(self._loader)
         for number in itertools.count():
             batch = next(iterator, _END)
+            drawn = random_states()
+            if drawn == before:
+                drawn = None
             if self._replicas is not None:
                 _check_even(self._replicas, number, has_more=batch is not _END)
             if batch is _END:
                 break
             indices = sample_indices(self._loader)
-            self._tell((_describe(batch, told), indices and indices[number]))
+            self._tell(((_describe(batch, told), indices and indices[number]), drawn))
             yield batch
-        self._tell(_END)
+            before = random_states()
+        self._tell((_END, drawn))
 
     def _tell(self, message: Any) -> None:
         if self._transport is not None:
@@ -84,7 +105,9 @@ class FollowingLoader(SharedLoader):
         seen: list[list[int]] = []
         set_sample_indices(self._loader, seen)
         while True:
-            message = self._transport.recv_object(0, "the first stage's next batch")
+            message, drawn = self._transport.recv_object(0, "the first stage's next batch")
+            if drawn is not None:
+                set_random_states(drawn)
             if message is _END:
                 return
             description, indices = message
