@@ -151,6 +151,8 @@ class Pipeline:
                 wanted = wanted_values(states, self._owners(states))
                 assert self._transport is not None
                 numbers = end_step(states, wanted, self._transport, self._direct, self.rank, extra())
+                if work.results_on is not None:
+                    self._give_results(states, work.results_on)
                 self._transport.flush()
         self.peak_live = self._live.peak
         self._run, self._microbatches, self._in_order = None, [], {}
@@ -283,9 +285,36 @@ class Pipeline:
         batch = tree.rebuild(state.layout, tensors)
         del tensors
         with recording.running():
-            state.result, state.loss = work.step(state, batch)
+            result, state.loss = work.step(state, batch)
+            state.result = tree.replace(result, self._own)
         del batch
+        if work.results_on is not None:
+            # Not the placeholders: what nobody else refers to need not come to every rank.
+            state.result = _Result.of(state.result, recording)
+        del result
         self._end_recording(state, recording, large, work)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """A tensor that a step returns; for one of the module, which may not be on this rank, a value of its own."""
+        return tensor.detach() if self._tensors.number_of(tensor) is not None else tensor
+
+    def _give_results(self, states: Sequence[Microbatch], rank: int) -> None:
+        """Give a rank what the steps have returned."""
+        owners = self._owners(states)
+        assert self._direct is not None
+        for state in states:
+            found: dict[int, Tensor] = {}
+            for value, look in state.result.values().items():
+                owner = owners[state.index][value]
+                if owner == self.rank:
+                    own = state.kept[value]
+                    if rank == self.rank:
+                        found[value] = own
+                    else:
+                        self._direct.send(conform(own, look), rank)
+                elif self.rank == rank:
+                    found[value] = self._direct.receive(look, owner)
+            state.result = state.result.on(found) if self.rank == rank else None
 
     def _end_recording(self, state: Microbatch, recording: Recording, large: list[Look], work: Work) -> None:
         value = recording.value_of(state.loss)
@@ -461,6 +490,31 @@ class Pipeline:
         # Where a split of the user's leaves open how many samples there are, micro-batches count alike.
         announcement.sizes.extend(size if None not in sizes else 1 for size in sizes)  # type: ignore[misc]
         return announcement, all_tensors
+
+
+@dataclass(slots=True)
+class _Result:
+    """What a step has returned, without its placeholders.
+
+    Attributes:
+        tensors: data, or the number and the look of a value.
+    """
+
+    layout: Layout
+    tensors: list[Tensor | tuple[int, Look]]
+
+    @classmethod
+    def of(cls, result: Any, recording: Recording) -> _Result:
+        tensors, layout = tree.flatten(result)
+        numbers = [recording.value_of(tensor) for tensor in tensors]
+        return cls(layout, [t if n is None else (n, Look.of(t)) for t, n in zip(tensors, numbers, strict=True)])
+
+    def values(self) -> dict[int, Look]:
+        return dict(item for item in self.tensors if isinstance(item, tuple))
+
+    def on(self, data: dict[int, Tensor]) -> Any:
+        tensors = [data[item[0]] if isinstance(item, tuple) else item for item in self.tensors]
+        return tree.rebuild(self.layout, tensors)
 
 
 _ABSENT = torch.empty(0, device="meta")

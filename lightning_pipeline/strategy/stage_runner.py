@@ -105,6 +105,7 @@ class StageRunner:
             module,
             self.held.placement,
             self.pipeline.stages,
+            [leaf.name for leaf in self.held.leaves],
             transport=transport,
             replicas=replicas,
             gradients_mean=gradients_mean,
