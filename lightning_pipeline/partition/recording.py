@@ -221,6 +221,7 @@ class Recording(TorchFunctionMode):
             module_tensors=self._tensors.tensors,
         )
         self._placing.note(event)  # type: ignore[union-attr]
+        self._tensors.written.update(-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot]))
         found = event.match(func, args, kwargs, self)
         assert found is not UNLIKE, event.name
         self.event = event
@@ -315,6 +316,10 @@ class Recording(TorchFunctionMode):
                 )
             return Foreign(tensor.recording.home_of(tensor.value))
         return CAPTURED
+
+
+def _is_module_tensor(value: Any) -> bool:
+    return type(value) is int and value < 0
 
 
 def _memory(tensor: Tensor) -> int:

@@ -318,9 +318,13 @@ class Pipeline:
     def _note_uses(self, program: Tape) -> None:
         for event in program.events:
             for value in event.inputs:
-                if type(value) is int and value < 0:
+                if type(value) is int and value < 0 and not self._stays_everywhere(-1 - value):
                     for name in self._tensors.names[-1 - value]:
                         self._uses.setdefault(name, set()).add(event.visit % len(self.placement))
+
+    def _stays_everywhere(self, number: int) -> bool:
+        """Whether all ranks keep a buffer though one of them uses it: what is made of small ones, each makes itself."""
+        return self._tensors.is_replicated(number) and _is_everywhere(Look.of(self._tensors.tensors[number]))
 
     def _is_held(self, program: Tape) -> bool:
         """Whether every event runs where the module's tensors are that it takes."""
