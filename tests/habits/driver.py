@@ -130,9 +130,11 @@ def _judge(
     text: str,
     reference: str,
 ) -> Verdict:
-    if expected is None or "error" in expected:
-        return Verdict(NO_REFERENCE, [expected["error"] if expected else "one process did not run it"])
     failed = {rank: record for rank, record in enumerate(records) if record is None or "error" in record}
+    has_no_reference = expected is None or "error" in expected
+    if has_no_reference and not (failed and habit.expectation.pattern):
+        told = f"{expected['error']}\n{expected['traceback']}" if expected else "one process did not run it"
+        return Verdict(NO_REFERENCE, [told])
     if failed:
         return _of_failure(habit, failed)
     compared = COMPARED_WITH_PLAIN if configuration.kind == "plain" else COMPARED

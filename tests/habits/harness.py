@@ -131,7 +131,8 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
     module = (habit.without if configuration.kind == "without" else habit.module)()  # type: ignore[misc]
     is_plain = configuration.kind == "plain"
     if configuration.parts > 1:
-        module.stage_config = cuts(module.chain(), configuration.parts)
+        last = dict.fromkeys(getattr(module, "on_last_stage", ()), configuration.parts - 1)
+        module.stage_config = cuts(module.chain(), configuration.parts) | last
     watcher, logger = Watcher(), Keeping()
     options: dict[str, Any] = {
         "max_epochs": habit.epochs,
@@ -286,7 +287,7 @@ def run_habits(names: Sequence[str], text: str, folder: str, patience_s: float) 
                 record = {
                     "error": f"{type(failure).__name__}: {failure}",
                     "causes": [f"{type(cause).__name__}: {cause}" for cause in chain],
-                    "traceback": traceback.format_exc(),
+                    "traceback": trace_of(failure),
                 }
             finally:
                 faulthandler.cancel_dump_traceback_later()
@@ -296,6 +297,13 @@ def run_habits(names: Sequence[str], text: str, folder: str, patience_s: float) 
         unfinished.rename(place / f"rank{rank}.pt")
         if "error" in record and configuration.stages > 1:
             return  # connections are broken
+
+
+def trace_of(failure: BaseException) -> str:
+    """Its traceback without the frames of Lightning, which are always the same."""
+    lines = "".join(traceback.format_exception(failure))
+    lines = re.sub(r'  File "[^"]*site-packages/lightning/.*\n(    .*\n)*', "", lines)
+    return re.sub(r"^[ ~^]+\n", "", lines, flags=re.MULTILINE)
 
 
 def place_of(folder: Path, configuration: str, name: str) -> Path:

@@ -33,6 +33,8 @@ class Layers(L.LightningModule):
     depth = 4
     width = WIDTH
     layer: Any = Layer
+    on_last_stage: tuple[str, ...] = ()
+    """Names of modules that need a key, as the data is not always on the last stage when they are called."""
 
     def __init__(self) -> None:
         super().__init__()
