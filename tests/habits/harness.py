@@ -72,6 +72,12 @@ def cuts(chain: Sequence[str], parts: int) -> dict[str, int]:
     return {chain[stage * len(chain) // parts]: stage for stage in range(1, parts)}
 
 
+def stage_config(module: Any, parts: int) -> dict[str, int]:
+    """What a user would write for a habit's module."""
+    config = cuts(module.chain(), parts) | dict.fromkeys(module.on_last_stage, parts - 1)
+    return config | {new: config[old] for new, old in module.beside.items() if old in config}
+
+
 class Keeping(Logger):
     """A logger that keeps all it is given, on every rank."""
 
@@ -131,8 +137,7 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
     module = (habit.without if configuration.kind == "without" else habit.module)()  # type: ignore[misc]
     is_plain = configuration.kind == "plain"
     if configuration.parts > 1:
-        last = dict.fromkeys(getattr(module, "on_last_stage", ()), configuration.parts - 1)
-        module.stage_config = cuts(module.chain(), configuration.parts) | last
+        module.stage_config = stage_config(module, configuration.parts)
     watcher, logger = Watcher(), Keeping()
     options: dict[str, Any] = {
         "max_epochs": habit.epochs,
