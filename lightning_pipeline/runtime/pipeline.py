@@ -101,6 +101,8 @@ class Pipeline:
         self.num_microbatches = num_microbatches
         self.observe: Callable[[Span], None] | None = None
         """Gets every action of a step with its start and end."""
+        self.learning = False
+        """Whether the last step had something that was not known before."""
         self.peak_live = 0
         """The most activations of virtual stages that were live on this rank at once in the last step."""
         self.stages = [stage for stage, place in enumerate(placement) if place == rank]
@@ -139,6 +141,7 @@ class Pipeline:
         announcement, tensors = self._announce(work, microbatches)
         self._work, self._live, self._in_order = work, LiveCount(), {}
         self._microbatches = states = self._states(work, announcement)
+        self.learning = False
         if self._tensors.refresh():
             self.recorder.forget()
         with self._draws.kept(), _no_collection():
@@ -295,6 +298,7 @@ class Pipeline:
         if program is None:
             program = recording.event.program = Tape(recording.event, large)
             self._note_uses(program)
+            self.learning = True
         is_simple = recording.is_simple and len(program.visits) <= len(self.placement)
         is_simple = is_simple and not program.comes_back and self._is_held(program)
         if is_simple and state.index not in self._in_order:
