@@ -107,7 +107,7 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        with self.recorder.calls.installed(), _function_apply_seen(self), self:
+        with _function_apply_seen(self), self:
             yield
 
     def value_of(self, tensor: Any) -> int | None:
@@ -132,9 +132,10 @@ class Recording(TorchFunctionMode):
         event: Event | None = self.event
         while event is not None:
             pool = event.pool
-            for index, place in enumerate(pool):
-                # Beside the pool's and the loop's own, and that of the call.
-                if place.recording is self and sys.getrefcount(place) > 3:
+            for index in range(len(pool)):
+                # Those of the pool and of the call.
+                if sys.getrefcount(pool[index]) > 2 and pool[index].recording is self:
+                    place = pool[index]
                     found[place.value] = place
                     pool[index] = placeholder(place.look, place.what)
             event = event.parent
