@@ -68,26 +68,26 @@ def all_cuts(parts: Sequence[str], num_stages: int) -> list[dict[str, int]]:
 @contextmanager
 def core_times() -> Iterator[dict[tuple[str, int], list[float]]]:
     """While entered, notes the time that each forward and backward of this process's stages had a core."""
-    from lightning_pipeline.runtime.stage import Stage
+    from lightning_pipeline.runtime.visit import Visit
 
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
-    plain = {kind: getattr(Stage, kind) for kind in ("forward", "backward")}
+    plain = {kind: getattr(Visit, kind) for kind in ("forward", "backward")}
 
-    def timed(kind: str) -> Callable[[Stage, int], None]:
-        def run(stage: Stage, microbatch: int) -> None:
+    def timed(kind: str) -> Callable[[Visit, int], None]:
+        def run(stage: Visit, microbatch: int) -> None:
             began = time.thread_time()
             plain[kind](stage, microbatch)
-            times[kind, stage.stage].append(time.thread_time() - began)
+            times[kind, stage.visit].append(time.thread_time() - began)
 
         return run
 
     for kind in plain:
-        setattr(Stage, kind, timed(kind))
+        setattr(Visit, kind, timed(kind))
     try:
         yield times
     finally:
         for kind, function in plain.items():
-            setattr(Stage, kind, function)
+            setattr(Visit, kind, function)
 
 
 def by_schedule(times: dict[tuple[str, int], list[float]], num_stages: int) -> float:

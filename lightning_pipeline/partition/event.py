@@ -41,6 +41,22 @@ class Event:
         "writes",
     )  # fmt: skip
 
+    call: Call
+    digest: bytes
+    draws: bool
+    first_captured: int
+    function: Any
+    inputs: tuple[Any, ...]
+    line: str
+    looks: tuple[Look, ...]
+    num_captured: int
+    num_values: int
+    outputs: tuple[int | None, ...]
+    program: Any
+    result: Result
+    state: tuple[bool, bool, Any]
+    visit: int
+    writes: tuple[tuple[int, Look, int], ...]
     parent: Event | None
     children: list[Event]
     match: Callable[..., Any]

@@ -19,13 +19,14 @@ class KeyedCalls:
     Attributes:
         stage: of the module that runs, None where no key says one; and the lowest that it may have.
         name: of the innermost module with a key.
+        stages: of the modules with keys.
     """
 
     def __init__(self, root: nn.Module, stages: StageMap) -> None:
         self.stage: tuple[int | None, int] = (None, 0)
         self.name = ""
         self._root = root
-        self._stages = stages
+        self.stages = stages
         self._thread = 0
 
     @contextmanager
@@ -34,10 +35,10 @@ class KeyedCalls:
         self._thread = threading.get_ident()
         modules = dict(self._root.named_modules(remove_duplicate=False))
         with overridden() as override:
-            for name in {*self._stages.exact, *self._stages.minimum}:
+            for name in {*self.stages.exact, *self.stages.minimum}:
                 module = modules.get(name)
                 if module is not None and type(module).forward is not nn.Module.forward:
-                    stage = self._stages.exact.get(name), self._stages.minimum.get(name, 0)
+                    stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
                     override(module, "forward", self._noted(name, stage, module.forward))
             yield
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.interception import Interception
-from lightning_pipeline.partition.random import Streams
+from lightning_pipeline.partition.keyed_calls import KeyedCalls
+from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.runtime.link import own_clock
 from lightning_pipeline.runtime.pipeline import Pipeline
@@ -67,7 +67,9 @@ def _beyond_the_model(transport: Transport, device: torch.device, num_events: in
         placement=range(num_stages),
         device=device,
         transport=transport,
-        interception=Interception(module, stages, Streams(device)),
+        tensors=ModuleTensors(module, stages),
+        calls=KeyedCalls(module, stages),
+        holders=lambda number: range(num_stages),
         schedule=lambda count: build("1f1b", num_stages, count),
         num_microbatches=_MICROBATCHES,
     )
@@ -81,12 +83,10 @@ def _beyond_the_model(transport: Transport, device: torch.device, num_events: in
             hidden = layer(hidden)
         return hidden.sum()
 
-    work = Work(kind="overhead", step=lambda state, batch: step(batch), loss_of=lambda state, loss: loss, seed=0)
+    work = Work(kind="overhead", step=lambda state, batch: (None, step(batch)), loss_of=lambda state, loss: loss, seed=0)
 
     def in_stages() -> None:
-        report = pipeline.run(work, list(microbatches) if transport.stage == 0 else None)
-        if pipeline.is_new(report):
-            pipeline.settle(report, pipeline.all_reports(report))
+        pipeline.run(work, list(microbatches) if transport.stage == 0 else None)
 
     def plainly() -> None:
         for microbatch in microbatches:

@@ -101,6 +101,8 @@ class Pipeline:
         self.num_microbatches = num_microbatches
         self.observe: Callable[[Span], None] | None = None
         """Gets every action of a step with its start and end."""
+        self.learning = False
+        """Whether the last step had something that was not known before."""
         self.peak_live = 0
         """The most activations of virtual stages that were live on this rank at once in the last step."""
         self.stages = [stage for stage, place in enumerate(placement) if place == rank]
@@ -123,6 +125,7 @@ class Pipeline:
         self._in_order: dict[int, InOrder] = {}
         self._live = LiveCount()
         self._uses: dict[str, set[int]] = {}
+        self._held: dict[Tape, bool] = {}
 
     def run(
         self, work: Work, microbatches: list[Any] | None, extra: Callable[[], Sequence[float]] = list
@@ -139,9 +142,10 @@ class Pipeline:
         announcement, tensors = self._announce(work, microbatches)
         self._work, self._live, self._in_order = work, LiveCount(), {}
         self._microbatches = states = self._states(work, announcement)
+        self.learning = False
         if self._tensors.refresh():
             self.recorder.forget()
-        with self._draws.kept(), _no_collection():
+        with self._draws.kept(), _no_collection(), self.recorder.calls.installed():
             self._deliver(states, tensors)
             if self.num_ranks == 1:
                 self._run_alone(work, states)
@@ -179,6 +183,10 @@ class Pipeline:
         """The virtual stages that have used tensors of the module, by name, since this was asked last."""
         uses, self._uses = self._uses, {}
         return uses
+
+    def note_release(self) -> None:
+        """Ranks hold other tensors than before."""
+        self._held.clear()
 
     # -- what recordings ask for ------------------------------------------------------------------------------------
 
@@ -324,6 +332,7 @@ class Pipeline:
         if program is None:
             program = recording.event.program = Tape(recording.event, large)
             self._note_uses(program)
+            self.learning = True
         is_simple = recording.is_simple and len(program.visits) <= len(self.placement)
         is_simple = is_simple and not program.comes_back and self._is_held(program)
         if is_simple and state.index not in self._in_order:
@@ -347,18 +356,25 @@ class Pipeline:
     def _note_uses(self, program: Tape) -> None:
         for event in program.events:
             for value in event.inputs:
-                if type(value) is int and value < 0:
+                if type(value) is int and value < 0 and not self._stays_everywhere(-1 - value):
                     for name in self._tensors.names[-1 - value]:
                         self._uses.setdefault(name, set()).add(event.visit % len(self.placement))
 
+    def _stays_everywhere(self, number: int) -> bool:
+        """Whether all ranks keep a buffer though one of them uses it: what is made of small ones, each makes itself."""
+        return self._tensors.is_replicated(number) and _is_everywhere(Look.of(self._tensors.tensors[number]))
+
     def _is_held(self, program: Tape) -> bool:
         """Whether every event runs where the module's tensors are that it takes."""
-        for event in program.events:
-            for value in event.inputs:
-                if type(value) is int and value < 0:
-                    if self.placement[event.visit % len(self.placement)] not in self._holders(-1 - value):
-                        return False
-        return True
+        found = self._held.get(program)
+        if found is None:
+            found = self._held[program] = all(
+                self.placement[event.visit % len(self.placement)] in self._holders(-1 - value)
+                for event in program.events
+                for value in event.inputs
+                if type(value) is int and value < 0
+            )
+        return found
 
     def _begin_in_order(self, state: Microbatch) -> InOrder:
         """A micro-batch runs event by event, once those before it are done with."""

@@ -77,7 +77,7 @@ class PipelineRebalance(Callback):
             microbatch = microbatches_of(batch, pipeline.num_microbatches, pl_module)[0]
             with unnoticed(pl_module, strategy.root_device):
                 costs = estimate_training_step(pl_module, microbatch, strategy.root_device)
-            return rebalance(costs, pipeline.interception.stages.exact, measured, schedule, Machine())
+            return rebalance(costs, pipeline.recorder.calls.stages.exact, measured, schedule, Machine())
 
         # Within each pipeline: replicas may see batches of known structures in different steps.
         assert transport is not None

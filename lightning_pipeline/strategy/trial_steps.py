@@ -11,11 +11,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.interception import Interception
+from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.microbatch import microbatches_of
+from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.observed_run import gradients_apart
 from lightning_pipeline.partition.plan import StagePlan
-from lightning_pipeline.partition.random import Streams
 from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.transport import Transport
@@ -58,7 +58,7 @@ class TrialSteps:
         run_backward, is_plain = backward_of(module)
         self._work = Work(
             kind=("tried", module.training),
-            step=lambda state, microbatch: step(microbatch),
+            step=lambda state, microbatch: (None, step(microbatch)),
             loss_of=lambda state, loss: loss / state.num_microbatches,
             run_backward=run_backward,
             can_split=is_plain,
@@ -89,7 +89,9 @@ class TrialSteps:
             placement=schedules.placement,
             device=self._device,
             transport=self._transport_along(schedules.placement),
-            interception=Interception(self._module, stages, Streams(self._device)),
+            tensors=ModuleTensors(self._module, stages),
+            calls=KeyedCalls(self._module, stages),
+            holders=lambda number: range(plan.num_stages),
             schedule=schedules,
             num_microbatches=plan.num_microbatches,
         )
@@ -111,13 +113,10 @@ class TrialSteps:
             microbatches = microbatches_of(own, pipeline.num_microbatches, self._module)
         self._synchronize()
         began = time.perf_counter()
-        report = pipeline.run(self._work, microbatches)
+        pipeline.run(self._work, microbatches)
         self._synchronize()
-        found = torch.tensor([time.perf_counter() - began, pipeline.is_new(report)], dtype=torch.float64)
-        times, news = self._transport.all_gather_vector(found, "a trial of a plan").T
-        if news.any():
-            pipeline.settle(report, pipeline.all_reports(report))
-        return float(times.max())
+        found = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        return float(self._transport.all_gather_vector(found, "a trial of a plan").max())
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
