@@ -160,10 +160,12 @@ class Steps:
             kind=(stage, self._module.training, *numbers[1:]),
             step=self._step_function(function, args[1:], context),
             results_on=None if self._output_broadcast else self._last,
+            waits=stage != "predict_step",  # the first stages go on with the next batch
             seed=mix(self._seed, zlib.crc32(stage.encode()), *numbers),
         )
         states, numbers_of_all = self._run(work, args[0], lambda: [self._signals.noted, 0.0])
-        self._heed(numbers_of_all, training=False)
+        if numbers_of_all:
+            self._heed(numbers_of_all, training=False)
         self._log(states)
         if not self._output_broadcast and self._pipeline.rank != self._last:
             return None
