@@ -17,6 +17,9 @@ skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
 """Whether writes of what a rank does not hold are skipped, as where a state dict is loaded."""
 
 
+_FACTORIES = ("zeros_like", "ones_like", "empty_like", "full_like")
+
+
 class AbsentDataError(RuntimeError):
     """The data of a tensor was needed where there is none."""
 
@@ -126,6 +129,8 @@ class Placeholder(Tensor):
                 if name == "__deepcopy__":
                     args[1][id(args[0])] = made
                 return made
+            if name in _FACTORIES and not args[2:] and (kwargs or {}).keys() <= {"memory_format", "fill_value"}:
+                return placeholder(args[0].look.but(requires_grad=False, is_leaf=True, is_parameter=False), args[0].what)
             if name == "data.__set__" and args[1] is args[0]:
                 return None
             if name == "copy_" and skips_writes.get():

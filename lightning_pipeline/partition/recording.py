@@ -109,8 +109,7 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        calls = self.recorder.calls
-        with calls.installed(), _function_apply_seen(self), checkpoints_noted(self._checkpointed), self:
+        with _function_apply_seen(self), checkpoints_noted(self._checkpointed), self:
             yield
 
     def value_of(self, tensor: Any) -> int | None:
@@ -135,10 +134,10 @@ class Recording(TorchFunctionMode):
         event: Event | None = self.event
         while event is not None:
             pool = event.pool
-            for index in range(len(pool)):  # as enumerate refers to what it has given
-                place = pool[index]
-                # Beside the pool's and the variable's, and that of the call.
-                if place.recording is self and sys.getrefcount(place) > 3:
+            for index in range(len(pool)):
+                # Those of the pool and of the call.
+                if sys.getrefcount(pool[index]) > 2 and pool[index].recording is self:
+                    place = pool[index]
                     found[place.value] = place
                     pool[index] = placeholder(place.look, place.what)
             event = event.parent
@@ -227,6 +226,7 @@ class Recording(TorchFunctionMode):
             module_tensors=self._tensors.tensors,
         )
         self._placing.note(event)  # type: ignore[union-attr]
+        self._tensors.written.update(-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot]))
         found = event.match(func, args, kwargs, self)
         assert found is not UNLIKE, event.name
         self.event = event
@@ -350,6 +350,10 @@ class Recording(TorchFunctionMode):
                 )
             return Foreign(tensor.recording.home_of(tensor.value))
         return CAPTURED
+
+
+def _is_module_tensor(value: Any) -> bool:
+    return type(value) is int and value < 0
 
 
 def _memory(tensor: Tensor) -> int:

@@ -24,7 +24,7 @@ from lightning_pipeline.partition.program import Program
 from lightning_pipeline.partition.recomputed import Frame
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.microbatch import Microbatch
-from lightning_pipeline.runtime.visit import conform
+from lightning_pipeline.runtime.visit import conform, written_into
 from lightning_pipeline.runtime.work import Work
 
 
@@ -258,7 +258,7 @@ class InOrder:
             return None
         if returns:
             transfer.arrived = arrived.requires_grad_()
-            arrived = arrived.view_as(arrived)
+            arrived = written_into(arrived)
         return arrived
 
     def _return(self, transfer: Transfer, is_mine: bool) -> Tensor | None:

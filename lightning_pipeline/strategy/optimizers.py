@@ -1,4 +1,4 @@
-"""Optimizers over the whole model of which each stage keeps its own part."""
+"""Optimizers over the whole model, of which each stage updates its own part."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.runtime.fully_sharded import slice_like
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
 from lightning_pipeline.strategy.checkpoint_io import read_into_memory
@@ -61,16 +62,11 @@ class OptimizerLayout:
         self.is_elementwise = isinstance(optimizer, ELEMENTWISE)
         self.groups: list[list[str]] = []
         self.dtypes: dict[str, torch.dtype] = {}
-        self._local: list[list[str]] = []
         self._given: list[dict[str, Any]] = []  # options as they were, where they had to change
-        self._param_names: list[list[str] | None] = []  # those that the user gave, if any
         self.note_new_groups(module)
 
     def note_new_groups(self, module: nn.Module) -> None:
-        """Take in the groups that were added to the optimizer since, as finetuning callbacks do.
-
-        To be followed by ``drop_remote``.
-        """
+        """Take in the groups that were added to the optimizer since, as finetuning callbacks do."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for index, group in enumerate(self.optimizer.param_groups[len(self.groups) :], start=len(self.groups)):
             missing = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
@@ -81,9 +77,7 @@ class OptimizerLayout:
                 )
             group_names = [names[id(parameter)] for parameter in group["params"]]
             self.groups.append(group_names)
-            self._local.append(list(group_names))
             self._given.append({})
-            self._param_names.append(list(group["param_names"]) if "param_names" in group else None)
             self.dtypes.update((names[id(parameter)], parameter.dtype) for parameter in group["params"])
         self._keep_kinds_apart()
 
@@ -93,31 +87,21 @@ class OptimizerLayout:
         return list(chain.from_iterable(self.groups))
 
     def local_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Name and parameter of what the optimizer still holds on this stage, in its own order."""
+        """Name and parameter of what this stage holds of the optimizer's, in its own order."""
         return [
             (name, parameter)
-            for names, group in zip(self._local, self.optimizer.param_groups, strict=True)
+            for names, group in zip(self.groups, self.optimizer.param_groups, strict=True)
             for name, parameter in zip(names, group["params"], strict=True)
+            if type(parameter) is not Placeholder
         ]
 
-    def drop_remote(self, ownership: Ownership) -> None:
-        """Take the parameters of other stages, and their state, out of the optimizer in place.
+    def forget_remote(self) -> None:
+        """Let go of the state of parameters that turned out to be other stages'.
 
-        Groups that become empty stay, so that schedulers and monitors find the groups they know. May be called
-        again as ownership settles.
+        The parameters stay in their groups, so that these are as in one process: without a gradient they are passed over.
         """
-        for index, group in enumerate(self.optimizer.param_groups):
-            names = self._local[index]
-            keep = [ownership.is_local(name) for name in names]
-            if all(keep):
-                continue
-            for parameter, kept in zip(group["params"], keep, strict=True):
-                if not kept:
-                    self.optimizer.state.pop(parameter, None)
-            group["params"][:] = [parameter for parameter, kept in zip(group["params"], keep, strict=True) if kept]
-            if "param_names" in group:
-                group["param_names"] = [name for name, kept in zip(group["param_names"], keep, strict=True) if kept]
-            self._local[index] = [name for name, kept in zip(names, keep, strict=True) if kept]
+        for parameter in [parameter for parameter in self.optimizer.state if type(parameter) is Placeholder]:
+            del self.optimizer.state[parameter]
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let the optimizer go on with other parameters in the places of some, sharded ones.
@@ -154,8 +138,7 @@ class OptimizerLayout:
             The full state dict on stage 0, where each parameter's state comes from its owner; {} on other stages.
         """
         state_dict = self.optimizer.state_dict()
-        full_ids = {name: index for index, name in reversed(list(enumerate(self.names)))}
-        parts = self._parts(state_dict["state"], full_ids, ownership, collect)
+        parts = self._parts(state_dict["state"], ownership, collect)
         if ownership.stage != 0 or not is_writer:
             for part in parts:
                 if is_writer and transport is not None:
@@ -171,26 +154,28 @@ class OptimizerLayout:
             for stage in range(1, ownership.num_stages):
                 while (part := recv_tree(transport, stage, "optimizer state")) != _END:
                     state.update(part)
-        ordered = sorted(state, key=lambda key: key if isinstance(key, int) else len(full_ids))
+        ordered = sorted(state, key=lambda key: key if isinstance(key, int) else len(self.names))
         return {
             **to_cpu({key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}),
             "state": {key: to_cpu(state[key]) for key in ordered},
-            "param_groups": self._full_groups(state_dict["param_groups"]),
+            "param_groups": [
+                {**to_cpu(group), **given}
+                for group, given in zip(state_dict["param_groups"], self._given, strict=True)
+            ],
         }
 
     def _parts(
         self,
         state: Mapping[Any, Any],
-        full_ids: Mapping[str, int],
         ownership: Ownership,
         collect: Callable[[dict[str, Any]], dict[str, Any] | None],
     ) -> Iterator[dict[int, Any]]:
-        """The states of the parameters that this stage owns, one by one, by positional id in the whole model."""
-        for index, name in enumerate(chain.from_iterable(self._local)):
+        """The states of the parameters that this stage owns, one by one, by positional id."""
+        for index, name in enumerate(self.names):
             if ownership.is_owner(name):
                 part = collect({name: state[index]} if index in state else {})
                 if part:
-                    yield {full_ids[key]: value for key, value in part.items()}
+                    yield {index: value for value in part.values()}
 
     def load_state(self, state_dict: dict[str, Any], is_kept: Callable[[str], bool] = lambda name: True) -> None:
         """Load this stage's part of a full state dict, as ``gather_state`` or plain Lightning wrote it.
@@ -211,24 +196,13 @@ class OptimizerLayout:
                 "configure_optimizers that wrote it, or load the weights only"
             )
         held = dict(self.local_parameters())
-        groups: list[dict[str, Any]] = []
         saved_state = state_dict["state"]
-        saved_ids = set(chain.from_iterable(group["params"] for group in saved_groups))
-        state: dict[Any, Any] = {key: value for key, value in saved_state.items() if key not in saved_ids}
-        next_id = 0
-        for saved, names, local in zip(saved_groups, self.groups, self._local, strict=True):
-            kept = set(local)
-            positions = [position for position, name in enumerate(names) if name in kept]
-            local_ids = list(range(next_id, next_id + len(positions)))
-            next_id += len(positions)
-            for local_id, position in zip(local_ids, positions, strict=True):
-                if saved["params"][position] in saved_state and is_kept(names[position]):
-                    found = saved_state[saved["params"][position]]
-                    state[local_id] = self._sharded_state(found, held[names[position]])
-            group = {**saved, "params": local_ids}
-            if "param_names" in saved:
-                group["param_names"] = [saved["param_names"][position] for position in positions]
-            groups.append(group)
+        saved_ids = list(chain.from_iterable(group["params"] for group in saved_groups))
+        state: dict[Any, Any] = {key: value for key, value in saved_state.items() if key not in set(saved_ids)}
+        for saved_id, name in zip(saved_ids, self.names, strict=True):
+            if saved_id in saved_state and name in held and is_kept(name):
+                state[saved_id] = self._sharded_state(saved_state[saved_id], held[name])
+        groups = [dict(group) for group in saved_groups]
         read_into_memory(groups)
         self.optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
         read_into_memory(self.optimizer.state)  # which has taken CPU tensors as they are
@@ -237,24 +211,12 @@ class OptimizerLayout:
     def _keep_kinds_apart(self) -> None:
         """Kernels over lists of tensors take no mixture of sharded and whole ones."""
         for group, given in zip(self.optimizer.param_groups, self._given, strict=True):
-            if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+            held = (parameter for parameter in group["params"] if type(parameter) is not Placeholder)
+            if len({isinstance(parameter, DTensor) for parameter in held}) > 1:
                 for option in ("foreach", "fused"):
                     if option in group and group[option] is not False:
                         given.setdefault(option, group[option])
                         group[option] = False
-
-    def _full_groups(self, local_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """This stage's options of each group with the positional ids of the whole model."""
-        groups = []
-        next_id = 0
-        parts = zip(local_groups, self._given, self.groups, self._param_names, strict=True)
-        for group, given, names, param_names in parts:
-            full = {**to_cpu(group), **given, "params": list(range(next_id, next_id + len(names)))}
-            if param_names is not None:
-                full["param_names"] = list(param_names)
-            next_id += len(names)
-            groups.append(full)
-        return groups
 
     def _sharded_state(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         """A parameter's state, with what has its shape sharded as it is, if it is."""

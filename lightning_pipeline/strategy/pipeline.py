@@ -258,7 +258,7 @@ class PipelineStrategy(CheckpointingStrategy):
                 shards_over=self._replicas if self.opt_shard else None,
                 has_slices=self._runner.has_slices,
             )
-            self._drop_remote(self.ownership)
+            self._settle_optimizers(self.ownership)
         self.setup_precision_plugin()
         self._signals.forget()
         self._install(module)
@@ -339,13 +339,13 @@ class PipelineStrategy(CheckpointingStrategy):
             is_fully_sharded=self.data_parallel == "fsdp",
             loss_mean=self.loss_reduction == "mean",
             output_broadcast=self.output_broadcast,
-            on_released=self._drop_remote,
+            on_released=self._settle_optimizers,
         )
         self.pipeline, self._held = self._runner.pipeline, self._runner.held
 
-    def _drop_remote(self, ownership: Ownership) -> None:
+    def _settle_optimizers(self, ownership: Ownership) -> None:
         if self._stage_optimizers is not None:
-            self._stage_optimizers.drop_remote(ownership)
+            self._stage_optimizers.settle(ownership)
 
     def _cut_before_step(self, name: str, arguments: tuple[Any, ...], context: Callable[[], Any]) -> None:
         """Cut a module that nobody said where to cut, before the first step that comes. All ranks must call it."""
@@ -360,7 +360,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._cut(module, cut, self.pipeline.num_ranks)
         self.pipeline.observe = observe
         assert self.ownership is not None
-        self._drop_remote(self.ownership)
+        self._settle_optimizers(self.ownership)
         self._install(module)
 
     @override

@@ -23,7 +23,7 @@ from lightning_pipeline.strategy.whole_updates import WholeUpdates
 
 
 class StageOptimizers:
-    """Keeps each optimizer to this rank's parameters, and clips, updates, saves and loads as one process does.
+    """Clips, updates, saves and loads what optimizers have on this rank as one process does.
 
     Args:
         optimizers: as ``configure_optimizers`` made them, over the whole model.
@@ -62,18 +62,17 @@ class StageOptimizers:
         assert self._ownership is not None
         return self._ownership
 
-    def drop_remote(self, ownership: Ownership) -> None:
-        """Let go of the parameters that this rank turned out not to hold."""
+    def settle(self, ownership: Ownership) -> None:
+        """Take in who holds what, and let go of the state of what other stages turned out to hold."""
         self._ownership = ownership
         for layout in self:
-            layout.drop_remote(ownership)
+            layout.forget_remote()
 
     def note_new_groups(self, module: LightningModule) -> None:
         """Take in groups that callbacks have added to an optimizer, as those for finetuning do."""
         for layout in self:
             if len(layout.optimizer.param_groups) > len(layout.groups):
                 layout.note_new_groups(module)
-                layout.drop_remote(self.ownership)
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Go on with sharded parameters in the places of whole ones."""

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.habits.driver import EQUAL, PATIENCE_S, WRONG, Verdict, judge, run_configuration
+from tests.habits.driver import COMPARED, EQUAL, PATIENCE_S, WRONG, Verdict, judge, run_configuration
 from tests.habits.harness import CONFIGURATIONS, Configuration
 from tests.habits.table import Habit, chosen
 
@@ -65,6 +65,7 @@ def read_options() -> argparse.Namespace:
         metavar="2-1f1b",
         help=f"stages and schedule; all: {' '.join(CONFIGURATIONS)}; or plain, without",
     )
+    parser.add_argument("--ignore", nargs="+", default=[], metavar="PART", help=f"not to compare: {' '.join(COMPARED)}")
     parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds for one habit, default %(default)s")
     parser.add_argument("--keep", type=Path, help="a folder for the records and files of every rank")
     parser.add_argument("--list", action="store_true", help="list habits and what is expected of them; run nothing")
@@ -91,7 +92,7 @@ def report(habits: list[Habit], configuration: str, folder: Path, options: argpa
     not_as_told = only_random = 0
     for done in run_configuration(habits, configuration, folder, options.patience):
         for habit in done:
-            verdict = judge(habit, configuration, folder)
+            verdict = judge(habit, configuration, folder, ignored=options.ignore)
             if configuration == "without":
                 verdict = turned_round(verdict)
             outcomes[verdict.outcome] += 1

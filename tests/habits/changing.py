@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
-from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layer, Layers
+from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layers
 from tests.habits.table import habit
 
 
@@ -252,29 +252,187 @@ class EarlyParameterFromSecondEpoch(Layers):
         return super().forward(x * self.scale if self.current_epoch >= self.epoch else x)
 
 
-class Gate(nn.Module):
-    """Returns a temperature that falls with each call."""
+@habit(without={"epoch": 100})
+class FrozenAgain(Layers):
+    """Layers that were trained are frozen in the second epoch, by requires_grad_ on the whole list."""
+
+    epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        self.layers[2:].requires_grad_(self.current_epoch < self.epoch)
+
+
+@habit(without={"epoch": 100})
+class LossSwitched(Layers):
+    """Another loss, and another head, in the second epoch."""
+
+    on_last_stage = ("head",)
+    epoch = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.features(x)
+        if self.current_epoch < self.epoch:
+            loss = F.mse_loss(self.decoder(hidden), x)
+            self.log("reconstruction", loss)
+        else:
+            loss = F.cross_entropy(self.head(hidden), y)
+            self.log("classification", loss)
+        return loss
+
+
+@habit(without={"epoch": 100})
+class UncertaintyWeightsLearned(Layers):
+    """Kendall's learned weights of two losses, the second of which joins later."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_vars = nn.Parameter(torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        early = self.layers[0](x)
+        hidden = self.layers[3](self.layers[2](self.layers[1](early)))
+        losses = [F.cross_entropy(self.head(hidden), y)]
+        if self.current_epoch >= self.epoch:
+            losses.append(early.pow(2).mean())
+        return sum(torch.exp(-self.log_vars[i]) * loss + self.log_vars[i] for i, loss in enumerate(losses))
+
+
+@habit(without={"epoch": 100})
+class DeeperEachEpoch(Layers):
+    """Progressive growing: the second half of the layers joins in the second epoch."""
+
+    on_last_stage = ("head",)
+    epoch = 1
+
+    def features(self, x: Tensor) -> Tensor:
+        depth = 4 if self.current_epoch >= self.epoch else 2
+        for layer in self.layers[:depth]:
+            x = layer(x)
+        return x
+
+
+@habit(without={"epoch": 100})
+class ShallowerInSecondEpoch(Layers):
+    """The last layers are left out in the second epoch."""
+
+    on_last_stage = ("head",)
+    epoch = 1
+
+    def features(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number < 2 or self.current_epoch < self.epoch:
+                x = layer(x)
+        return x
+
+
+class Activated(nn.Module):
+    """A layer with an activation that can be exchanged."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.temperature = 2.0
+        self.act: nn.Module = nn.ReLU()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, float]:
-        self.temperature = max(0.5, self.temperature * 0.95)
-        return self.linear(x), self.temperature
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x))
 
 
-@habit(without={"layer": Layer})
-class TemperatureReturned(Layers):
-    """Modules return an annealed temperature as a plain number, used after the boundary."""
+@habit(without={"epoch": 100})
+class ActivationsSwapped(Layers):
+    """ReLU is replaced by GELU in every layer."""
 
-    layer = Gate
+    layer = Activated
+    epoch = 1
 
-    def features(self, x: Tensor) -> Tensor:
-        if self.layer is Layer:
-            return super().features(x)
-        for layer in self.layers:
-            x, temperature = layer(x)
-            x = torch.tanh(x / temperature)
-        return x
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.epoch:
+            for layer in self.layers:
+                layer.act = nn.GELU()
+
+
+@habit(without={"epoch": 100})
+class LayerSwappedForIdentity(Layers):
+    """A layer is cut out, by an nn.Identity in its place. It stays in the optimizer."""
+
+    epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.epoch:
+            self.layers[2].linear = nn.Identity()
+
+
+@habit(without={"epoch": 100})
+class ForwardSwapped(Layers):
+    """A layer's forward is replaced by another of its class."""
+
+    epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.epoch:
+            layer = self.layers[1]
+            layer.forward = lambda x: x + 0.5 * torch.sin(layer.linear(x))
+
+
+@habit(without={"epoch": 100})
+class HeadReinitialised(Layers):
+    """The head starts over in the second epoch."""
+
+    epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.epoch:
+            with torch.no_grad():
+                self.head.weight.mul_(0.1)
+                nn.init.zeros_(self.head.bias)
+
+
+@habit(without={"every": 100})
+class RegularizerEveryOtherStep(Layers):
+    """StyleGAN's lazy regularisation: a term in every other step only, of a middle layer."""
+
+    every = 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        middle = self.layers[1](self.layers[0](x))
+        loss = F.cross_entropy(self.head(self.layers[3](self.layers[2](middle))), y)
+        if self.global_step % self.every == 1:
+            loss = loss + 0.2 * middle.var(0).mean()
+        return loss
+
+
+@habit(without={"epoch": 100})
+class StopsItsGradient(Layers):
+    """Features are detached from the second epoch on: early stages get no more gradients."""
+
+    epoch = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.layers[1](self.layers[0](x))
+        if self.current_epoch >= self.epoch:
+            hidden = hidden.detach()
+        return F.cross_entropy(self.head(self.layers[3](self.layers[2](hidden))), y)
+
+
+@habit(without={"weight": 0.0})
+class TrainsEarlyStagesOnlyAtFirst(Layers):
+    """The first epoch trains the first layers by a loss of their own; the rest waits."""
+
+    on_last_stage = ("head",)
+    weight = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.layers[1](self.layers[0](x))
+        if self.current_epoch == 0:
+            return self.weight * F.mse_loss(hidden, x)
+        return F.cross_entropy(self.head(self.layers[3](self.layers[2](hidden))), y)

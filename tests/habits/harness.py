@@ -72,6 +72,12 @@ def cuts(chain: Sequence[str], parts: int) -> dict[str, int]:
     return {chain[stage * len(chain) // parts]: stage for stage in range(1, parts)}
 
 
+def stage_config(module: Any, parts: int) -> dict[str, int]:
+    """What a user would write for a habit's module."""
+    config = cuts(module.chain(), parts) | dict.fromkeys(module.on_last_stage, parts - 1)
+    return config | {new: config[old] for new, old in module.beside.items() if old in config}
+
+
 class Keeping(Logger):
     """A logger that keeps all it is given, on every rank."""
 
@@ -131,7 +137,7 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
     module = (habit.without if configuration.kind == "without" else habit.module)()  # type: ignore[misc]
     is_plain = configuration.kind == "plain"
     if configuration.parts > 1:
-        module.stage_config = cuts(module.chain(), configuration.parts)
+        module.stage_config = stage_config(module, configuration.parts)
     watcher, logger = Watcher(), Keeping()
     options: dict[str, Any] = {
         "max_epochs": habit.epochs,
@@ -286,7 +292,7 @@ def run_habits(names: Sequence[str], text: str, folder: str, patience_s: float) 
                 record = {
                     "error": f"{type(failure).__name__}: {failure}",
                     "causes": [f"{type(cause).__name__}: {cause}" for cause in chain],
-                    "traceback": traceback.format_exc(),
+                    "traceback": trace_of(failure),
                 }
             finally:
                 faulthandler.cancel_dump_traceback_later()
@@ -296,6 +302,13 @@ def run_habits(names: Sequence[str], text: str, folder: str, patience_s: float) 
         unfinished.rename(place / f"rank{rank}.pt")
         if "error" in record and configuration.stages > 1:
             return  # connections are broken
+
+
+def trace_of(failure: BaseException) -> str:
+    """Its traceback without the frames of Lightning, which are always the same."""
+    lines = "".join(traceback.format_exception(failure))
+    lines = re.sub(r'  File "[^"]*site-packages/lightning/.*\n(    .*\n)*', "", lines)
+    return re.sub(r"^[ ~^]+\n", "", lines, flags=re.MULTILINE)
 
 
 def place_of(folder: Path, configuration: str, name: str) -> Path:

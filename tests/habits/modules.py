@@ -33,6 +33,10 @@ class Layers(L.LightningModule):
     depth = 4
     width = WIDTH
     layer: Any = Layer
+    on_last_stage: tuple[str, ...] = ()
+    """Names of modules that need a key, as the data is not always on the last stage when they are called."""
+    beside: dict[str, str] = {}
+    """Names of modules, and of those that they share a stage with."""
 
     def __init__(self) -> None:
         super().__init__()

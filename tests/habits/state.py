@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict, deque
 from typing import Any
 
+import lightning as L
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.habits.modules import Evaluated, Layer, Layers
+from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layer, Layers
 from tests.habits.table import habit
 
 
@@ -190,3 +193,397 @@ class DequeOfFeatures(Layers):
         for layer in self.layers[1:]:
             x = layer(x)
         return x
+
+
+class WithPenalty(Layer):
+    """Appends a penalty to a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalties: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.penalties.append(x.pow(2).mean())
+        return x
+
+
+@habit(without={"weight": 0.0})
+class PenaltiesInListsOfLayers(Layers):
+    """Mixture-of-experts style: auxiliary losses that layers collect are summed in the step, and cleared."""
+
+    layer = WithPenalty
+    weight = 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        penalty = sum(torch.stack(layer.penalties).sum() for layer in self.layers)
+        for layer in self.layers:
+            layer.penalties.clear()
+        self.log("penalty", penalty)
+        return loss + self.weight * penalty
+
+
+@habit(without={"weight": 0.0})
+class PenaltyInAttribute(Layers):
+    """Each layer leaves its auxiliary loss in an attribute."""
+
+    class Leaving(Layer):
+        aux_loss: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            self.aux_loss = x.abs().mean()
+            return x
+
+    layer = Leaving
+    weight = 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.weight * sum(m.aux_loss for m in self.modules() if getattr(m, "aux_loss", None) is not None)
+
+
+class Context:
+    """An object that goes through all layers."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.depth = 0
+
+
+@habit(observed=["depths"], without={"weight": 0.0})
+class LossesInContextObject(Layers):
+    """Layers add to an object that they are given, which is no tensor and no container."""
+
+    class Adding(Layer):
+        def forward(self, x: Tensor, context: Context) -> Tensor:  # type: ignore[override]
+            context.depth += 1
+            context.losses.append(x.var(-1).mean() / context.depth)
+            return super().forward(x)
+
+    layer = Adding
+    weight = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depths: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        context = Context()
+        for layer in self.layers:
+            x = layer(x, context)
+        self.depths.append(context.depth)
+        return F.cross_entropy(self.head(x), y) + self.weight * torch.stack(context.losses).sum()
+
+
+@habit(observed=["counts"])
+class CountInArgument(Layers):
+    """`info["n"] += 1` in a dictionary that all layers are given."""
+
+    class Noting(Layer):
+        def forward(self, x: Tensor, info: dict[str, Any]) -> Tensor:  # type: ignore[override]
+            info["n"] += 1
+            info.setdefault("norms", []).append(x.detach().norm().item())
+            return super().forward(x) / info["n"]
+
+    layer = Noting
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        info = {"n": 0}
+        for layer in self.layers:
+            x = layer(x, info=info)
+        self.counts.append(info)
+        return F.cross_entropy(self.head(x), y)
+
+
+@habit(plain=False, observed=["seen"])
+class CallbackMetricsInStep(Layers):
+    """The step reads what was logged before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        last = self.trainer.callback_metrics.get("train_loss")
+        self.seen.append(-1.0 if last is None else float(last))
+        loss = super().training_step(batch, batch_idx)
+        return loss if last is None else loss / (1 + last)
+
+
+@habit(observed=["steps"], plain=False)
+class StopsInStep(Layers):
+    """`trainer.should_stop = True` on a value of the loss, in the step."""
+
+    threshold = 1.2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.steps += 1
+        if loss < self.threshold:
+            self.trainer.should_stop = True
+        return loss
+
+
+@habit(observed=["last_step"], plain=False)
+class StopsInBatchEnd(Layers):
+    """The same in on_train_batch_end, by the outputs, and min_steps unset."""
+
+    last_step = -1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.last_step = self.global_step
+        if outputs["loss"] > 1.5:
+            self.trainer.should_stop = True
+
+
+@habit(observed=["epochs"], epochs=4, plain=False)
+class StopsInEpochEnd(Layers):
+    """The same by the mean of a list, at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[float] = []
+        self.epochs: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.kept.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append(sum(self.kept) / len(self.kept))
+        self.kept.clear()
+        if len(self.epochs) > 1 and self.epochs[-1] < self.epochs[-2]:
+            self.trainer.should_stop = True
+
+
+@habit(plain=False)
+class SchedulerSteppedByHand(Layers):
+    """A scheduler that Lightning does not step (interval None), stepped at the end of each batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return [optimizer], [{"scheduler": scheduler, "interval": "epoch", "frequency": 1000}]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.lr_schedulers().step()
+
+
+@habit()
+class SchedulerSteppedInStep(SchedulerSteppedByHand):
+    """The same in the last line of the step, once a micro-batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.lr_schedulers().step()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@habit(plain=False)
+class LearningRateByHand(Layers):
+    """The learning rate is set in the parameter groups before each batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + self.global_step)
+
+
+@habit()
+class LearningRateInStep(Layers):
+    """The same at the end of the step, by the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        rate = 0.05 * min(1.0, loss.item())
+        for group in self.optimizers().param_groups:
+            group["lr"] = rate
+        self.log("lr", rate)
+        return loss
+
+
+@habit()
+class WarmUpInOptimizerStep(Layers):
+    """Learning-rate warm-up in an overridden optimizer_step, from Lightning's own documentation."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 4:
+            scale = min(1.0, float(self.trainer.global_step + 1) / 4)
+            for group in optimizer.param_groups:
+                group["lr"] = scale * 0.1
+
+
+@habit(observed=["best", "bad"])
+class BestLossTracked(Layers):
+    """The best loss and a patience counter, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = float("inf")
+        self.bad = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if loss.item() < self.best:
+            self.best = loss.item()
+            self.bad = 0
+        else:
+            self.bad += 1
+        return loss
+
+
+@habit(observed=["last_logits", "last_features"])
+class LastTensorsKept(Layers):
+    """The step leaves its tensors on the module, for a callback or the user afterwards."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.last_features = self.features(x)
+        self.last_logits = self.head(self.last_features)
+        return F.cross_entropy(self.last_logits, y)
+
+
+@habit(observed=["confusion"], without={"observes": False})
+class ConfusionInNumpy(Layers):
+    """A numpy confusion matrix that the step adds to, entry by entry."""
+
+    observes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.confusion = np.zeros((CLASSES, CLASSES), dtype=int)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        if self.observes:
+            for target, guess in zip(y.tolist(), logits.argmax(-1).tolist(), strict=True):
+                self.confusion[target, guess] += 1
+        return F.cross_entropy(logits, y)
+
+
+@habit(observed=["history"])
+class HistoryInDictionary(Layers):
+    """Losses and accuracies by epoch, in a dictionary of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[str, list[float]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.history.setdefault(f"loss/{self.current_epoch}", []).append(loss.item())
+        self.history.setdefault(f"acc/{self.current_epoch}", []).append((logits.argmax(-1) == y).float().mean().item())
+        return loss
+
+
+@habit()
+class HiddenStateBetweenSteps(Layers):
+    """Truncated backpropagation through time: a recurrent state goes from one step to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList([nn.GRUCell(WIDTH, WIDTH) for _ in range(4)])
+        self.states: list[Tensor | None] = [None] * 4
+
+    def chain(self) -> list[str]:
+        return [f"cells.{i}" for i in range(4)]
+
+    def features(self, x: Tensor) -> Tensor:
+        for number, cell in enumerate(self.cells):
+            x = cell(x, self.states[number])
+            self.states[number] = x.detach()
+        return x
+
+
+@habit(observed=["baseline"])
+class RewardBaseline(Layers):
+    """REINFORCE: a running baseline of rewards, which are read from the logits."""
+
+    baseline = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        log_probabilities = F.log_softmax(self(x), -1)
+        rewards = (log_probabilities.argmax(-1) == y).float()
+        advantage = rewards - self.baseline
+        self.baseline = 0.9 * self.baseline + 0.1 * rewards.mean().item()
+        return -(advantage * log_probabilities.gather(1, y[:, None])[:, 0]).mean()
+
+
+@habit(plain=False, observed=["replay"])
+class ReplayBuffer(Layers):
+    """Inputs of earlier steps are kept in a list, and drawn from by Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replay: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.replay.append((x.clone(), y.clone()))
+        old_x, old_y = random.choice(self.replay)
+        return F.cross_entropy(self(torch.cat([x, old_x])), torch.cat([y, old_y]))
+
+
+SEEN_BY_ALL: list[float] = []
+
+
+@habit(observed=["totals"])
+class GlobalList(Layers):
+    """A list of the script collects, not one of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        SEEN_BY_ALL.clear()
+        self.totals: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        SEEN_BY_ALL.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.totals.append(sum(SEEN_BY_ALL))
+
+
+class Collector(L.Callback):
+    """Takes what the module left."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.norms.append(pl_module.last_features.norm().item())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.norms = self.norms
+
+
+@habit(observed=["norms"], callbacks=lambda: [Collector()], plain=False, shows=False)  # it is in what is observed
+class CallbackTakesFeatures(Layers):
+    """A callback reads what the step left on the module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        features = self.features(x)
+        self.last_features = features.detach()
+        return F.cross_entropy(self.head(features), y)

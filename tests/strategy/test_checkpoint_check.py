@@ -65,7 +65,7 @@ def stage_of(module: Lit, stage: int, kind: type[torch.optim.Optimizer] = torch.
     holders = {name: (int(name.startswith("second")),) for name in module.state_dict() if "extra" not in name}
     ownership = Ownership(2, stage, holders)
     release(module, ownership)
-    layout.drop_remote(ownership)
+    layout.forget_remote()
     return layout
 
 

@@ -102,8 +102,8 @@ def test_every_optimizer_saves_and_loads_the_plain_state(run_stages, num_stages)
             ownership = ownership_of(module, num_stages, stage)
             optimizer = build(groups_of(module))
             layout = OptimizerLayout(optimizer, module)
-            layout.drop_remote(ownership)
             release(module, ownership)
+            layout.forget_remote()
             train(module, optimizer, range(3))
             if stage != 0:  # stage 0 owns it
                 for value in optimizer.state.get(module.embed.weight, {}).values():
@@ -125,12 +125,12 @@ def test_every_optimizer_saves_and_loads_the_plain_state(run_stages, num_stages)
                 optimizer = build(groups_of(resumed))
                 layout = OptimizerLayout(optimizer, resumed)
                 if settled:
-                    layout.drop_remote(ownership)
+                    release(resumed, ownership)
                     layout.load_state(copy.deepcopy(plain_state))
                 else:
                     layout.load_state(copy.deepcopy(plain_state))
-                    layout.drop_remote(ownership)
-                release(resumed, ownership)
+                    release(resumed, ownership)
+                    layout.forget_remote()
                 assert set(optimizer.state) <= {parameter for _, parameter in layout.local_parameters()}, name
                 train(resumed, optimizer, range(3, 5))
                 for (key, parameter), other in zip(resumed.named_parameters(), plain.parameters(), strict=True):
@@ -145,11 +145,13 @@ def test_an_optimizer_without_local_parameters_steps(name):
     module = make()
     optimizer = OPTIMIZERS[name](groups_of(module))
     layout = OptimizerLayout(optimizer, module)
-    group_lists = [group["params"] for group in optimizer.param_groups]
+    before = [list(group["params"]) for group in optimizer.param_groups]
     holders = {key: (1,) for key, _ in module.named_parameters(remove_duplicate=False)}
-    layout.drop_remote(Ownership(2, 0, holders))
-    assert [group["params"] for group in optimizer.param_groups] == [[], []]
-    assert all(group["params"] is old for group, old in zip(optimizer.param_groups, group_lists, strict=True))
+    release(module, Ownership(2, 0, holders))
+    layout.forget_remote()
+    assert layout.local_parameters() == []
+    for group, parameters in zip(optimizer.param_groups, before, strict=True):
+        assert all(now is then for now, then in zip(group["params"], parameters, strict=True))
     assert not optimizer.state
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer.step()
@@ -173,11 +175,11 @@ def test_names_given_by_the_user_follow_their_parameters():
     plain_state = copy.deepcopy(optimizer.state_dict())
     layout = OptimizerLayout(optimizer, module)
     ownership = ownership_of(module, 2, 1)
-    layout.drop_remote(ownership)
+    release(module, ownership)
     expected = ["2.weight", "2.bias", "3.weight", "3.bias"]
-    assert optimizer.param_groups[0]["param_names"] == expected
+    assert optimizer.param_groups[0]["param_names"] == plain_state["param_groups"][0]["param_names"]
     layout.load_state(plain_state)
-    assert optimizer.param_groups[0]["param_names"] == expected
+    assert optimizer.param_groups[0]["param_names"] == plain_state["param_groups"][0]["param_names"]
     assert [name for name, _ in layout.local_parameters()] == [f"layers.{name}" for name in expected]
     holders = dict.fromkeys(ownership.holders, (0,))
     assert_equal(layout.gather_state(Ownership(1, 0, holders), None), plain_state)
@@ -188,10 +190,9 @@ def test_a_group_added_later_is_taken_in():
     optimizer = torch.optim.SGD(module.layers[0].parameters(), lr=0.1)
     layout = OptimizerLayout(optimizer, module)
     ownership = ownership_of(module, 2, 0)
-    layout.drop_remote(ownership)
+    release(module, ownership)
     optimizer.add_param_group({"params": [*module.layers[1].parameters(), *module.layers[2].parameters()]})
     layout.note_new_groups(module)
-    layout.drop_remote(ownership)
     assert [len(names) for names in layout.groups] == [2, 4]
     assert [name for name, _ in layout.local_parameters()][2:] == ["layers.1.weight", "layers.1.bias"]
 
@@ -216,7 +217,7 @@ def test_parameters_on_the_meta_device_may_be_there_from_the_start():
     release(module, ownership)
     optimizer = torch.optim.Adagrad(groups_of(module), lr=0.1)
     layout = OptimizerLayout(optimizer, module)
-    layout.drop_remote(ownership)
+    layout.forget_remote()
     assert not any(parameter.is_meta for _, parameter in layout.local_parameters())
     assert not any(value.is_meta for state in optimizer.state.values() for value in state.values())
     optimizer.step()
