@@ -244,7 +244,7 @@ class Pipeline:
     def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
         """One rank runs the user's steps as they are."""
         for state in states:
-            with Counted(self._draws, state.seed):
+            with Counted(self._draws, state.seed).running():
                 state.result, state.loss = work.step(state, tree.rebuild(state.layout, state.tensors))
             self._live.add()
             if work.loss_of is not None:
@@ -368,7 +368,7 @@ class Pipeline:
             self._note_uses(program)
             self.learning = True
         is_simple = recording.is_simple and len(program.visits) <= len(self.placement)
-        is_simple = is_simple and not program.comes_back and self._is_held(program)
+        is_simple = is_simple and not program.comes_back and not program.writes_again and self._is_held(program)
         if is_simple and state.index not in self._in_order:
             state.program = program
             state.asked = tuple(dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]))
