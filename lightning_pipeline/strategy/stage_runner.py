@@ -250,8 +250,9 @@ class StageRunner:
         missing = [stage for stage in range(len(placement)) if stage not in self.pipeline.reached]
         if missing:
             stage = missing[0]
-                names = [repr(name) for name, own in self._cut.stages.exact.items() if own == stage]
+            names = [repr(name) for name, own in self._cut.stages.exact.items() if own == stage]
             raise ValueError(
-                f"{stage_term(placement)} {stage} is never reached: nothing of this training step ran on it, and stage_config gives it "
-                f"{', '.join(names)}; name the first module there that the step calls"
+                f"{stage_term(placement)} {stage} is never reached: nothing of this training step ran on it, and "
+                f"stage_config gives it {', '.join(names) or 'no module'}; name the first module there that the step "
+                f"calls"
             )
