@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.checkpoints import checkpoints_noted
@@ -386,7 +386,9 @@ def _function_apply_seen(recording: Recording) -> Iterator[None]:
         function = apply.__get__(None, cls)
         if torch._C._len_torch_function_stack() == 0 or not recording._is_ours((args, kwargs)):
             return function(*args, **kwargs)
-        return recording.__torch_function__(_applying(cls, apply), (), args, kwargs)
+        # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
+        with _pop_mode_temporarily() as mode:
+            return mode.__torch_function__(_applying(cls, apply), (), args, kwargs)
 
     owner.apply = classmethod(seen)
     try:

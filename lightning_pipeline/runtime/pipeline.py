@@ -248,9 +248,10 @@ class Pipeline:
                 state.result, state.loss = work.step(state, tree.rebuild(state.layout, state.tensors))
             self._live.add()
             if work.loss_of is not None:
-                loss, state.loss = state.loss, state.loss.detach()
-                work.run_backward(work.loss_of(state, loss))
-                del loss
+                if state.loss is not None:
+                    loss, state.loss = state.loss, state.loss.detach()
+                    work.run_backward(work.loss_of(state, loss))
+                    del loss
                 for stage in self.stages:
                     work.after_backward(stage, state)
             self._live.now -= 1

@@ -85,6 +85,8 @@ class Steps:
         self._tensor_group = tensor_group
         self._mean = mean
         self._output_broadcast = output_broadcast
+        self._is_alone = pipeline.num_ranks == 1 and replicas is None
+        """Batches may be skipped, which Lightning has for one process only."""
         self._signals = signals
         self._logged = LoggedValues(module)
         self._last = pipeline.last_rank
@@ -216,11 +218,11 @@ class Steps:
                 attributes.pop("log", None)
             if not has_loss:
                 return result, None
-            loss = loss_in(result, name)
+            loss = None if result is None and self._is_alone else loss_in(result, name)
             if loss is not None and needs_gradients and not loss.requires_grad:
                 raise RuntimeError(
                     f"the loss that {name}.training_step returned has no gradients to give: nothing that it was "
-                    f"computed from requires them, or they were off; to skip a batch, return None"
+                    f"computed from requires them, or they were off; to skip a batch, return a loss of zero times the output"
                 )
             if sums:
                 for logged in state.logged:
@@ -309,8 +311,8 @@ def _does_nothing(context: Callable[[], AbstractContextManager[Any]]) -> bool:
     return type(precision.forward_context()) is nullcontext
 
 
-def loss_in(result: Any, module: str) -> Tensor | None:
-    """The loss in what a training step has returned; None where it returned None, to skip the batch.
+def loss_in(result: Any, module: str) -> Tensor:
+    """The loss in what a training step has returned.
 
     Args:
         module: its class's name, for the error.
@@ -318,21 +320,20 @@ def loss_in(result: Any, module: str) -> Tensor | None:
     Raises:
         ValueError: there is none in it.
     """
-    if result is None:
-        return None
     loss = result
     if not isinstance(result, Tensor) and isinstance(result, Mapping):
         loss = result.get("loss")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()) if loss.dim() else loss
-    what = type(result).__name__
+    what = "None" if result is None else type(result).__name__
     if isinstance(result, Mapping):
         what = f"{what} {list(result)}"
     elif isinstance(result, Tensor):
         what = f"a tensor of shape {list(result.shape)}"
     raise ValueError(
         f"{module}.training_step returned {what}, and a pipeline needs the loss of every micro-batch: return a "
-        f"tensor with one element, or a dictionary with one under 'loss'; to skip a batch, return None"
+        f"tensor with one element, or a dictionary with one under 'loss'; to skip a batch, return a loss of zero times "
+        f"the output"
     )
 
 

@@ -116,7 +116,7 @@ class WrittenView(Plain):
         return y + x
 
 
-class Diverging(Plain):
+class Changing(Plain):
     def between(self, x: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 2:
             x = x * 2
@@ -208,8 +208,8 @@ class Manual(Plain):
         self.automatic_optimization = False
 
 
-def fit(module: type[Plain], *args: Any, world: int = 2, **strategy: Any) -> None:
-    """Train `module` for a few batches of 8 samples in 4 micro-batches."""
+def fit(module: type[Plain], *args: Any, world: int = 2, **strategy: Any) -> dict[str, Tensor]:
+    """Train `module` for a few batches of 8 samples in 4 micro-batches. Returns its weights."""
     L.seed_everything(1, verbose=False)
     strategy = {"num_microbatches": 4, "timeout": PATIENCE_S, **strategy}
     trainer = L.Trainer(
@@ -223,3 +223,4 @@ def fit(module: type[Plain], *args: Any, world: int = 2, **strategy: Any) -> Non
         enable_model_summary=False,
     )
     trainer.fit(module(*args), DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=8))
+    return trainer.strategy.lightning_module_state_dict()
