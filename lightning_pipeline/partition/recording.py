@@ -91,6 +91,7 @@ class Recording(TorchFunctionMode):
         self.is_simple = True
         self.floor = 0
         self._kept: list[Placeholder] = []
+        self._is_over = False
         self._reads = reads
         self._seed_draw = seed_draw
         self._placing: Placing | None = None
@@ -160,6 +161,11 @@ class Recording(TorchFunctionMode):
                 found[place.value] = place
         return [found[value] for value in sorted(found)]
 
+    def let_go(self) -> None:
+        """The step is over: placeholders, which refer to this, are used again for a long time."""
+        self.captured, self._kept = [], []
+        self._is_over = True
+
     # -- what matchers ask of it ------------------------------------------------------------------------------------
 
     def capture(self, tensor: Tensor) -> None:
@@ -173,7 +179,8 @@ class Recording(TorchFunctionMode):
         self.num_draws += 1
 
     def keep(self, place: Placeholder) -> None:
-        self._kept.append(place)
+        if not self._is_over:
+            self._kept.append(place)
 
     def change(self, place: Placeholder, look: Look) -> None:
         value = place.value

@@ -158,6 +158,9 @@ class Pipeline:
             else:
                 self._run_in_stages(work, states)
                 numbers = self._end(work, states, extra)
+        for state in states:
+            if state.recording is not None:
+                state.recording.let_go()
         self.peak_live = self._live.peak
         self._run, self._microbatches, self._in_order = None, [], {}
         return states, numbers

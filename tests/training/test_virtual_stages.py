@@ -14,8 +14,9 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeline.partition.absent import Absent
+from lightning_pipeline.runtime.visit import Visit
 from lightning_pipeline.schedules import build
 from tests.launching import SOON_S, launch, run_ranks
 from tests.training.measured import LitMeasured, measured_stages, point_loader
@@ -89,7 +90,7 @@ def keeping(schedule: str, world: int) -> Result:
         "losses": losses.values,
         "weights": weights(trainer),
         "steps": module.steps,
-        "kept": [float(loss) for loss in module.losses if type(loss) is not Absent],
+        "kept": [float(loss) for loss in module.losses],
     }
 
 
@@ -116,49 +117,57 @@ def resumable(schedule: str | None, folder: Path, *, dropout: float, resume: boo
     }
 
 
-class LiveOutputs(L.Callback):
-    """Bytes of the modules' outputs that are alive: at most at once, and after each step."""
+class LiveActivations(L.Callback, TorchDispatchMode):
+    """Bytes of what normalisations and activation functions have given and is alive: at most at once, and after each
+    step."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.alive: list[StorageWeakRef] = []
         self.bytes: dict[int, int] = {}
         self.peak = 0
         self.left: list[int] = []
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.handles = [module.register_forward_hook(self.note) for module in pl_module.modules()]
-
-    def note(self, module: Any, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and type(output) is not Absent:
-            with torch._C.DisableTorchFunction():
-                storage = output.untyped_storage()
-                self.alive.append(StorageWeakRef(storage))
-                self.bytes[self.alive[-1].cdata] = storage.nbytes()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.native_layer_norm.default, torch.ops.aten.gelu.default):
+            storage = (found[0] if isinstance(found, tuple) else found).untyped_storage()
+            self.alive.append(StorageWeakRef(storage))
+            self.bytes[self.alive[-1].cdata] = storage.nbytes()
             self.peak = max(self.peak, self.count())
+        return found
 
     def count(self) -> int:
         self.alive = [storage for storage in self.alive if not storage.expired()]
         return sum(self.bytes[cdata] for cdata in {storage.cdata for storage in self.alive})
 
+    def on_train_start(self, *_: Any) -> None:
+        self.forward = forward = Visit.forward
+
+        def watched(visit: Visit, microbatch: int) -> None:
+            with self:
+                forward(visit, microbatch)
+
+        Visit.forward = watched  # type: ignore[method-assign]
+
     def on_train_batch_end(self, *_: Any) -> None:
         self.left.append(self.count())
 
     def on_train_end(self, *_: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
+        Visit.forward = self.forward  # type: ignore[method-assign]
 
 
 def live(schedule: str, num_virtual_stages: int) -> Result:
-    outputs = LiveOutputs()
+    activations = LiveActivations()
     stage_config = gpt_stages(WORLD * num_virtual_stages)
     strategy = {"schedule": schedule, "num_microbatches": 8}
-    trainer = pipeline_trainer(stage_config, world=WORLD, strategy=strategy, max_steps=3, callbacks=[outputs])
+    trainer = pipeline_trainer(stage_config, world=WORLD, strategy=strategy, max_steps=3, callbacks=[activations])
     gc.disable()  # what is let go by itself does not wait for the collector
     try:
         trainer.fit(LitGPT(dropout=0.1), token_loader(48, 16))
     finally:
         gc.enable()
-    return {"peak": outputs.peak, "left": outputs.left}
+    return {"peak": activations.peak, "left": activations.left}
 
 
 LIVE = {"1f1b": 1, "zero_bubble": 1, LOOP: 2, "interleaved_1f1b_low_memory": 2, "interleaved_zero_bubble": 2, V: 2}
@@ -226,13 +235,13 @@ def test_predictions_stay_with_the_last_virtual_stage_when_asked(schedule: str, 
 
 
 @pytest.mark.parametrize("schedule", [LOOP, V])
-def test_each_virtual_stage_sees_its_own_of_what_a_step_keeps(schedule: str, one: Any, ranks: Any) -> None:
+def test_every_rank_has_what_a_step_keeps(schedule: str, one: Any, ranks: Any) -> None:
     expected = one["keeping"]
     for rank in ranks:
         found = rank["keeping"][schedule]
         assert found["losses"] == expected["losses"]
         assert found["steps"] == expected["steps"] == 2 * 3 * 4  # epochs, batches, micro-batches
-    assert ranks[LAST[schedule]]["keeping"][schedule]["kept"] == expected["kept"]
+        assert found["kept"] == expected["kept"]
     assert not differing(ranks[0]["keeping"][schedule]["weights"], expected["weights"])
     assert float(expected["weights"]["average"]) != 0
 
@@ -267,30 +276,30 @@ def test_low_memory_orders_need_less_memory(ranks: Any) -> None:
 
 
 class LitFails(LitGPT):
-    """Something happens in one block at the third batch.
+    """Something happens to one rank in one block at the third batch.
 
     Args:
-        block: which.
         kill: the process is killed; else an exception is raised.
     """
 
-    def __init__(self, block: int, *, kill: bool) -> None:
+    def __init__(self, block: int, rank: int, *, kill: bool) -> None:
         super().__init__()
-        next(self.net.blocks[block].children()).register_forward_pre_hook(self.fail)  # which runs on one stage only
+        next(self.net.blocks[block].children()).register_forward_pre_hook(self.fail)
+        self.rank = rank
         self.kill = kill
         self.calls = 0
 
     def fail(self, *_: Any) -> None:
         self.calls += 1
-        if self.calls > 10:
+        if self.calls > 10 and self.global_rank == self.rank:
             if self.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise FloatingPointError("the user's own error")
+            raise FloatingPointError("the rank's own error")
 
 
-def fail(block: int, kill: bool, schedule: str) -> None:
+def fail(block: int, rank: int, kill: bool, schedule: str) -> None:
     trainer = pipeline_trainer(gpt_stages(4), world=WORLD, strategy={"schedule": schedule}, max_steps=4)
-    trainer.fit(LitFails(block, kill=kill), token_loader(32, 8))
+    trainer.fit(LitFails(block, rank, kill=kill), token_loader(32, 8))
 
 
 @pytest.mark.parametrize(("schedule", "block"), [(V, 3), (LOOP, 2)])
@@ -298,11 +307,11 @@ def fail(block: int, kill: bool, schedule: str) -> None:
 def test_a_failure_on_a_virtual_stage_ends_all_ranks(schedule: str, block: int, kill: bool) -> None:
     placement = build(schedule, WORLD, 4, 2).placement
     failed = placement[block]
-    ended = run_ranks(fail, block, kill, schedule, world=WORLD)
+    ended = run_ranks(fail, block, failed, kill, schedule, world=WORLD)
     stages = [" and ".join(str(s) for s, place in enumerate(placement) if place == rank) for rank in range(WORLD)]
     assert ended[failed].exit_code == (-9 if kill else 1)
     other = ended[1 - failed]
     assert other.seconds < SOON_S
-    reason = "its process ended" if kill else "FloatingPointError: the user's own error"
+    reason = "its process ended" if kill else "FloatingPointError: the rank's own error"
     assert f"rank {failed} (virtual stages {stages[failed]}) failed: {reason}" in other.error
     assert f"rank {1 - failed} (virtual stages {stages[1 - failed]}) was waiting for" in other.error
