@@ -172,6 +172,7 @@ class Steps:
         name = type(self._module).__name__
 
         def run(state: Microbatch, batch: Any) -> tuple[Any, Any]:
+            before = attributes.get("log")
             attributes["log"] = lambda *a, **k: self._note(state, *a, **k)
             try:
                 if plain:
@@ -187,7 +188,10 @@ class Steps:
                     ) from error
                 raise
             finally:
-                attributes.pop("log", None)
+                if before is None:
+                    attributes.pop("log", None)
+                else:
+                    attributes["log"] = before
             return result, loss_in(result, name) if has_loss else None
 
         return run
