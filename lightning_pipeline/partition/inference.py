@@ -47,6 +47,9 @@ class Result:
     writes: tuple[tuple[int, Look], ...]
 
 
+NOTHING = Result(tree.Constant(None), (), (), ())
+
+
 class Inference:
     """Runs functions on fake tensors of one process. Autograd, autocast and the default dtype are as they are now."""
 
@@ -59,43 +62,65 @@ class Inference:
         Args:
             looks: of the call's tensors.
         """
-        fakes = [self._fake(look) for look in looks]
-        storages = [_storage(fake) for fake in fakes]
-        versions = [fake._version for fake in fakes]
+        with self._mode:
+            fakes = [_made(look) for look in looks]
         try:
             with self._mode:
-                found = function(
-                    *put_together(call.args, fakes, call.numbers), **put_together(call.kwargs, fakes, call.numbers)
-                )
+                return _run(function, call, fakes, looks)
         except _UNKNOWN:
             return None
-        return _result(found, fakes, storages, versions, looks, writes_beside(function, call))
+        except Exception:
+            return self._on_zeros(function, call, looks)
+
+    def _on_zeros(self, function: Any, call: Call, looks: Sequence[Look]) -> Result | None:
+        """What `function` gives where its fake implementation is stricter than the real one; None where data matters.
+
+        Torch's own functions say so where the looks of their results depend on data, and this one has not.
+        """
+        try:
+            with torch.no_grad():
+                zeros = [_made(look, filled=True) for look in looks]
+            return _run(function, call, zeros, looks)
+        except Exception:
+            return None
 
     def result_on_data(self, function: Any, call: Call, data: Sequence[Tensor]) -> Result:
         """What `function` gives on this data, which is not changed."""
         with torch.no_grad():
             looks = [Look.of(tensor) for tensor in data]
             tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in data]
-        storages = [_storage(tensor) for tensor in tensors]
-        versions = [tensor._version for tensor in tensors]
-        found = function(
-            *put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers)
-        )
-        return _result(found, tensors, storages, versions, looks, writes_beside(function, call))
+        return _run(function, call, tensors, looks)
 
-    def _fake(self, look: Look) -> Tensor:
-        assert look.stride is not None
-        with self._mode, torch.inference_mode(False):
-            made = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device)
-            if look.is_parameter:
-                return nn.Parameter(made, requires_grad=look.requires_grad)
-            if not look.requires_grad:
-                return made
-            made.requires_grad_()
-            if look.is_leaf:
-                return made
-            with torch.enable_grad():  # a tensor of the graph, that may be written into
-                return torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device).copy_(made)
+
+def _made(look: Look, *, filled: bool = False) -> Tensor:
+    """A tensor of this look."""
+    assert look.stride is not None
+
+    def empty() -> Tensor:
+        made = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device)
+        return made.zero_() if filled else made
+
+    with torch.inference_mode(False):
+        if look.is_parameter:
+            return nn.Parameter(empty(), requires_grad=look.requires_grad)
+        made = empty()
+        if not look.requires_grad:
+            return made
+        made.requires_grad_()
+        if look.is_leaf:
+            return made
+        with torch.enable_grad():  # a tensor of the graph, that may be written into
+            return empty().copy_(made)
+
+
+def _run(function: Any, call: Call, tensors: Sequence[Tensor], looks: Sequence[Look]) -> Result:
+    """What `function` gives on these tensors, which it may write into."""
+    storages = [_storage(tensor) for tensor in tensors]
+    versions = [tensor._version for tensor in tensors]
+    found = function(
+        *put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers)
+    )
+    return _result(found, tensors, storages, versions, looks, writes_beside(function, call))
 
 
 def _result(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.stage_config import StageMap
@@ -19,7 +21,8 @@ class ModuleTensors:
         names: all names of each; tied ones have several.
         homes: the virtual stage that a key gives each; None where none does, or several do.
         holders: the virtual stages that have used each.
-        is_shared: whether every stage still has it, as no step has used it, or only the code that all ranks run.
+        is_buffer: whether it is a buffer rather than a parameter.
+        written: the buffers that a stage has written into in a step.
     """
 
     def __init__(self, module: nn.Module, stages: StageMap) -> None:
@@ -30,6 +33,8 @@ class ModuleTensors:
         self.homes: list[int | None] = []
         self.holders: list[set[int]] = []
         self.is_buffer: list[bool] = []
+        self.written: set[int] = set()
+        self._partly_held: frozenset[str] = frozenset()
         self._numbers: dict[int, int] = {}
         self._slots: list[tuple[dict[str, Tensor | None], str, int]] = []
         self._num_modules = 0
@@ -41,10 +46,12 @@ class ModuleTensors:
             if sum(len(m._parameters) + len(m._buffers) for m in self._module.modules()) == self._num_modules:
                 return False
         before = {name: self.holders[number] for number, names in enumerate(self.names) for name in names}
+        written = {name for number in self.written for name in self.names[number]}
         self._read()
         for number, names in enumerate(self.names):
             for name in names:
                 self.holders[number] |= before.get(name, set())
+        self.written = {number for number, names in enumerate(self.names) if not written.isdisjoint(names)}
         return True
 
     def number_of(self, tensor: Tensor) -> int | None:
@@ -53,8 +60,12 @@ class ModuleTensors:
         return number if number is not None and self.tensors[number] is tensor else None
 
     def is_replicated(self, number: int) -> bool:
-        """Whether every rank computes with it: a buffer that only the code that all ranks run has written so far."""
-        return self.is_buffer[number] and not self.holders[number]
+        """Whether every rank computes with it: a buffer that all have, and no stage has written into."""
+        return self.is_buffer[number] and number not in self.written and self.names[number][0] not in self._partly_held
+
+    def note_partly_held(self, names: Iterable[str]) -> None:
+        """Take in what not every rank has."""
+        self._partly_held = frozenset(names)
 
     def _read(self) -> None:
         tensors: list[Tensor] = []

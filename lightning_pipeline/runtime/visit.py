@@ -167,7 +167,7 @@ class Visit:
             look = state.program.looks[strand.value]
             if self._training and look.requires_grad:
                 inside.received[strand] = tensor.requires_grad_()
-                tensor = tensor.view_as(tensor)  # which may be written into
+                tensor = written_into(tensor)
             use.append(tensor)
         inside.arriving = None
         return use
@@ -307,6 +307,11 @@ class Visit:
 def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> Tensor:
     """The data of a value of an earlier micro-batch, which this rank has made."""
     return next(one.kept[value] for one in microbatches if one.recording is recording)
+
+
+def written_into(leaf: Tensor) -> Tensor:
+    """A leaf of autograd's as a tensor that may be written into, which no view of a leaf may be. It has its memory."""
+    return torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
 
 
 def conform(tensor: Tensor, look: Look) -> Tensor:

@@ -73,15 +73,21 @@ class HeldModule:
         self.placement = Placement(module, placement, rank, certain)
         self.placement.find_present(module, transport)
         self.ownership: Ownership = self.placement.ownership()
+        self._note_partly_held()
 
     def release_remote(self) -> None:
         """Let go of what other stages turned out to hold alone, in copies that callbacks keep too."""
         self.ownership = self.placement.ownership()
+        self._note_partly_held()
         for released in (self._module, *copies_of(self._module, self._module.trainer)):
             release(released, self.ownership)
         for module in self._module.modules():  # an earlier run may have cut it elsewhere
             unguard(module)
         guard_state_dict(self._module)
+
+    def _note_partly_held(self) -> None:
+        num_ranks = self.ownership.num_stages
+        self.tensors.note_partly_held(name for name, held in self.ownership.holders.items() if len(held) < num_ranks)
 
     def holders(self, number: int) -> tuple[int, ...]:
         """The ranks that hold a tensor of the module, by its number."""
