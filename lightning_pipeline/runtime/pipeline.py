@@ -16,6 +16,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.module_tensors import ModuleTensors
+from lightning_pipeline.partition.module_writes import needs_order
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.random import mix
