@@ -1,4 +1,4 @@
-"""Logged values are reduced as one batch would give them, and are the same on every stage."""
+"""Logged values are reduced as one batch would give them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipeline.strategy.logged_values import LoggedValues
@@ -88,7 +88,7 @@ def test_a_captured_value_is_not_changed_afterwards():
         (torch.ones(3), {}, "must have a single element"),
         ({"a": 1.0}, {}, "`dict` values cannot be logged"),
         ("text", {}, "`str` values cannot be logged"),
-        (MeanMetric(), {}, "MeanMetric that is not an attribute of the LightningModule"),
+        ((MeanMetric(), None), {}, "MeanMetric that is not an attribute of the LightningModule"),
         (1.0, {"sync_dist_group": object()}, "leave sync_dist_group out"),
     ],
 )
@@ -97,68 +97,25 @@ def test_what_cannot_be_logged_is_refused(value, kwargs, message):
         LoggedValues(nn.Module()).capture("x", value, kwargs, 1)
 
 
-def test_there_is_room_for_few_extra_numbers():
-    assert LoggedValues(nn.Module()).exchange(None, extra=[1.5])[1] == [[1.5, 0.0, 0.0, 0.0]]
-    with pytest.raises(ValueError, match="room for 4 extra numbers, got 5"):
-        LoggedValues(nn.Module()).exchange(None, extra=[0.0] * 5)
-
-
-@pytest.mark.multiprocess
-def test_every_stage_gets_the_same_values_in_one_exchange(run_stages):
-    third = torch.tensor(1.0) / 3
-    third64 = torch.tensor(1.0, dtype=torch.float64) / 3
-
-    def step(logged: LoggedValues, stage: int, transport: Any, number: int) -> tuple[list, list, int]:
-        for _ in range(2):
-            logged.capture("everywhere", 0.5, {}, 3)
-            if stage == 0:
-                logged.capture("norm", third * number, {"on_step": True, "reduce_fx": torch.max}, 3)
-            if stage == 2:
-                logged.capture("loss", third64 * number, {"prog_bar": True}, 3)
-                logged.module.metric(torch.tensor([1.0 * number, 2.0 * number]))
-                logged.capture("metric", logged.module.metric, {}, 3)
-        before = transport.num_calls
-        items, extra = logged.exchange(transport, extra=[stage + 0.25, number])
-        recorder = Recorder()
-        logged.replay(recorder, items)
-        return recorder.calls, extra, transport.num_calls - before
-
-    def body(stage, transport):
-        module = nn.Module()
-        module.metric = MeanMetric()
-        logged = LoggedValues(module)
-        for number in (1, 2):
-            calls, extra, num_calls = step(logged, stage, transport, number)
-            assert [(name, kwargs) for name, _, kwargs in calls] == [
-                ("everywhere", {"batch_size": 6}),
-                ("norm", {"on_step": True, "reduce_fx": "max", "batch_size": 6}),
-                ("loss", {"prog_bar": True, "batch_size": 6}),
-                ("metric", {"metric_attribute": "metric", "batch_size": 6}),
-            ]
-            values = [value for _, value, _ in calls]
-            assert torch.equal(values[1], third * number) and values[1].dtype == torch.float32
-            assert torch.equal(values[2], third64 * number) and values[2].dtype == torch.float64
-            assert values[3] is module.metric
-            assert float(module.metric._forward_cache) == 1.5 * number
-            assert extra == [[k + 0.25, number, 0.0, 0.0] for k in range(3)]
-            # One vector, and once the names of each of the three stages.
-            assert num_calls == (4 if number == 1 else 1)
-        assert logged.exchange(transport)[0] == []
-
-        # More values than fit into the vector.
-        logged = LoggedValues(module, capacity=2, num_extra=0)
-        for number in (1, 2):
-            for index in range(5):
-                if stage == 1:
-                    logged.capture(f"value{index}", third * (index + number), {}, index + 1)
-            before = transport.num_calls
-            items, extra = logged.exchange(transport)
-            assert [(item.name, item.batch_size) for item in items] == [(f"value{k}", k + 1) for k in range(5)]
-            assert all(torch.equal(item.value, third * (k + number)) for k, item in enumerate(items))
-            assert extra == [[], [], []]
-            assert transport.num_calls - before == (3 if number == 1 else 2)
-
-    run_stages(body, 3)
+def test_values_are_logged_in_order_and_metrics_as_themselves():
+    module = nn.Module()
+    module.metric = MeanMetric()
+    logged, recorder = LoggedValues(module), Recorder()
+    third = torch.tensor(1.0, dtype=torch.float64) / 3
+    for _ in range(2):
+        logged.capture("everywhere", 0.5, {}, 3)
+        logged.capture("loss", third, {"on_step": True, "reduce_fx": torch.max}, 3)
+        module.metric(torch.tensor([1.0, 2.0]))
+        logged.capture("metric", (module.metric, module.metric._forward_cache), {}, 3)
+    logged.replay(recorder, logged.reduced())
+    assert [(name, kwargs) for name, _, kwargs in recorder.calls] == [
+        ("everywhere", {"batch_size": 6}),
+        ("loss", {"on_step": True, "reduce_fx": "max", "batch_size": 6}),
+        ("metric", {"metric_attribute": "metric", "batch_size": 6}),
+    ]
+    values = [value for _, value, _ in recorder.calls]
+    assert torch.equal(values[1], third) and values[1].dtype == torch.float64
+    assert values[2] is module.metric and float(module.metric._forward_cache) == 1.5
 
 
 class Plain(L.LightningModule):
@@ -191,6 +148,11 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+def with_value(value: Any) -> Any:
+    """A metric with what it gave, as it is captured."""
+    return (value, value._forward_cache) if isinstance(value, Metric) else value
+
+
 class InMicrobatches(Plain):
     """Takes each batch in micro-batches of 3, the last one smaller, and logs through ``LoggedValues``."""
 
@@ -200,10 +162,10 @@ class InMicrobatches(Plain):
         losses = []
         for start in range(0, len(x), 3):
             num_samples = len(x[start : start + 3])
-            self.log = lambda name, value, n=num_samples, **kwargs: logged.capture(name, value, kwargs, n)
+            self.log = lambda name, value, n=num_samples, **kwargs: logged.capture(name, with_value(value), kwargs, n)
             losses.append(super().training_step((x[start : start + 3], y[start : start + 3])) * num_samples / len(x))
         del self.log
-        logged.replay(original, logged.exchange(None)[0])
+        logged.replay(original, logged.reduced())
         return sum(losses)
 
 
