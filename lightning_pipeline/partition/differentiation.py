@@ -104,6 +104,7 @@ class Graph:
                 fake(value if type(value) is int else None, look, tensor)
                 for value, look, tensor in zip(inputs, looks, call.tensors, strict=True)
             ]
-            found = function(*put_together(call.args, own, call.numbers), **put_together(call.kwargs, own, call.numbers))
+            kwargs = put_together(call.kwargs, own, call.numbers)
+            found = function(*put_together(call.args, own, call.numbers), **kwargs)
         made, layout = tree.flatten(found)
         return Result(layout, tuple(Look.of(tensor) for tensor in made), tuple(() for _ in made), ())

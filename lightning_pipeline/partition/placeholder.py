@@ -135,6 +135,8 @@ class Placeholder(Tensor):
             if name == "register_hook":  # runs where the data is, and with it on every rank
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
+            if name == "__reduce_ex__":
+                return placeholder, (args[0].look, args[0].what)
             if name == "data.__set__" and args[1] is args[0]:
                 return None
             if name == "copy_" and skips_writes.get():

@@ -39,7 +39,12 @@ class HookCalls:
     """
 
     def __init__(
-        self, recording: Recording, tensors: ModuleTensors, direct: Direct | None, data: Data, seed: Callable[[int], None]
+        self,
+        recording: Recording,
+        tensors: ModuleTensors,
+        direct: Direct | None,
+        data: Data,
+        seed: Callable[[int], None],
     ) -> None:
         self._recording = recording
         self._tensors = tensors
@@ -144,9 +149,14 @@ class _OnData(TorchFunctionMode):
         if kind is Kind.DESCRIBES:
             return func(*args, **kwargs)
         call = take_apart(func, args, kwargs)
-        values = {place: tensor for place, tensor in enumerate(call.tensors) if self._recording.value_of(tensor) is not None}
-        numbers = {place: self._tensors.number_of(tensor) for place, tensor in enumerate(call.tensors)}
-        numbers = {k: n for k, n in numbers.items() if n is not None and not self._tensors.is_replicated(n)}
+        values: dict[int, int] = {}
+        numbers: dict[int, int] = {}
+        for place, tensor in enumerate(call.tensors):
+            value, number = self._recording.value_of(tensor), self._tensors.number_of(tensor)
+            if value is not None:
+                values[place] = value
+            if number is not None and not self._tensors.is_replicated(number):
+                numbers[place] = number
         if not values and not numbers:
             return func(*args, **kwargs)
         if (kind is Kind.WRITES and 0 in {**values, **numbers}) or function_name(func) == "grad.__get__":
@@ -155,10 +165,10 @@ class _OnData(TorchFunctionMode):
                 f"on_after_backward ({users_line()})"
             )
         data = list(call.tensors)
-        for place, tensor in values.items():
-            [data[place]] = self._data.data_of([tensor.value])  # type: ignore[attr-defined]
+        for place, value in values.items():
+            [data[place]] = self._data.data_of([value])
         for place, number in numbers.items():
-            data[place] = self._data.data_of_module(number)  # type: ignore[arg-type]
+            data[place] = self._data.data_of_module(number)
         return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
 
 

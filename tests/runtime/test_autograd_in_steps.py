@@ -177,5 +177,6 @@ def reading(module: Any, x: Tensor) -> Tensor:
     [(across, "stages 0 and 1"), (backward_across, "stages 0 and 1"), (reading, "on_after_backward")],
 )
 def test_what_cannot_be_had_names_the_line(function: Any, message: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"(?s){message}.*test_autograd_in_steps\.py|test_autograd.*{message}"):
+    with pytest.raises(NotImplementedError, match=message) as raised:
         on_stages(network(), STAGES, with_after(3, function), BATCHES)
+    assert "test_autograd_in_steps.py" in str(raised.value)
