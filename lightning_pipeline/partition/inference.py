@@ -89,11 +89,22 @@ class Inference:
         with self.mode:
             return _made(look)
 
-    def result_on_data(self, function: Any, call: Call, data: Sequence[Tensor]) -> Result:
-        """What `function` gives on this data, which is not changed."""
-        with torch.no_grad():
-            looks = [Look.of(tensor) for tensor in data]
-            tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in data]
+    def result_on_data(self, function: Any, call: Call, data: Sequence[Tensor], looks: Sequence[Look]) -> Result:
+        """What `function` gives on this data, which is not changed.
+
+        Args:
+            looks: of the call's tensors, whose data has come without a graph.
+        """
+        tensors = [
+            tensor.detach().clone().requires_grad_(look.requires_grad)
+            for tensor, look in zip(data, looks, strict=True)
+        ]
+        with torch.enable_grad():  # tensors of a graph may be written into
+            tensors = [
+                tensor.clone() if look.requires_grad and not look.is_leaf else tensor
+                for tensor, look in zip(tensors, looks, strict=True)
+            ]
+        looks = [Look.of(tensor) for tensor in tensors]
         return _run(function, call, tensors, looks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.checkpoints import checkpoints_noted
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.differentiation import Graph
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
@@ -105,6 +107,7 @@ class Recording(TorchFunctionMode):
         self.retained: list[tuple[int, Placeholder]] = []
         self._has_run_backward = False
         self._depth = 0  # of checkpointed functions
+        self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
         self._exposed: set[int] = set()  # memory that numpy knows as well
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,8 +121,9 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        with _function_apply_seen(self), checkpoints_noted(self._checkpointed), self:
-            yield
+        with compiled_as_written(), _function_apply_seen(self), checkpoints_noted(self._checkpointed):
+            with _arrays_seen(self._exposed), self:
+                yield
 
     def value_of(self, tensor: Any) -> int | None:
         """The number of the value that a tensor stands for; None for other tensors."""
@@ -198,6 +202,13 @@ class Recording(TorchFunctionMode):
 
     def absorb(self, tensor: Tensor, look: Look, value: int, what: str) -> None:
         """A tensor that every rank had has been written into by a stage: it is a value of that stage now."""
+        memory = _memory(tensor)
+        others = [reference() for reference in self._views.get(memory, ())]
+        if memory in self._exposed or any(other is not None and other is not tensor for other in others):
+            raise NotImplementedError(
+                f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
+                f"another one, a view or an array, which would not see it ({users_line()}): write into a clone()"
+            )
         with torch._C.DisableTorchFunction():
             # The stage needs what it was before, in an object of its own.
             before = tensor.detach()
@@ -223,6 +234,11 @@ class Recording(TorchFunctionMode):
             return self._compute_everywhere(func, kind, args, kwargs)
         if kind is Kind.PRINTS or kind is Kind.READS:
             return self._read(func, args, kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise NotImplementedError(
+                f"{function_name(func)} on what a stage computes is not supported within a step, as what it calls "
+                f"cannot be told from outside ({users_line()}): write it with torch.where, or plain Python"
+            )
         if kind is Kind.HOOKS:
             return self._hook(func, *args, **kwargs)
         if kind is Kind.BACKWARD:
@@ -387,7 +403,12 @@ class Recording(TorchFunctionMode):
                         self.captured[index] = captured.clone()
         elif kind is Kind.READS and function_name(func) in ("numpy", "__array__", "untyped_storage", "data_ptr"):
             self._exposed.add(_memory(args[0]))
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        if isinstance(found, Tensor) and args and isinstance(args[0], Tensor) and found is not args[0]:
+            memory = _memory(found)
+            if memory == _memory(args[0]):
+                self._views.setdefault(memory, []).extend((weakref.ref(found), weakref.ref(args[0])))
+        return found
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.is_simple = False
@@ -401,7 +422,7 @@ class Recording(TorchFunctionMode):
         self.is_simple = False
         data = self._data(call)
         with torch._C.DisableTorchFunction():
-            return self.recorder.inference.result_on_data(func, call, data)
+            return self.recorder.inference.result_on_data(func, call, data, [Look.of(one) for one in call.tensors])
 
     def _data(self, call: Call) -> list[Tensor]:
         """The data of a call's tensors."""
@@ -482,7 +503,10 @@ def _memory(tensor: Tensor) -> int:
     if type(tensor) is Placeholder or tensor.layout is not torch.strided:
         return -id(tensor)
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
+        try:
+            return tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # torch.func's own tensors
+            return -id(tensor)
 
 
 @contextmanager
@@ -502,6 +526,23 @@ def _function_apply_seen(recording: Recording) -> Iterator[None]:
         yield
     finally:
         owner.apply = apply
+
+
+@contextmanager
+def _arrays_seen(exposed: set[int]) -> Iterator[None]:
+    """While entered, tensors that share an array's memory are noted; they go past modes."""
+    own = torch.from_numpy
+
+    def seen(array: Any) -> Tensor:
+        found = own(array)
+        exposed.add(_memory(found))
+        return found
+
+    torch.from_numpy = seen
+    try:
+        yield
+    finally:
+        torch.from_numpy = own
 
 
 _APPLYING: dict[type, Callable[..., Any]] = {}

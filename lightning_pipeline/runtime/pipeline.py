@@ -233,7 +233,8 @@ class Pipeline:
     def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
         """The data of tensors of the module, on every rank."""
         found = []
-        assert self._direct is not None
+        if self._direct is None:
+            return [self._tensors.tensors[number].detach() for number in numbers]
         with set_aside():
             for number in numbers:
                 owner = self._holders(number)[0]
