@@ -69,7 +69,9 @@ class Inference:
                 return _run(function, call, fakes, looks)
         except _UNKNOWN:
             return None
-        except Exception:
+        except Exception as error:
+            if "data is not allocated" in str(error):  # it looks into the data, as into the sizes of packed sequences
+                return None
             return self._on_zeros(function, call, looks)
 
     def _on_zeros(self, function: Any, call: Call, looks: Sequence[Look]) -> Result | None:
