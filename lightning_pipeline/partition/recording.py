@@ -234,6 +234,12 @@ class Recording(TorchFunctionMode):
             return self._compute_everywhere(func, kind, args, kwargs)
         if kind is Kind.PRINTS or kind is Kind.READS:
             return self._read(func, args, kwargs)
+        if is_drawing_of_own(kwargs):
+            raise NotImplementedError(
+                f"{function_name(func)} draws from a generator of the user's for what a stage computes, where the other "
+                f"ranks' generators would not advance ({users_line()}): draw with torch.rand or torch.randn of that "
+                f"shape and generator, which all ranks do alike, and compute with it, or use the global generator"
+            )
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise NotImplementedError(
                 f"{function_name(func)} on what a stage computes is not supported within a step, as what it calls "
