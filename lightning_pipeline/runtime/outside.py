@@ -142,8 +142,8 @@ class Outside(TorchFunctionMode):
         call = take_apart(func, args, kwargs)
         if kind is Kind.READS or kind is Kind.PRINTS:
             here = self._read(call, name)
-            if kind is Kind.PRINTS and Look.of(call.tensors[0]).is_parameter and type(here[0]) is Tensor:
-                here[0] = nn.Parameter(here[0].detach(), here[0].requires_grad)
+            if kind is Kind.PRINTS and Look.of(call.tensors[0]).is_leaf and type(call.tensors[0]) is Placeholder:
+                here[0] = here[0].detach().requires_grad_(Look.of(call.tensors[0]).requires_grad)
             return self._run(func, call, here)
         if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
             return self._draw(func, call, name)
