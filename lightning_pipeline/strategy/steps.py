@@ -226,7 +226,8 @@ class Steps:
             if loss is not None and needs_gradients and not loss.requires_grad:
                 raise RuntimeError(
                     f"the loss that {name}.training_step returned has no gradients to give: nothing that it was "
-                    f"computed from requires them, or they were off; to skip a batch, return a loss of zero times the output"
+                    f"computed from requires them, or they were off; to skip a batch, return a loss of zero times the "
+                    f"output"
                 )
             if sums:
                 for logged in state.logged:

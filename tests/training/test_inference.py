@@ -54,7 +54,7 @@ class Work:
 
     pause = 0.0  # seconds, during which the processor is free
     most_alive = 0
-    alive: list[StorageWeakRef] = []  # noqa: RUF012
+    alive: list[StorageWeakRef] = []
 
 
 @torch.library.custom_op("tests::tanh_more", mutates_args=())
