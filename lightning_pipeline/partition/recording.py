@@ -205,8 +205,14 @@ class Recording(TorchFunctionMode):
         looks = [Look.of(tensor) for tensor in call.tensors]
         state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         result = self.recorder.result(func, call, looks, state)
+        on_data = result is None
         if result is None:
-            result = self._result_on_data(func, call)
+            result = self._result_on_data(func, call, looks)
+            for child in self.event.children:
+                found = child.answers(result, args, kwargs, self) if child.function is func else UNLIKE
+                if found is not UNLIKE:
+                    self.event = child
+                    return found
         visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
         event = self.event.followed_by(
             func,
@@ -217,12 +223,13 @@ class Recording(TorchFunctionMode):
             result,
             visit=visit,
             draws=kind is Kind.DRAWS and not is_drawing_of_own(kwargs),
+            on_data=on_data,
             line=users_line(),
             module_tensors=self._tensors.tensors,
         )
         self._placing.note(event)  # type: ignore[union-attr]
         self._tensors.written.update(-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot]))
-        found = event.match(func, args, kwargs, self)
+        found = event.matcher.match(func, args, kwargs, self)
         assert found is not UNLIKE, event.name
         self.event = event
         return found
@@ -256,12 +263,12 @@ class Recording(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
 
-    def _result_on_data(self, func: Any, call: Call) -> Result:
+    def _result_on_data(self, func: Any, call: Call, looks: Sequence[Look]) -> Result:
         """What a function gives whose result's looks depend on data."""
         self.is_simple = False
         data = self._data(call)
         with torch._C.DisableTorchFunction():
-            return self.recorder.inference.result_on_data(func, call, data)
+            return self.recorder.inference.result_on_data(func, call, data, looks)
 
     def _data(self, call: Call) -> list[Tensor]:
         """The data of a call's tensors."""
