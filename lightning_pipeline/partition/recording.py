@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition import tree
@@ -107,7 +107,7 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        with self.recorder.calls.installed(), _function_apply_seen(self), self:
+        with self.recorder.calls.installed(), _function_apply_seen(self), _module_apply_seen(), self:
             yield
 
     def value_of(self, tensor: Any) -> int | None:
@@ -199,6 +199,11 @@ class Recording(TorchFunctionMode):
         if kind is Kind.HOOKS or kind is Kind.BACKWARD:
             raise NotImplementedError(
                 f"{function_name(func)} on what a stage computes is not supported within a step ({users_line()})"
+            )
+        if function_name(func) in ("grad.__get__", "_grad.__get__") and self._tensors.number_of(args[0]) is not None:
+            raise NotImplementedError(
+                f"the gradient of {self._tensors.names[self._tensors.number_of(args[0])][0]} is read within a step "  # type: ignore[index]
+                f"({users_line()}), while micro-batches still add to it: read it in on_after_backward"
             )
         call = take_apart(func, args, kwargs)
         inputs = [self._input(tensor) for tensor in call.tensors]
@@ -339,32 +344,51 @@ def _memory(tensor: Tensor) -> int:
 @contextmanager
 def _function_apply_seen(recording: Recording) -> Iterator[None]:
     """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
-    owner = torch.autograd.Function
-    apply = owner.__dict__["apply"]
+    # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
+    owner = torch.autograd.function._SingleLevelFunction
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        function = apply.__get__(None, cls)
         if torch._C._len_torch_function_stack() == 0 or not recording._is_ours((args, kwargs)):
-            return function(*args, **kwargs)
-        return recording.__torch_function__(_applying(cls, apply), (), args, kwargs)
+            return _applying(cls)(*args, **kwargs)
+        return recording.__torch_function__(_applying(cls), (), args, kwargs)
 
     owner.apply = classmethod(seen)
     try:
         yield
     finally:
-        owner.apply = apply
+        del owner.apply
+
+
+@contextmanager
+def _module_apply_seen() -> Iterator[None]:
+    """While entered, a module that is moved to where it is already (`self.head.to(x.dtype)`) is left alone, and no
+    gradients are looked for."""
+    plain = nn.Module._apply
+
+    def seen(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        if all(fn(tensor) is tensor for tensor in tensors):
+            return self
+        return plain(self, fn, recurse)
+
+    nn.Module._apply = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = plain  # type: ignore[method-assign]
 
 
 _APPLYING: dict[type, Callable[..., Any]] = {}
 
 
-def _applying(cls: type, apply: Any) -> Callable[..., Any]:
+def _applying(cls: type) -> Callable[..., Any]:
     """The same function for a class each time."""
     found = _APPLYING.get(cls)
     if found is None:
+        apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            return apply.__get__(None, cls)(*args, **kwargs)
+            return apply(*args, **kwargs)
 
         function.__name__ = f"{cls.__name__}.apply"
         found = _APPLYING[cls] = function
