@@ -15,6 +15,14 @@ from lightning_pipeline.partition.operation import Call, key_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 
 
+def CHECKPOINT_BEGINS(stops_early: bool) -> None:  # noqa: N802
+    """In a path: what follows is computed again in backward."""
+
+
+def CHECKPOINT_ENDS() -> None:  # noqa: N802
+    """In a path: so much for that."""
+
+
 class Event:
     """One call of a torch function, after those that came before it.
 
@@ -28,7 +36,7 @@ class Event:
         result: what it gives.
         outputs: of each tensor of the result, the number of the new value; None for an argument.
         writes: of each argument that is written into: its slot, its look afterwards, the number of its new value.
-        visit: where it runs.
+        visit: where it runs; -1 for marks, which run nowhere.
         draws: it draws random numbers; its first captured number is which draw of the micro-batch it is.
         num_values, num_captured: of the path up to here.
         on_data: the looks of its result depend on data, so that only `answers` tells whether a call is this one.

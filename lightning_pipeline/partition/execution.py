@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot, put_together
 from lightning_pipeline.partition.matcher import Foreign
-from lightning_pipeline.partition.program import Fork, Program, Strand
+from lightning_pipeline.partition.program import Fork, Program, Region, Strand
+from lightning_pipeline.partition.recomputed import recomputed
 
 VisitFunction = Callable[..., tuple[list[Tensor], list[Tensor]]]
 """(received, captured, module's tensors, seeding, batch) -> what goes on to the next visit, and what is kept."""
@@ -71,6 +73,8 @@ class _Writer:
         self._lines: list[str] = []
         self._events: list[Event | None] = []
         self._indent = 1
+        self._used: set[str] = set()  # variables, since a region began
+        self._made: set[str] = set()
         self._variables: dict[int, str] = {}  # of values that are made here, or written into
         self._grad: bool | None = None
         self._autocast: Any = None
@@ -89,15 +93,14 @@ class _Writer:
         for fork in plan.forks:
             forks.setdefault(fork.before, []).append(fork)
         last = self._last_uses()
-        for number in plan.events:
-            for fork in forks.get(number, ()):
-                self._line(f"{_of(fork.strand)} = fork({self._variable(fork.strand.value, fork.source)})")
-            self._event(number, program.events[number])
-            free = last.get(number)
-            if free:
-                self._line(f"{' = '.join(sorted(free))} = None")
-        if self._autocast is not None:
-            self._line("cast.__exit__(None, None, None)")
+        for region, numbers in groupby(plan.events, program.regions.get):
+            if region is None:
+                for number in numbers:
+                    self._event_with_forks(number, forks)
+                    self._free(last.get(number, ()))
+            else:
+                self._region(region, list(numbers), forks, last)
+        self._leave_autocast()
         sends = ", ".join(self._variable(strand.value, source) for strand, source in plan.sends.items())
         kept = ", ".join(self._variable(value, None) for value in self._kept)
         self._line(f"return [{sends}], [{kept}]")
@@ -106,13 +109,61 @@ class _Writer:
         exec(code, self._names)
         return self._names["visit"]
 
+    def _event_with_forks(self, number: int, forks: dict[int, list[Fork]]) -> None:
+        for fork in forks.get(number, ()):
+            source = self._variable(fork.strand.value, fork.source)
+            self._made.add(_of(fork.strand))
+            self._line(f"{_of(fork.strand)} = fork({source})")
+        self._event(number, self._program.events[number])
+
+    def _free(self, names: Iterable[str]) -> None:
+        if names:
+            self._line(f"{' = '.join(sorted(names))} = None")
+
+    def _region(
+        self, region: Region, numbers: list[int], forks: dict[int, list[Fork]], last: dict[int, set[str]]
+    ) -> None:
+        """Events that are computed again in backward: a function of their own."""
+        self._leave_autocast()
+        before, self._lines, self._indent, self._grad = self._lines, [], self._indent + 1, None
+        self._used, self._made = set(), set()
+        freed: set[str] = set()
+        for number in numbers:
+            self._event_with_forks(number, forks)
+            self._free({name for name in last.get(number, ()) if name in self._made})
+            freed |= last.get(number, set())
+        self._leave_autocast()
+        made, inner = self._made, self._lines
+        given = sorted(name for name in self._used - made if name.isidentifier())
+        kept = sorted(made - freed)
+        self._lines, self._indent, self._grad = before, self._indent - 1, None
+        name = f"region{region.begins}"
+        self._line(f"def {name}({', '.join(given)}):")
+        self._lines += inner
+        self._line(f"    return ({''.join(f'{each}, ' for each in kept)})")
+        self._line(f"{self._constant(torch._C._set_grad_enabled)}(True)")
+        is_last = all(
+            self._program.regions.get(number) != region
+            for plan in self._program.visits[self._visit + 1 :]
+            for number in plan.events
+        )
+        result = f"{''.join(f'{each}, ' for each in kept)}= " if kept else ""
+        arguments = "".join(f"{each}, " for each in given)
+        stops = region.stops_early and is_last
+        self._line(f"{result}{self._constant(recomputed)}({name}, ({arguments}), {stops})")
+        self._free({name for name in freed if name not in made} | {name})
+
+    def _leave_autocast(self) -> None:
+        if self._autocast is not None:
+            self._line("cast.__exit__(None, None, None)")
+            self._autocast = None
+
     def _event(self, number: int, event: Event) -> None:
         if event.state[0] is not self._grad:
             self._grad = event.state[0]
             self._line(f"{self._constant(torch._C._set_grad_enabled)}({self._grad})")
         if event.state[2] != self._autocast:
-            if self._autocast is not None:
-                self._line("cast.__exit__(None, None, None)")
+            self._leave_autocast()
             self._autocast = event.state[2]
             if self._autocast is not None:
                 self._line(f"cast = {self._constant(autocast_as)}({self._constant(self._autocast)}); cast.__enter__()")
@@ -124,6 +175,7 @@ class _Writer:
             arguments.append(f"{name}={text}" if name.isidentifier() else f"**{{{name!r}: {text}}}")
         call = f"{self._constant(event.function)}({', '.join(arguments)})"
         made = [None if value is None else f"v{value}" for value in event.outputs]
+        self._made.update(name for name in made if name is not None)
         layout = event.result.layout
         if not any(made):
             self._line(call, event)
@@ -168,7 +220,9 @@ class _Writer:
         return self._variable(value, self._plan.operands.get((number, value)))
 
     def _variable(self, value: int, strand: Strand | None) -> str:
-        return self._variables[value] if strand is None else _of(strand)
+        name = self._variables[value] if strand is None else _of(strand)
+        self._used.add(name)
+        return name
 
     def _last_uses(self) -> dict[int, set[str]]:
         """Variables that nobody needs after an event."""

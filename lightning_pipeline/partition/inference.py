@@ -47,6 +47,9 @@ class Result:
     writes: tuple[tuple[int, Look], ...]
 
 
+NOTHING = Result(tree.Constant(None), (), (), ())
+
+
 class Inference:
     """Runs functions on fake tensors of one process. Autograd, autocast and the default dtype are as they are now."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lightning_pipeline.partition.event import Event
+from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.matcher import Foreign
 from lightning_pipeline.partition.placeholder import Look
 
@@ -58,6 +58,31 @@ class VisitPlan:
     """With what each is here: a strand that came, or None for a value that is made here."""
 
 
+class Region(NamedTuple):
+    """A checkpointed function: where it begins, and whether computing it again may stop when all is there."""
+
+    begins: int
+    stops_early: bool
+
+
+def regions_of(events: Sequence[Event]) -> dict[int, Region]:
+    """The outermost checkpointed function of each event that is in one, by its number."""
+    found: dict[int, Region] = {}
+    depth = 0
+    region: Region | None = None
+    for number, event in enumerate(events):
+        if event.visit < 0 and event.function is CHECKPOINT_BEGINS:
+            if depth == 0:
+                region = Region(number, event.call.args[0])
+            depth += 1
+        elif event.visit < 0 and event.function is CHECKPOINT_ENDS:
+            depth -= 1
+        elif depth:
+            assert region is not None
+            found[number] = region
+    return found
+
+
 class Program:
     """The events of a path, by visit.
 
@@ -90,8 +115,15 @@ class Program:
         self.comes_back = False
         """Whether a value of an earlier micro-batch comes from another visit."""
         uses: dict[int, list[int]] = {}
+        self.regions = regions_of(self.events)
+        self.writes_again = False
+        """Whether a region writes into tensors of the module, which it does again in backward."""
         for number, event in enumerate(self.events):
+            if event.visit < 0:
+                continue
             self.visits[event.visit].events.append(number)
+            if number in self.regions:
+                self.writes_again |= any(type(event.inputs[w[0]]) is int and event.inputs[w[0]] < 0 for w in event.writes)
             for slot, value in enumerate(event.inputs):
                 if isinstance(value, Foreign):
                     self.foreign[event.visit].append(event.first_captured + event.matcher.captured_tensors[slot])

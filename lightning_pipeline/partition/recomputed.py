@@ -6,8 +6,7 @@ torch's own checkpointing computes them again in each backward that needs one, a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,48 +14,35 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_pipeline.partition.random import generators
-
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class Frame:
-    """One call of a checkpointed function.
+    """One run of a part of a step whose tensors are not kept.
 
     Args:
-        function: computes it again.
-        preserve_random: whether to draw the same random numbers again.
+        function: computes it again, from `args` and what `add_input` is given.
         stop_early: whether to stop computing when all is there.
-        check: whether to compare shapes, dtypes and devices.
-        context: is entered to compute it again; so is what `inside` makes.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        preserve_random: bool,
-        stop_early: bool,
-        check: bool,
-        context: AbstractContextManager[Any],
-        inside: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        device = next((arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu"), None)
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any] = (), *, stop_early: bool) -> None:
         self._function: Callable[..., Any] | None = function
-        # Detached, as what the graph saves must not own the graph.
-        self._args = tuple(map(_detached, args))
-        self._kwargs = kwargs
-        self._versions = [arg._version if isinstance(arg, Tensor) else 0 for arg in args]
-        self._generators = generators(device or torch.device("cpu")) if preserve_random else []
-        self._random = [generator.get_state() for generator in self._generators]
+        self._inputs: list[Any] = []
+        self._versions: list[tuple[Tensor, int]] = []
         self._stop_early = stop_early
-        self._check = check
-        self._contexts = [_autocast(kind) for kind in dict.fromkeys(("cpu", device.type if device else "cpu"))]
-        self._contexts += [lambda: context, inside]
         self._places: list[tuple[weakref.ref[Place], Metadata]] = []
         self._num_computed = 0
+        for arg in args:
+            self.add_input(arg)
+
+    def add_input(self, value: Any) -> int:
+        """Take in one more of what the function computes from. Returns its place among the function's arguments."""
+        if isinstance(value, Tensor):
+            # Detached, as what the graph saves must not own the graph.
+            value = value.detach().requires_grad_(value.requires_grad)
+            self._versions.append((value, value._version))
+        self._inputs.append(value)
+        return len(self._inputs) - 1
 
     def keeping_nothing(self) -> saved_tensors_hooks:
         """While entered, a place is saved for backward where a tensor would be."""
@@ -67,33 +53,26 @@ class Frame:
         function = self._function
         if function is None:
             raise CheckpointError("a checkpointed function saved another number of tensors when it ran again")
-        for arg, version in zip(self._args, self._versions, strict=True):
-            if isinstance(arg, Tensor) and arg._version != version:
+        for value, version in self._versions:
+            if value._version != version:
                 raise RuntimeError(
-                    f"an input of a checkpointed function, a tensor of shape {tuple(arg.shape)}, was modified in place "
-                    "after the call; clone it before"
+                    f"an input of a checkpointed function, a tensor of shape {tuple(value.shape)}, was modified in "
+                    "place after the call; clone it before"
                 )
-        states = [generator.get_state() for generator in self._generators]
+        before = torch.is_grad_enabled()
         try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.enable_grad())
-                for context in self._contexts:
-                    stack.enter_context(context())
-                for generator, state in zip(self._generators, self._random, strict=True):
-                    generator.set_state(state)
-                with saved_tensors_hooks(self._put, _same):
-                    function(*self._args, **self._kwargs)
+            with torch.enable_grad(), saved_tensors_hooks(self._put, _same):
+                function(*self._inputs)
         except _AllThere:
             pass
         finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
+            torch._C._set_grad_enabled(before)
         if self._num_computed != len(self._places):
             raise CheckpointError(
                 f"a checkpointed function saved {len(self._places)} tensors for backward, and {self._num_computed} "
                 "when it ran again; it has to compute the same each time"
             )
-        self._function, self._args, self._kwargs, self._contexts = None, (), {}, []
+        self._function, self._inputs, self._versions = None, [], []
 
     def _pack(self, tensor: Tensor) -> Place:
         place = Place(self)
@@ -106,7 +85,7 @@ class Frame:
         tensor = tensor.detach()
         if number < len(self._places):
             reference, before = self._places[number]
-            if self._check and before != _metadata(tensor):
+            if before != _metadata(tensor):
                 raise CheckpointError(
                     f"tensor {number} of a checkpointed function was {before}, and {_metadata(tensor)} when it ran "
                     "again; it has to compute the same each time"
@@ -159,16 +138,11 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _detached(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
 def _metadata(tensor: Tensor) -> Metadata:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What enters the present autocast state of a kind of device again."""
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    cached = torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cached)
+def recomputed(function: Callable[..., Any], args: tuple[Any, ...], stop_early: bool) -> Any:
+    """Call a function whose tensors are computed again in backward."""
+    with Frame(function, args, stop_early=stop_early).keeping_nothing():
+        return function(*args)

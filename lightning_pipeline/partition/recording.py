@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.event import Event
+from lightning_pipeline.partition.checkpoints import checkpoints_noted
+from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
-from lightning_pipeline.partition.inference import Inference, Result
+from lightning_pipeline.partition.inference import NOTHING, Inference, Result
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
@@ -94,6 +95,7 @@ class Recording(TorchFunctionMode):
         self._seed_draw = seed_draw
         self._placing: Placing | None = None
         self._tensors = recorder.tensors
+        self._depth = 0  # of checkpointed functions
         self._exposed: set[int] = set()  # memory that numpy knows as well
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +109,7 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        with self.recorder.calls.installed(), _function_apply_seen(self), _module_apply_seen(), self:
+        with _function_apply_seen(self), _module_apply_seen(), checkpoints_noted(self._checkpointed), self:
             yield
 
     def value_of(self, tensor: Any) -> int | None:
@@ -132,9 +134,10 @@ class Recording(TorchFunctionMode):
         event: Event | None = self.event
         while event is not None:
             pool = event.pool
-            for index, place in enumerate(pool):
-                # Beside the pool's and the loop's own, and that of the call.
-                if place.recording is self and sys.getrefcount(place) > 3:
+            for index in range(len(pool)):
+                # Those of the pool and of the call.
+                if sys.getrefcount(pool[index]) > 2 and pool[index].recording is self:
+                    place = pool[index]
                     found[place.value] = place
                     pool[index] = placeholder(place.look, place.what)
             event = event.parent
@@ -192,7 +195,9 @@ class Recording(TorchFunctionMode):
                 return func(*args, **kwargs)
         if kind is Kind.GRAD_MODE or kind is Kind.ENTERED:
             return func(*args, **kwargs)
-        if not self._is_ours(args) and not (kwargs and self._is_ours(tuple(kwargs.values()))):
+        if self._depth and kind is Kind.WRITES and self._is_modules(args):
+            pass  # once more when it is computed again, on its stage
+        elif not self._is_ours(args) and not (kwargs and self._is_ours(tuple(kwargs.values()))):
             return self._compute_everywhere(func, kind, args, kwargs)
         if kind is Kind.PRINTS or kind is Kind.READS:
             return self._read(func, args, kwargs)
@@ -238,6 +243,31 @@ class Recording(TorchFunctionMode):
         assert found is not UNLIKE, event.name
         self.event = event
         return found
+
+    @contextmanager
+    def _checkpointed(self, stops_early: bool) -> Iterator[None]:
+        """Around a checkpointed function."""
+        self._mark(CHECKPOINT_BEGINS, stops_early)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self._mark(CHECKPOINT_ENDS)
+
+    def _mark(self, function: Any, *args: Any) -> None:
+        """Something to know of the path that is no call: it runs nowhere."""
+        for child in self.event.children:
+            if child.match(function, args, None, self) is not UNLIKE:
+                self.event = child
+                return
+        call = take_apart(function, args, {})
+        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
+        event = self.event.followed_by(
+            function, call, (), (), state, NOTHING, visit=-1, draws=False, on_data=False, line=users_line(), module_tensors=()
+        )
+        self.placing.note(event)
+        self.event = event
 
     @property
     def placing(self) -> Placing:
@@ -313,6 +343,10 @@ class Recording(TorchFunctionMode):
             elif type(value) is dict and depth < 3 and self._is_ours(value.values(), depth + 1):
                 return True
         return False
+
+    def _is_modules(self, args: Any) -> bool:
+        """Whether a write is into a tensor of the module."""
+        return bool(args) and isinstance(args[0], Tensor) and self._tensors.number_of(args[0]) is not None
 
     def _input(self, tensor: Tensor) -> int | Foreign | None:
         number = self._tensors.number_of(tensor)

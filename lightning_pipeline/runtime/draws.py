@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline.partition.checkpoints import checkpoints_wrapped
 from lightning_pipeline.partition.functions import Kind, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.random import generators, mix
 
@@ -42,16 +43,43 @@ class Draws:
 
 
 class Counted(TorchFunctionMode):
-    """While entered, the draws of a micro-batch whose step runs as it is are counted and seeded."""
+    """While entered, the draws of a micro-batch whose step runs as it is are counted and seeded.
+
+    A checkpointed function draws the same again when it is computed again.
+    """
 
     def __init__(self, draws: Draws, microbatch: int) -> None:
         super().__init__()
         self._draws = draws
         self._microbatch = microbatch
         self._number = 0
+        self._is_entered = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While the user's step runs."""
+        self._is_entered = True
+        try:
+            with checkpoints_wrapped(self._resumed), self:
+                yield
+        finally:
+            self._is_entered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kind_of(func) is Kind.DRAWS and not is_drawing_of_own(kwargs or {}):
             self._draws.seed(self._microbatch, self._number)
             self._number += 1
         return func(*args, **(kwargs or {}))
+
+    def _resumed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        first = self._number
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self._number = self._number, first
+            try:
+                with nullcontext() if self._is_entered else self.running():
+                    return function(*args, **kwargs)
+            finally:
+                self._number = before
+
+        return run

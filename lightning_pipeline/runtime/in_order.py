@@ -16,11 +16,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.engine import backward_from
-from lightning_pipeline.partition.event import Event
+from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.execution import run_event
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.program import Program
+from lightning_pipeline.partition.recomputed import Frame
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.visit import conform, written_into
@@ -79,6 +80,9 @@ class InOrder:
         self._here: dict[tuple[int, int], Tensor] = {}
         self._transfers: list[Transfer] = []
         self._done: Event | None = None
+        self._depth = 0  # of checkpointed functions
+        self._stops_early = False
+        self._repeated: dict[int, Repeated] = {}  # by visit, of the checkpointed function that runs
         if self._rank == placement[0]:
             for value, tensor in enumerate(state.given):
                 self._here[0, value] = tensor
@@ -153,6 +157,9 @@ class InOrder:
 
     def _run(self, event: Event) -> None:
         visit = event.visit
+        if visit < 0:
+            self._mark(event)
+            return
         is_mine = self._rank_of(visit) == self._rank
         operands: list[Tensor] = []
         for slot, value in enumerate(event.inputs):
@@ -169,9 +176,13 @@ class InOrder:
         if is_mine:
             recording = self._state.recording
             assert recording is not None
-            found = run_event(
-                event, operands, recording.captured, lambda number: self._seed_draw(self._state.seed, number)
-            )
+            part = self._repeated.get(visit)
+            if self._depth and part is None:
+                part = self._repeated[visit] = Repeated(recording.captured, self._seed, self._stops_early)
+            if part is not None:
+                found = part.run(event, operands)
+            else:
+                found = run_event(event, operands, recording.captured, self._seed)
             for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):
                 if value is not None:
                     self._here[visit, value] = tensor
@@ -181,6 +192,19 @@ class InOrder:
             if value is not None:
                 assert isinstance(look, Look)
                 self.looks[value], self.homes[value] = look, visit
+
+    def _seed(self, number: int) -> None:
+        self._seed_draw(self._state.seed, number)
+
+    def _mark(self, event: Event) -> None:
+        if event.function is CHECKPOINT_BEGINS:
+            if not self._depth:
+                self._stops_early = event.call.args[0]
+            self._depth += 1
+        elif event.function is CHECKPOINT_ENDS:
+            self._depth -= 1
+            if not self._depth:
+                self._repeated = {}
 
     def _operand(self, value: int, visit: int) -> Tensor:
         home = self.homes[value]
@@ -258,6 +282,50 @@ class InOrder:
             assert self._direct is not None
             return self._direct.receive(look, receiver)
         return None
+
+
+class Repeated:
+    """The events of a checkpointed function on one visit, which run again in backward.
+
+    Args:
+        captured: what the recording has taken along.
+        seed: starts the random numbers of a draw.
+    """
+
+    def __init__(self, captured: Sequence[Any], seed: Callable[[int], None], stops_early: bool) -> None:
+        self._captured = captured
+        self._seed = seed
+        self._frame = Frame(self._again, stop_early=stops_early)
+        self._places: dict[int, int] = {}  # of values that are not made here, among the frame's inputs
+        self._made: set[int] = set()
+        self._events: list[tuple[Event, list[Tensor | None]]] = []
+
+    def run(self, event: Event, operands: Sequence[Tensor]) -> Any:
+        """Run an event the first time."""
+        others: list[Tensor | None] = []
+        for value, tensor in zip(event.inputs, operands, strict=True):
+            is_value = isinstance(value, int) and value >= 0
+            others.append(None if is_value else tensor)
+            if is_value and value not in self._made and value not in self._places:
+                self._places[value] = self._frame.add_input(tensor)
+        self._made.update(event.made())
+        self._events.append((event, others))
+        with self._frame.keeping_nothing():
+            return run_event(event, operands, self._captured, self._seed)
+
+    def _again(self, *inputs: Tensor) -> None:
+        values = {value: inputs[place] for value, place in self._places.items()}
+        for event, others in self._events:
+            operands = [
+                values[value] if tensor is None else tensor
+                for value, tensor in zip(event.inputs, others, strict=True)  # type: ignore[index]
+            ]
+            found = run_event(event, operands, self._captured, self._seed)
+            for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):
+                if value is not None:
+                    values[value] = tensor
+            for slot, _, value in event.writes:
+                values[value] = operands[slot]
 
 
 _NOTHING = torch.empty(0, device="meta")

@@ -125,6 +125,7 @@ class Pipeline:
         self._in_order: dict[int, InOrder] = {}
         self._live = LiveCount()
         self._uses: dict[str, set[int]] = {}
+        self._held: dict[Tape, bool] = {}
 
     def run(
         self, work: Work, microbatches: list[Any] | None, extra: Callable[[], Sequence[float]] = list
@@ -144,7 +145,7 @@ class Pipeline:
         self.learning = False
         if self._tensors.refresh():
             self.recorder.forget()
-        with self._draws.kept(), _no_collection():
+        with self._draws.kept(), _no_collection(), self.recorder.calls.installed():
             self._deliver(states, tensors)
             if self.num_ranks == 1:
                 self._run_alone(work, states)
@@ -180,6 +181,10 @@ class Pipeline:
         """The virtual stages that have used tensors of the module, by name, since this was asked last."""
         uses, self._uses = self._uses, {}
         return uses
+
+    def note_release(self) -> None:
+        """Ranks hold other tensors than before."""
+        self._held.clear()
 
     # -- what recordings ask for ------------------------------------------------------------------------------------
 
@@ -221,7 +226,7 @@ class Pipeline:
     def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
         """One rank runs the user's steps as they are."""
         for state in states:
-            with Counted(self._draws, state.seed):
+            with Counted(self._draws, state.seed).running():
                 state.result, state.loss = work.step(state, tree.rebuild(state.layout, state.tensors))
             self._live.add()
             if work.loss_of is not None:
@@ -300,7 +305,7 @@ class Pipeline:
             self._note_uses(program)
             self.learning = True
         is_simple = recording.is_simple and len(program.visits) <= len(self.placement)
-        is_simple = is_simple and not program.comes_back and self._is_held(program)
+        is_simple = is_simple and not program.comes_back and not program.writes_again and self._is_held(program)
         if is_simple and state.index not in self._in_order:
             state.program = program
             state.asked = tuple(dict.fromkeys([*state.places, *([value] if value is not None else [])]))
@@ -332,12 +337,15 @@ class Pipeline:
 
     def _is_held(self, program: Tape) -> bool:
         """Whether every event runs where the module's tensors are that it takes."""
-        for event in program.events:
-            for value in event.inputs:
-                if type(value) is int and value < 0:
-                    if self.placement[event.visit % len(self.placement)] not in self._holders(-1 - value):
-                        return False
-        return True
+        found = self._held.get(program)
+        if found is None:
+            found = self._held[program] = all(
+                self.placement[event.visit % len(self.placement)] in self._holders(-1 - value)
+                for event in program.events
+                for value in event.inputs
+                if type(value) is int and value < 0
+            )
+        return found
 
     def _begin_in_order(self, state: Microbatch) -> InOrder:
         """A micro-batch runs event by event, once those before it are done with."""

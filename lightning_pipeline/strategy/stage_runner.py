@@ -231,6 +231,7 @@ class StageRunner:
 
     def _release_remote(self) -> None:
         self.held.release_remote()
+        self.pipeline.note_release()
         self._gradients.settle(self.held.ownership)
 
     def _check_reached(self) -> None:

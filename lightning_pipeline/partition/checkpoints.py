@@ -1,0 +1,91 @@
+"""Calls of `torch.utils.checkpoint.checkpoint`, whoever makes them.
+
+It is imported by name all over libraries, so what it calls is what is replaced, while a step runs and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Checkpointed = Callable[[bool], AbstractContextManager[None]]
+"""Entered around a checkpointed function; told whether computing it again may stop when all is there."""
+
+
+@contextmanager
+def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
+    """While entered, checkpointed functions run once, inside of `around`."""
+    plain = torch_checkpoint._checkpoint_without_reentrant_generator
+    options = [p.name for p in signature(plain).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    everywhere = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
+
+    def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        given = dict(zip(options, args, strict=False))
+        now, _ = given.get("context_fn", torch_checkpoint.noop_context_fn)()
+        stops = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", everywhere)
+        with ExitStack() as stack:
+            if torch.is_grad_enabled():
+                stack.enter_context(around(given.get("early_stop", True) if stops is None else bool(stops)))
+                # Modes that choose what to keep have nothing to choose from here: all of it is computed again.
+                stack.enter_context(nullcontext() if isinstance(now, TorchDispatchMode) else now)
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+                with torch.no_grad():  # whatever the parameters do, this kind gives results that require no gradient
+                    return function(*args)
+            with around(False):
+                return function(*args)
+
+    with _replaced(generator, Reentrant):
+        yield
+
+
+@contextmanager
+def checkpoints_wrapped(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While entered, `wrapped` makes of a checkpointed function the one that computes it again."""
+    plain, reentrant = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        return plain(wrapped(function), *args, **kwargs)
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return reentrant.apply(_first(function, wrapped(function)), preserve, *args)
+
+    with _replaced(generator, Reentrant):
+        yield
+
+
+def _first(function: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    """One function for the first call, another one for those after it."""
+    calls = 0
+
+    def run(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return function(*args) if calls == 1 else then(*args)
+
+    return run
+
+
+@contextmanager
+def _replaced(generator: Any, reentrant: Any) -> Iterator[None]:
+    before = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    torch_checkpoint._checkpoint_without_reentrant_generator = generator
+    torch_checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch_checkpoint._checkpoint_without_reentrant_generator = before[0]
+        torch_checkpoint.CheckpointFunction = before[1]  # type: ignore[misc]
