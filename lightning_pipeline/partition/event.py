@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pipeline.partition.functions import function_name
 from lightning_pipeline.partition.inference import Result
 from lightning_pipeline.partition.matcher import UNLIKE, Matcher, make_matcher
-from lightning_pipeline.partition.operation import Call, key_of
+from lightning_pipeline.partition.operation import Call, shown
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 
 
@@ -111,7 +111,7 @@ class Event:
             writes.append((slot, look, count))
             count += 1
         made.outputs, made.writes, made.num_values = tuple(outputs), tuple(writes), count
-        text = repr((self.digest, function_name(function), key_of(call.args), key_of(call.kwargs), inputs, looks, state))
+        text = repr((self.digest, function_name(function), shown(call.args), shown(call.kwargs), inputs, looks, state))
         made.digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         made.first_captured = self.num_captured
         made.matcher = make_matcher(

@@ -137,3 +137,21 @@ def key_of(template: Template) -> Hashable:
     if isinstance(template, (bool, int, float, torch.Size)) or isinstance(template, _ATOMS):
         return kind, template
     return "object", id(template)
+
+
+def shown(template: Template) -> Hashable:
+    """As `key_of`, but with the same text on all ranks: what has none is known by its type."""
+    kind = type(template)
+    if kind in (TensorSlot, NumberSlot):
+        return template
+    if kind is tuple or kind is list:
+        return (kind, *map(shown, template))
+    if kind is slice:
+        return (kind, *map(shown, (template.start, template.stop, template.step)))
+    if kind is dict:
+        return (kind, *((shown(name), shown(item)) for name, item in template.items()))
+    if isinstance(template, (types.BuiltinFunctionType, types.FunctionType)):
+        return kind, template.__qualname__
+    if isinstance(template, (bool, int, float, torch.Size)) or isinstance(template, _ATOMS):
+        return kind, template
+    return kind.__module__, kind.__qualname__

@@ -131,6 +131,8 @@ class Placeholder(Tensor):
                 return made
             if name in _FACTORIES and not args[2:] and (kwargs or {}).keys() <= {"memory_format", "fill_value"}:
                 return placeholder(args[0].look.but(requires_grad=False, is_leaf=True, is_parameter=False), args[0].what)
+            if name == "__reduce_ex__":
+                return placeholder, (args[0].look, args[0].what)
             if name == "data.__set__" and args[1] is args[0]:
                 return None
             if name == "copy_" and skips_writes.get():

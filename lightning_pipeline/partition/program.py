@@ -153,7 +153,9 @@ class Program:
         return found
 
     def returning(self, visit: int, loss: int) -> list[Strand]:
-        """What the visit receives and gives gradients of, in the order in which they go back."""
+        """What the visit receives and gives gradients of, in the order in which they go back. Without a loss, nothing."""
+        if loss < 0:
+            return []
         wanted = self.with_gradients(loss)
         found = self._returning.get((visit, loss))
         if found is None:

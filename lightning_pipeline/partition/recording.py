@@ -123,6 +123,19 @@ class Recording(TorchFunctionMode):
         assert program is not None
         return program.homes[value]
 
+    def origin(self, value: int) -> int:
+        """The first of the values that show the same numbers in one memory, of which this is one."""
+        event: Event | None = self.event
+        while event is not None and event.parent is not None:
+            if value in event.outputs:
+                index = event.outputs.index(value)
+                look, shares = event.result.tensors[index], event.result.shares[index]
+                base = event.inputs[shares[0]] if shares else None
+                if isinstance(base, int) and base >= 0 and look.shape.numel() == event.looks[shares[0]].shape.numel():  # type: ignore[union-attr]
+                    value = base
+            event = event.parent
+        return value
+
     def placeholder_for(self, value: int, look: Look, what: str) -> Placeholder:
         made = placeholder(look, what)
         made.value, made.recording = value, self

@@ -77,7 +77,7 @@ def end_step(
     first, rest = packed[:CAPACITY], packed[CAPACITY:]
     row = torch.zeros(CAPACITY // 8 + 1 + len(extra), dtype=torch.float64)
     row.view(torch.uint8)[: len(first)] = first
-    row[CAPACITY // 8] = _digest(microbatches, wanted)
+    row[CAPACITY // 8] = digest_of(microbatches, wanted)
     if extra:
         row[CAPACITY // 8 + 1 :] = torch.tensor(list(extra), dtype=torch.float64)
     rows = transport.all_gather_vector(row, "the end of the step")
@@ -121,8 +121,13 @@ def _pack(small: Sequence[Wanted], rank: int) -> Tensor:
     return packed
 
 
-def _digest(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted]) -> float:
-    made = hashlib.blake2b(digest_size=6)
+def digest_of(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], before: float | None = None) -> float:
+    """Of what ran, and what is wanted of it.
+
+    Args:
+        before: the digest of steps before, which are to count as well.
+    """
+    made = hashlib.blake2b(repr(before).encode(), digest_size=6)
     for state in microbatches:
         assert state.recording is not None
         made.update(state.recording.event.digest)

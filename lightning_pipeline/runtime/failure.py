@@ -150,14 +150,17 @@ class FailureNotice:
         """Publish `error`, close this rank's connections so that its peers wake up, and let them read why.
 
         Bounded by some seconds and never raises. Call it on every rank for whatever ends the run, and raise on. Where
-        `error` is a consequence of another rank's failure, it will be shown as one line, without a traceback.
+        `error` is a consequence of another rank's failure, or the same, as where all ranks run the user's code, it will
+        be shown as one line, without a traceback.
         """
         self._noticed.set()
         self.is_watching = False
         self.publish(error)
         with contextlib.suppress(Exception):
             failure = self.failure or self._failure_in(error)
-            if failure.rank != self.rank and isinstance(error, RuntimeError):
+            if failure.rank != self.rank and failure.summary == self._failure_in(error).summary:
+                show_as_line(error, f"[rank{self.rank}]: {failure.summary}, as on {self._name(failure)}")
+            elif failure.rank != self.rank and isinstance(error, RuntimeError):
                 show_as_line(error, f"[rank{self.rank}]: {self._in_one_line(failure, error)}")
         for act in (self.interrupt, self.tear_down):
             with contextlib.suppress(Exception):

@@ -23,6 +23,7 @@ class Gradients:
     Args:
         module: the LightningModule.
         stages: this rank's virtual stages.
+        leaves: names of the modules that are sharded one by one.
         gradients_mean: over replicas gradients are averaged; else summed.
         sharded: shards parameters over replicas; None keeps them whole.
     """
@@ -32,6 +33,7 @@ class Gradients:
         module: nn.Module,
         placement: Placement,
         stages: Sequence[int],
+        leaves: Sequence[str] = (),
         *,
         transport: Transport | None,
         replicas: Replicas | None,
@@ -44,6 +46,7 @@ class Gradients:
         self._module = module
         self._placement = placement
         self._stages = stages
+        self._leaves = leaves
         self._replicas = replicas
         self._gradients_mean = gradients_mean
         self._hold = GradientHold()
@@ -75,7 +78,7 @@ class Gradients:
         if self.sharded is None or self.sharded or not self._complete:
             return {}
         named = dict(self._module.named_parameters(remove_duplicate=False))
-        leaves = self._placement.used_in_one_leaf(self.leaves)
+        leaves = self._placement.used_in_one_leaf(self._leaves)
         inside = set().union(*leaves.values())
         whole = {parameter for name, parameter in named.items() if name not in inside}
         self._reducer = None

@@ -115,6 +115,11 @@ class InOrder:
         """A value's tensor, where this rank has made it."""
         return self._here.get((self.homes[value], value))
 
+    def let_go(self) -> None:
+        """The micro-batch is done with."""
+        self._here.clear()
+        self._transfers.clear()
+
     def backward(self, program: Program, work: Work) -> None:
         """Run backward from the micro-batch's loss, visit by visit."""
         state = self._state

@@ -21,9 +21,10 @@ from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.partition.recording import Recorder, Recording
 from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.draws import Counted, Draws
-from lightning_pipeline.runtime.ending import end_step, wanted_values
+from lightning_pipeline.runtime.ending import digest_of, end_step, wanted_values
 from lightning_pipeline.runtime.executor import Program, Run, Span
 from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.microbatch import Microbatch
@@ -125,6 +126,9 @@ class Pipeline:
         self._in_order: dict[int, InOrder] = {}
         self._live = LiveCount()
         self._uses: dict[str, set[int]] = {}
+        self._unchecked: float | None = None
+        self.reached: set[int] = set()
+        """Virtual stages on which steps have run anything."""
         self._held: dict[Tape, bool] = {}
 
     def run(
@@ -137,7 +141,8 @@ class Pipeline:
             extra: numbers that every rank gets of every rank when the step ends.
 
         Returns:
-            The micro-batches with their results, and every rank's numbers.
+            The micro-batches with their results, and every rank's numbers; none where ranks did not wait for one
+            another.
         """
         announcement, tensors = self._announce(work, microbatches)
         self._work, self._live, self._in_order = work, LiveCount(), {}
@@ -145,20 +150,33 @@ class Pipeline:
         self.learning = False
         if self._tensors.refresh():
             self.recorder.forget()
-        with self._draws.kept(), _no_collection(), self.recorder.calls.installed():
+        with self._draws.kept(), _no_collection(), self.recorder.calls.installed(), over_all_refused():
             self._deliver(states, tensors)
             if self.num_ranks == 1:
                 self._run_alone(work, states)
                 numbers = [list(extra())]
             else:
                 self._run_in_stages(work, states)
-                wanted = wanted_values(states, self._owners(states))
-                assert self._transport is not None
-                numbers = end_step(states, wanted, self._transport, self._direct, self.rank, extra())
-                self._transport.flush()
+                numbers = self._end(work, states, extra)
         self.peak_live = self._live.peak
         self._run, self._microbatches, self._in_order = None, [], {}
         return states, numbers
+
+    def check(self) -> None:
+        """Make sure that ranks ran the same in steps at whose ends they did not wait for one another. All must call it.
+
+        Raises:
+            RuntimeError: they did not.
+        """
+        if self._unchecked is not None:
+            assert self._transport is not None
+            digest, self._unchecked = self._unchecked, None
+            told = [self._transport.broadcast_object(digest, rank, "what ran") for rank in range(self.num_ranks)]
+            if len(set(told)) > 1:
+                raise RuntimeError(
+                    "the ranks did not run the same code in steps whose outputs stay on the last stage: every rank runs "
+                    "the whole step, and has to come to the same; output_broadcast=True finds the first difference"
+                )
 
     def use(self, schedule: Callable[[int], Schedule]) -> None:
         """Run training steps by other schedules, on the same placement, from now on. All ranks must call it."""
@@ -259,6 +277,8 @@ class Pipeline:
                 visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
         self._run = Run(program, visits, self.observe)
         self._run.go_on()
+        for visit in visits.values():
+            visit.following = visit.preceding = None  # whose cycles would keep the step's tensors
 
     def _record(self, state: Microbatch) -> None:
         """Run the user's step on a micro-batch and on those before it."""
@@ -272,7 +292,8 @@ class Pipeline:
         structure = self._structures[state.structure]
         large = [look for look in structure.looks if not _is_everywhere(look)]
         beginning = self.recorder.beginning((work.kind, structure.key), len(large))
-        recording = Recording(self.recorder, beginning, self, lambda number: self._draws.seed(state.seed, number))
+        seed = state.seed  # and not the state, which refers to the recording
+        recording = Recording(self.recorder, beginning, self, lambda number: self._draws.seed(seed, number))
         state.recording = recording
         tensors: list[Tensor] = []
         given = 0
@@ -291,14 +312,56 @@ class Pipeline:
         batch = tree.rebuild(state.layout, tensors)
         del tensors
         with recording.running():
-            state.result, state.loss = work.step(state, batch)
+            result, state.loss = work.step(state, batch)
+            state.result = tree.replace(result, self._own)
         del batch
+        if work.results_on is not None:
+            # Not the placeholders: what nobody else refers to need not come to every rank.
+            state.result = _Result.of(state.result, recording)
+        del result
         self._end_recording(state, recording, large, work)
+
+    def _end(
+        self, work: Work, states: list[Microbatch], extra: Callable[[], Sequence[float]]
+    ) -> list[list[float]]:
+        assert self._transport is not None
+        wanted = wanted_values(states, self._owners(states))
+        if work.results_on is not None and not work.waits and not wanted and not self.learning:
+            self._unchecked = digest_of(states, wanted, self._unchecked)
+            self._give_results(states, work.results_on)
+            return []
+        numbers = end_step(states, wanted, self._transport, self._direct, self.rank, extra())
+        if work.results_on is not None:
+            self._give_results(states, work.results_on)
+        self._transport.flush()
+        return numbers
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """A tensor that a step returns; for one of the module, which may not be on this rank, a value of its own."""
+        return tensor.detach() if self._tensors.number_of(tensor) is not None else tensor
+
+    def _give_results(self, states: Sequence[Microbatch], rank: int) -> None:
+        """Give a rank what the steps have returned."""
+        assert self._direct is not None
+        for state in states:
+            found: dict[int, Tensor] = {}
+            for value, look in state.result.values().items():
+                owner = self._owner(state, value)
+                if owner == self.rank:
+                    own = state.kept[value]
+                    if rank == self.rank:
+                        found[value] = own
+                    else:
+                        self._direct.send(conform(own, look), rank)
+                elif self.rank == rank:
+                    found[value] = self._direct.receive(look, owner)
+            state.result = state.result.on(found) if self.rank == rank else None
 
     def _end_recording(self, state: Microbatch, recording: Recording, large: list[Look], work: Work) -> None:
         value = recording.value_of(state.loss)
         state.loss_value = -1 if value is None else value
         state.places = {place.value: place for place in recording.take_alive()}
+        returned = state.result.values() if isinstance(state.result, _Result) else ()
         program = recording.event.program
         if program is None:
             program = recording.event.program = Tape(recording.event, large)
@@ -308,11 +371,11 @@ class Pipeline:
         is_simple = is_simple and not program.comes_back and not program.writes_again and self._is_held(program)
         if is_simple and state.index not in self._in_order:
             state.program = program
-            state.asked = tuple(dict.fromkeys([*state.places, *([value] if value is not None else [])]))
+            state.asked = tuple(dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]))
             return
         run = self._begin_in_order(state)
         run.run_up_to(recording.event)
-        for number in (*state.places, *([value] if value is not None else [])):
+        for number in dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]):
             tensor = run.value(number)
             if tensor is not None and run.homes[number] >= 0:
                 state.kept[number] = tensor.detach()
@@ -322,10 +385,12 @@ class Pipeline:
         elif work.loss_of is not None:
             for stage in self.stages:
                 work.after_backward(stage, state)
+        run.let_go()
         state.is_done = True
 
     def _note_uses(self, program: Tape) -> None:
         for event in program.events:
+            self.reached.add(event.visit % len(self.placement))
             for value in event.inputs:
                 if type(value) is int and value < 0 and not self._stays_everywhere(-1 - value):
                     for name in self._tensors.names[-1 - value]:
@@ -372,16 +437,14 @@ class Pipeline:
         return self._spread_kept(next(one for one in self._microbatches if one.recording is recording), value)
 
     def _owners(self, states: Sequence[Microbatch]) -> dict[int, dict[int, int]]:
-        """The rank that has computed each value of each micro-batch."""
-        found = {}
-        for state in states:
-            assert state.recording is not None
-            program = state.program or state.recording.event.program
-            assert program is not None
-            found[state.index] = {
-                value: self.placement[program.homes[value] % len(self.placement)] for value in state.places
-            }
-        return found
+        """The rank that has computed each value of each micro-batch that somebody refers to."""
+        return {state.index: {value: self._owner(state, value) for value in state.places} for state in states}
+
+    def _owner(self, state: Microbatch, value: int) -> int:
+        assert state.recording is not None
+        program = state.program or state.recording.event.program
+        assert program is not None
+        return self.placement[program.homes[value] % len(self.placement)]
 
     # -- the batch --------------------------------------------------------------------------------------------------
 
@@ -477,6 +540,31 @@ class Pipeline:
         # Where a split of the user's leaves open how many samples there are, micro-batches count alike.
         announcement.sizes.extend(size if None not in sizes else 1 for size in sizes)  # type: ignore[misc]
         return announcement, all_tensors
+
+
+@dataclass(slots=True)
+class _Result:
+    """What a step has returned, without its placeholders.
+
+    Attributes:
+        tensors: data, or the number and the look of a value.
+    """
+
+    layout: Layout
+    tensors: list[Tensor | tuple[int, Look]]
+
+    @classmethod
+    def of(cls, result: Any, recording: Recording) -> _Result:
+        tensors, layout = tree.flatten(result)
+        numbers = [recording.value_of(tensor) for tensor in tensors]
+        return cls(layout, [t if n is None else (n, Look.of(t)) for t, n in zip(tensors, numbers, strict=True)])
+
+    def values(self) -> dict[int, Look]:
+        return dict(item for item in self.tensors if isinstance(item, tuple))
+
+    def on(self, data: dict[int, Tensor]) -> Any:
+        tensors = [data[item[0]] if isinstance(item, tuple) else item for item in self.tensors]
+        return tree.rebuild(self.layout, tensors)
 
 
 _ABSENT = torch.empty(0, device="meta")

@@ -22,6 +22,8 @@ class Work:
         loss_of: what backward starts from, of a micro-batch's loss; None without backward.
         run_backward: runs backward from a loss.
         after_backward: called after each micro-batch's backward on a virtual stage, with the stage.
+        results_on: the rank that gets what the step returns; None for all.
+        waits: ranks wait for one another at the step's end, even if it leaves nothing that others need.
         can_split: whether backward from a loss is torch's own, which can be split into I and W.
         seed: seed of the step; each micro-batch derives its own.
     """
@@ -31,6 +33,8 @@ class Work:
     loss_of: Callable[[Microbatch, Tensor], Tensor] | None = None
     run_backward: Callable[[Tensor], None] = torch.autograd.backward
     after_backward: Callable[[int, Microbatch], None] = lambda stage, microbatch: None
+    results_on: int | None = None
+    waits: bool = True
     can_split: bool = True
     seed: int
 

@@ -8,11 +8,9 @@ from contextlib import ExitStack
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from torch import nn
 
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
-from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.batch_norms import shared_statistics
 from lightning_pipeline.strategy.lightning_private import (
     call_before_update,
@@ -21,7 +19,7 @@ from lightning_pipeline.strategy.lightning_private import (
     skip_before_transfer,
 )
 from lightning_pipeline.strategy.loss_scaling import agree_on_overflow
-from lightning_pipeline.strategy.metrics import share_metrics
+from lightning_pipeline.strategy.metrics import sync_over
 from lightning_pipeline.strategy.signals import Signals
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
 from lightning_pipeline.strategy.writers import silence_writers
@@ -33,17 +31,14 @@ def install(
     topology: Topology,
     device: torch.device,
     *,
-    transport: Transport | None,
     replicas: Replicas | None,
     optimizers: StageOptimizers | None,
     signals: Signals,
-    stage_of_metric: Callable[[nn.Module], int | None],
     has_predictions: bool,
 ) -> ExitStack:
     """Let the user's precision plugin, module, metrics and Trainer do what one stage of several has to.
 
     Args:
-        stage_of_metric: the stage that a metric is updated on; None where every stage has it.
         has_predictions: this rank gets the outputs of predict steps.
 
     Returns:
@@ -62,9 +57,7 @@ def install(
             if scaler is not None:
                 installed.callback(agree_on_overflow(scaler, device))
             group = replicas.group if replicas is not None else None
-            installed.callback(
-                share_metrics(module, stage_of_metric, transport, stage=topology.stage_rank, data_parallel_group=group)
-            )
+            installed.callback(sync_over(module, group))
         if not topology.is_first_stage:
             installed.callback(skip_before_transfer(module))
         if not has_predictions:

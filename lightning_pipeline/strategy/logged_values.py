@@ -1,19 +1,15 @@
-"""What a step logs on its micro-batches, reduced, exchanged and logged once on every rank."""
+"""What a step logs on its micro-batches, reduced and logged once, as on every rank."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torchmetrics import Metric
-
-if TYPE_CHECKING:
-    from lightning_pipeline.runtime.transport import Transport
-
 
 _REDUCTIONS: dict[Any, str] = {
     **{name: name for name in ("mean", "min", "max", "sum")},
@@ -69,30 +65,16 @@ class Captured:
         return "sum" if reduce_fx == "mean" and self.num_summed == len(self.values) else reduce_fx
 
 
-# What stays the same from step to step: name, keyword arguments, metric name and the value's dtype.
-_PlanItem = tuple[str, tuple[tuple[str, Any], ...], "str | None", "torch.dtype | None"]
-_Plan = tuple[_PlanItem, ...]
-
-
 class LoggedValues:
-    """Collects the ``self.log`` calls of a step on the stage that has the value, and shares them with all stages.
-
-    An exchange is one vector of fixed size from each stage: the number of a plan that the others know (names and
-    arguments), its values and batch sizes, and some numbers of the caller. A plan is sent once, when it is new;
-    values beyond ``capacity`` are sent as objects in every step.
+    """Collects the ``self.log`` calls of a step's micro-batches.
 
     Args:
         module: the LightningModule, to find logged metric objects by name.
-        capacity: number of values in the vector.
-        num_extra: room for numbers that the caller exchanges along with the values.
     """
 
-    def __init__(self, module: nn.Module, *, capacity: int = 64, num_extra: int = 4) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.capacity = capacity
-        self.num_extra = num_extra
         self._captured: dict[Hashable, Captured] = {}
-        self._plans: dict[_Plan, int] = {}  # numbered from 1 as they arrive, which is alike on all stages
         self._metric_names: dict[int, str] | None = None
 
     def capture(self, name: str, value: Any, kwargs: dict[str, Any], num_samples: int) -> Captured:
@@ -157,45 +139,6 @@ class LoggedValues:
         """Forget what was captured, also when a step failed half-way."""
         self._captured.clear()
 
-    def exchange(
-        self, transport: Transport | None, *, extra: Sequence[float] = (), device: torch.device | str = "cpu"
-    ) -> tuple[list[LoggedItem], list[list[float]]]:
-        """Share what was captured, and forget it. Every stage must call it, once a step.
-
-        Args:
-            transport: the connection to the other stages, or None with one stage.
-            extra: up to ``num_extra`` numbers of the caller.
-            device: where the values are to be.
-
-        Returns:
-            The items of all stages, by stage and then by call, the same on every stage. What several stages logged
-            in the same way, as they do with plain numbers, is the first one's. And each stage's extra numbers,
-            padded with zeros to ``num_extra``.
-        """
-        if len(extra) > self.num_extra:
-            raise ValueError(f"there is room for {self.num_extra} extra numbers, got {len(extra)}")
-        items = self.reduced()
-        self.clear()
-        padded = [float(number) for number in extra] + [0.0] * (self.num_extra - len(extra))
-        if transport is None:
-            return _on_device(items, device), [padded]
-        plan, payload = _pack(items)
-        rows = transport.all_gather_vector(self._vector(plan, payload, padded), "logged values").tolist()
-        merged: dict[Hashable, LoggedItem] = {}
-        for stage, row in enumerate(rows):
-            number, count = int(row[0]), int(row[1])
-            if number == _NEW_PLAN:
-                new_plan = transport.broadcast_object(plan, stage, "names of logged values")
-                number = self._plans.setdefault(new_plan, len(self._plans) + 1)
-            values = row[_HEADER : _HEADER + 2 * min(count, self.capacity)]
-            if count > self.capacity:
-                surplus = payload[2 * self.capacity :]
-                values = values + transport.broadcast_object(surplus, stage, "logged values beyond the vector")
-            if count:
-                for key, item in _unpack(list(self._plans)[number - 1], values):
-                    merged.setdefault(key, item)
-        return _on_device(merged.values(), device), [row[len(row) - self.num_extra :] for row in rows]
-
     def replay(self, log: Callable[..., None], items: Iterable[LoggedItem]) -> None:
         """Call the module's original ``log`` for each item, as one process does for its whole batch."""
         for item in items:
@@ -206,13 +149,6 @@ class LoggedValues:
                     metric._forward_cache = item.value  # what Lightning shows for on_step
                 value = metric
             log(item.name, value, **item.kwargs, batch_size=item.batch_size)
-
-    def _vector(self, plan: _Plan, payload: list[float], extra: list[float]) -> torch.Tensor:
-        """Plan number, count, ``capacity`` pairs of value and batch size, and the caller's numbers."""
-        inline = payload[: 2 * self.capacity]
-        inline = inline + [0.0] * (2 * self.capacity - len(inline))
-        number = self._plans.get(plan, _NEW_PLAN) if plan else 0
-        return torch.tensor([number, len(plan), *inline, *extra], dtype=torch.float64)
 
     def _metric_name(self, name: str, metric: Metric) -> str:
         if self._metric_names is None or id(metric) not in self._metric_names:
@@ -272,34 +208,3 @@ def _reduce(values: list[torch.Tensor | float | None], weights: list[int], reduc
     if len(set(weights)) == 1 or sum(weights) == 0:
         return stacked.sum() / len(present)
     return (stacked * torch.tensor(weights, dtype=stacked.dtype, device=device)).sum() / sum(weights)
-
-
-def _pack(items: list[LoggedItem]) -> tuple[_Plan, list[float]]:
-    """The items' plan, and a value and a batch size for each, brought to the host in one go."""
-    plan = tuple(
-        (item.name, tuple(item.kwargs.items()), item.metric, None if item.value is None else item.value.dtype)
-        for item in items
-    )
-    tensors = [item.value for item in items if item.value is not None]
-    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-    # float64 holds every float32 exactly
-    stacked = torch.stack([tensor.to(device, torch.float64) for tensor in tensors]).tolist() if tensors else []
-    values = iter(stacked)
-    packed: list[float] = []
-    for item in items:
-        packed += [0.0 if item.value is None else next(values), float(item.batch_size)]
-    return plan, packed
-
-
-def _unpack(plan: _Plan, packed: Sequence[float]) -> Iterable[tuple[Hashable, LoggedItem]]:
-    """The items of a plan, each with the key by which equal calls of several stages are known."""
-    for (name, kwargs, metric, dtype), value, batch_size in zip(plan, packed[::2], packed[1::2], strict=True):
-        tensor = None if dtype is None else torch.tensor(value, dtype=dtype)
-        yield (name, kwargs, metric), LoggedItem(name, tensor, dict(kwargs), int(batch_size), metric)
-
-
-def _on_device(items: Iterable[LoggedItem], device: torch.device | str) -> list[LoggedItem]:
-    items = list(items)
-    for item in items:
-        item.value = None if item.value is None else item.value.to(device)
-    return items

@@ -376,11 +376,9 @@ class PipelineStrategy(CheckpointingStrategy):
             self.precision_plugin,
             self.topology,
             self.root_device,
-            transport=self._transport,
             replicas=self._replicas,
             optimizers=self._stage_optimizers,
             signals=self._signals,
-            stage_of_metric=lambda metric: None,
             has_predictions=self.output_broadcast or self.pipeline.rank == self.pipeline.last_rank,
         )
 

@@ -16,6 +16,7 @@ from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.site import stage_term
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.cutting import Cut
@@ -71,6 +72,7 @@ class StageRunner:
         self.is_stepping = False
         """Whether a step is running, and not what goes on around it."""
         self._module = module
+        self._cut = cut
         self._transport = transport
         self._has_tensor_group = tensor_group is not None
         self._is_alone = topology.world_size == 1
@@ -105,6 +107,7 @@ class StageRunner:
             module,
             self.held.placement,
             self.pipeline.stages,
+            [leaf.name for leaf in self.held.leaves],
             transport=transport,
             replicas=replicas,
             gradients_mean=gradients_mean,
@@ -203,6 +206,7 @@ class StageRunner:
 
     def release_parameters(self) -> None:
         """After the loop."""
+        self.pipeline.check()
         if self._sharded is not None:
             self._sharded.release()
 
@@ -235,4 +239,20 @@ class StageRunner:
         self._gradients.settle(self.held.ownership)
 
     def _check_reached(self) -> None:
-        pass
+        """Make sure that each stage has something to do.
+
+        Raises:
+            ValueError: a stage has nothing.
+        """
+        placement = self.pipeline.placement
+        if self.pipeline.num_ranks == 1:  # which records nothing
+            return
+        missing = [stage for stage in range(len(placement)) if stage not in self.pipeline.reached]
+        if missing:
+            stage = missing[0]
+            names = [repr(name) for name, own in self._cut.stages.exact.items() if own == stage]
+            raise ValueError(
+                f"{stage_term(placement)} {stage} is never reached: nothing of this training step ran on it, and "
+                f"stage_config gives it {', '.join(names) or 'no module'}; name the first module there that the step "
+                f"calls"
+            )

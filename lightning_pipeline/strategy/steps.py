@@ -6,6 +6,7 @@ import inspect
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,22 @@ _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 _LOG_OPTIONS = frozenset(_LOG_SIGNATURE.parameters) - {"self", "name", "value"}
 _SINGLE_SAMPLE = "more than 1 value per channel"
 """In the error of torch's batch norms."""
+
+
+@dataclass(slots=True)
+class Logged:
+    """A call of `self.log` on a micro-batch.
+
+    Attributes:
+        token: what the value was then.
+        is_share: it is the micro-batch's share of a loss that is a sum.
+    """
+
+    name: str
+    value: Any
+    options: Mapping[str, Any]
+    token: Any = None
+    is_share: bool = False
 
 
 class Steps:
@@ -121,10 +138,12 @@ class Steps:
         self._heed(numbers, training=True)
         if any(is_sum for _, is_sum in numbers):
             self._warn_of_sum()
-        self._log(states, sums_loss=not self._mean)
-        sizes = [state.num_samples for state in states]
-        loss = self._reported([state.loss.detach() for state in states], sizes).to(torch.float32)
-        extra = _without_loss([state.result for state in states], sizes)
+        self._log(states)
+        losses = [(state.loss.detach(), state.num_samples) for state in states if state.loss is not None]
+        if not losses:
+            return None
+        loss = self._reported(*map(list, zip(*losses, strict=True))).to(torch.float32)
+        extra = _without_loss([state.result for state in states], [state.num_samples for state in states])
         return {"loss": loss, **extra} if extra else loss
 
     def evaluate(
@@ -140,11 +159,16 @@ class Steps:
         work = Work(
             kind=(stage, self._module.training, *numbers[1:]),
             step=self._step_function(function, args[1:], context),
+            results_on=None if self._output_broadcast else self._last,
+            waits=stage != "predict_step",  # the first stages go on with the next batch
             seed=mix(self._seed, zlib.crc32(stage.encode()), *numbers),
         )
         states, numbers_of_all = self._run(work, args[0], lambda: [self._signals.noted, 0.0])
-        self._heed(numbers_of_all, training=False)
-        self._log(states, sums_loss=False)
+        if numbers_of_all:
+            self._heed(numbers_of_all, training=False)
+        self._log(states)
+        if not self._output_broadcast and self._pipeline.rank != self._last:
+            return None
         return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
 
     # -- details ----------------------------------------------------------------------------------------------------
@@ -170,6 +194,8 @@ class Steps:
         attributes = vars(self._module)
         plain = _does_nothing(context)
         name = type(self._module).__name__
+        needs_gradients = has_loss and backward_of(self._module)[1]
+        sums = has_loss and not self._mean
 
         def run(state: Microbatch, batch: Any) -> tuple[Any, Any]:
             attributes["log"] = lambda *a, **k: self._note(state, *a, **k)
@@ -188,7 +214,18 @@ class Steps:
                 raise
             finally:
                 attributes.pop("log", None)
-            return result, loss_in(result, name) if has_loss else None
+            if not has_loss:
+                return result, None
+            loss = loss_in(result, name)
+            if loss is not None and needs_gradients and not loss.requires_grad:
+                raise RuntimeError(
+                    f"the loss that {name}.training_step returned has no gradients to give: nothing that it was "
+                    f"computed from requires them, or they were off; to skip a batch, return None"
+                )
+            if sums:
+                for logged in state.logged:
+                    logged.is_share = loss is not None and _is_same(logged.token, _token(loss, state), state)
+            return result, loss
 
         return run
 
@@ -205,23 +242,27 @@ class Steps:
             raise ValueError(f"`self.log({name}, {value})` was called, but `dict` values cannot be logged")
         if isinstance(value, Metric):
             value = value, value._forward_cache
-        elif isinstance(value, Tensor):
+            state.logged.append(Logged(name, value, options))
+            return
+        token = None
+        if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
                     f"`self.log({name}, ...)` was called with a tensor of shape {list(value.shape)}, but the tensor "
                     f"must have a single element. You can try doing `self.log({name}, value.mean())`"
                 )
+            if not self._mean:
+                token = _token(value, state)
             value = value.detach().clone()  # the user may go on writing to it
-        state.logged.append((name, value, options))
+        state.logged.append(Logged(name, value, options, token))
 
-    def _log(self, states: list[Microbatch], *, sums_loss: bool) -> None:
+    def _log(self, states: list[Microbatch]) -> None:
         """Log what the micro-batches have logged, as one process does for its whole batch."""
         self._logged.clear()
         for state in states:
-            for name, value, options in state.logged:
-                captured = self._logged.capture(name, value, options, state.num_samples)
-                if sums_loss and isinstance(value, Tensor) and _is_same(value, state.loss):
-                    captured.num_summed += 1
+            for logged in state.logged:
+                captured = self._logged.capture(logged.name, logged.value, logged.options, state.num_samples)
+                captured.num_summed += logged.is_share
         self._logged.replay(self._module.log, self._logged.reduced())
         self._logged.clear()
 
@@ -268,40 +309,57 @@ def _does_nothing(context: Callable[[], AbstractContextManager[Any]]) -> bool:
     return type(precision.forward_context()) is nullcontext
 
 
-def loss_in(result: Any, module: str) -> Tensor:
-    """The loss in what a training step has returned.
+def loss_in(result: Any, module: str) -> Tensor | None:
+    """The loss in what a training step has returned; None where it returned None, to skip the batch.
 
     Args:
         module: its class's name, for the error.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none in it.
     """
+    if result is None:
+        return None
     loss = result
     if not isinstance(result, Tensor) and isinstance(result, Mapping):
         loss = result.get("loss")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()) if loss.dim() else loss
-    what = "None" if result is None else type(result).__name__
+    what = type(result).__name__
     if isinstance(result, Mapping):
         what = f"{what} {list(result)}"
+    elif isinstance(result, Tensor):
+        what = f"a tensor of shape {list(result.shape)}"
     raise ValueError(
         f"{module}.training_step returned {what}, and a pipeline needs the loss of every micro-batch: return a "
-        f"tensor with one element, or a dictionary with one under 'loss'; to skip a batch, return a loss of zero times "
-        f"the output"
+        f"tensor with one element, or a dictionary with one under 'loss'; to skip a batch, return None"
     )
 
 
-def _is_same(value: Tensor, loss: Any) -> bool:
-    """Whether what was logged is the micro-batch's loss: of the same bits, as its share of a sum is."""
-    return isinstance(loss, Tensor) and value.dtype is loss.dtype and torch.equal(value.reshape(()), loss.reshape(()))
+def _token(value: Any, state: Microbatch) -> Any:
+    """What a tensor holds now: equal for tensors that show the same number in one memory, as `detach` makes them."""
+    number = state.recording.value_of(value) if state.recording is not None else None
+    if number is not None:
+        return number
+    with torch._C.DisableTorchFunction():
+        return value.data_ptr(), value.dtype, value._version
+
+
+def _is_same(token: Any, other: Any, state: Microbatch) -> bool:
+    if isinstance(token, int) and isinstance(other, int):
+        assert state.recording is not None
+        return state.recording.origin(token) == state.recording.origin(other)
+    return bool(token == other)
 
 
 def _without_loss(results: list[Any], sizes: list[int]) -> dict[str, Any] | None:
-    if not isinstance(results[0], Mapping):
+    first = next(result for result in results if result is not None)
+    if not isinstance(first, Mapping):
         return None
-    extras = [{key: value for key, value in result.items() if key != "loss"} for result in results]
-    return _detached(combine(extras, sizes)) if extras[0] else None
+    extras: list[Any] = [
+        None if result is None else {key: value for key, value in result.items() if key != "loss"} for result in results
+    ]
+    return _detached(combine(extras, sizes)) if len(first) > 1 else None
 
 
 def _detached(value: Any) -> Any:
