@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.checkpoints import checkpoints_noted
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
-from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
+from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, is_laid_out_by_others, kind_of
 from lightning_pipeline.partition.inference import NOTHING, Inference, Result
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
-from lightning_pipeline.partition.operation import Call, key_of, put_together, take_apart
+from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.users_line import users_line
@@ -313,10 +313,28 @@ class Recording(TorchFunctionMode):
 
     def _result_on_data(self, func: Any, call: Call, looks: Sequence[Look]) -> Result:
         """What a function gives whose result's looks depend on data."""
-        self.is_simple = False
-        data = self._data(call)
+        data = self._known_data(func, call, looks)
+        if data is None:
+            self.is_simple = False
+            data = self._data(call)
         with torch._C.DisableTorchFunction():
             return self.recorder.inference.result_on_data(func, call, data, looks)
+
+    def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
+        """Data that tells the looks of a result without a read: that of what every rank has, where only this matters."""
+        if not is_laid_out_by_others(func) or not call.args or type(call.args[0]) is not TensorSlot:
+            return None
+        laid_out = call.args[0].number
+        found = []
+        for slot, (tensor, look) in enumerate(zip(call.tensors, looks, strict=True)):
+            if slot == laid_out:
+                with torch._C.DisableTorchFunction():
+                    found.append(torch.zeros((), dtype=look.dtype, device=look.device).expand(look.shape))
+            elif type(tensor) is not Placeholder and self._input(tensor) is CAPTURED:
+                found.append(tensor)
+            else:
+                return None
+        return found
 
     def _data(self, call: Call) -> list[Tensor]:
         """The data of a call's tensors."""
