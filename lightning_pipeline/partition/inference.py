@@ -159,7 +159,10 @@ def _result(
 
 
 def writes_beside(function: Any, call: Call) -> frozenset[int]:
-    """Arguments that a function writes into without a word to autograd: a batch norm's running statistics."""
+    """Arguments that a function writes into without a word to autograd: a batch norm's running statistics, and what
+    `.data` is set of."""
+    if function_name(function) == "data.__set__":
+        return frozenset([call.args[0].number])
     if function_name(function) not in ("batch_norm", "instance_norm"):
         return frozenset()
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")

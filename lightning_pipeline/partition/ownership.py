@@ -67,13 +67,30 @@ class Ownership:
         return [name for name, stages in self.holders.items() if len(stages) > 1 and name not in self.unseen]
 
 
+HELD_BY = "_held_by"
+"""The attribute of a tensor, or its placeholder elsewhere, that tells which stages hold it."""
+
+
+def holders_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The stages that hold a tensor; None where all do."""
+    return tensor.__dict__.get(HELD_BY)
+
+
+def note_holders(tensor: torch.Tensor, stages: tuple[int, ...] | None) -> None:
+    """Say which stages hold a tensor; None for all. All ranks do so for theirs."""
+    if stages is not None:
+        tensor.__dict__[HELD_BY] = stages
+    else:
+        tensor.__dict__.pop(HELD_BY, None)
+
+
 def release(module: nn.Module, ownership: Ownership) -> list[str]:
     """Put every parameter and buffer that this stage does not hold on the meta device, and free its memory.
 
     A tensor keeps its identity where torch can swap it, so that optimizers and the user's own references see the
     meta tensor too. Where it cannot (a weak reference exists, for example), the module gets a new meta tensor and
     the old object is emptied to shape ``(0,)``, so that using it is loud. Ties, ``requires_grad`` and attributes
-    set on a tensor are kept. Names that ``ownership`` does not know, and lazy parameters, stay as they are.
+    set on a tensor are kept. What is left tells who holds it (`holders_of`). Names that ``ownership`` does not know, and lazy parameters, stay as they are.
 
     Returns:
         The names that were released now; those already on the meta device are not among them.
@@ -83,7 +100,11 @@ def release(module: nn.Module, ownership: Ownership) -> list[str]:
     kept: list[torch.Tensor] = []  # the old objects, so that no id in `moved` is given out again
     for slots, key, name in _slots(module):
         tensor = slots[key]
-        if tensor is None or name not in ownership or ownership.is_local(name):
+        if tensor is None or name not in ownership:
+            continue
+        stages = ownership.holders[name]
+        if ownership.is_local(name):
+            note_holders(tensor, stages if len(stages) < ownership.num_stages else None)
             continue
         if id(tensor) in moved:  # another name of a tied tensor
             slots[key] = moved[id(tensor)]
@@ -91,6 +112,7 @@ def release(module: nn.Module, ownership: Ownership) -> list[str]:
         elif type(tensor) is not Placeholder and not nn.parameter.is_lazy(tensor):
             kept.append(tensor)
             moved[id(tensor)] = slots[key] = to_meta(tensor, name)
+            note_holders(slots[key], stages)
             released.append(name)
     return released
 

@@ -20,6 +20,15 @@ skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
 _FACTORIES = ("zeros_like", "ones_like", "empty_like", "full_like")
 
 
+class _InHook:
+    """Whether code of the user's runs between steps, to which all tensors look as in one process."""
+
+    on = False
+
+
+in_hook = _InHook()
+
+
 class AbsentDataError(RuntimeError):
     """The data of a tensor was needed where there is none."""
 
@@ -166,7 +175,7 @@ class Placeholder(Tensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        return self.recording is None
+        return self.recording is None and not in_hook.on
 
     @property
     def ndim(self) -> int:  # type: ignore[override]

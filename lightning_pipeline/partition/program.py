@@ -95,6 +95,7 @@ class Program:
         num_given: values that are given to it.
         looks, homes: of each value, and the visit that makes it.
         visits: by number.
+        needs_order: whether a micro-batch has to be done with before the next one begins (`needs_order`).
     """
 
     def __init__(self, end: Event, looks: Sequence[Look] = ()) -> None:
@@ -113,6 +114,7 @@ class Program:
         self.foreign: list[list[int]] = [[] for _ in self.visits]
         """By visit: places among what is captured of values of earlier micro-batches."""
         self.comes_back = False
+        self.needs_order = False
         """Whether a value of an earlier micro-batch comes from another visit."""
         uses: dict[int, list[int]] = {}
         self.regions = regions_of(self.events)

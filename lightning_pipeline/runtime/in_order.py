@@ -19,6 +19,7 @@ from lightning_pipeline.partition.engine import backward_from
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.execution import run_event
 from lightning_pipeline.partition.module_tensors import ModuleTensors
+from lightning_pipeline.partition.module_writes import ModuleWrites
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.program import Program
 from lightning_pipeline.partition.recomputed import Frame
@@ -80,6 +81,7 @@ class InOrder:
         self._here: dict[tuple[int, int], Tensor] = {}
         self._transfers: list[Transfer] = []
         self._done: Event | None = None
+        self._writes = ModuleWrites()
         self._depth = 0  # of checkpointed functions
         self._stops_early = False
         self._repeated: dict[int, Repeated] = {}  # by visit, of the checkpointed function that runs
@@ -197,6 +199,34 @@ class InOrder:
             if value is not None:
                 assert isinstance(look, Look)
                 self.looks[value], self.homes[value] = look, visit
+        for number, is_replaced in self._writes.of(event).items():
+            self._share_write(number, visit, event, operands, is_replaced=is_replaced)
+
+    def _share_write(
+        self, number: int, visit: int, event: Event, operands: Sequence[Tensor], *, is_replaced: bool
+    ) -> None:
+        """A tensor of the module has been written into on one rank: the others that hold it follow."""
+        writer = self._rank_of(visit)
+        look = next((look for slot, look, _ in event.writes if event.inputs[slot] == -1 - number), None)
+        tensor = self._tensors.tensors[number]
+        look = look or Look.of(tensor)
+        for key in [key for key in self._here if key[1] == -1 - number and key[0] != visit]:
+            del self._here[key]
+        holders = self._holders(number)
+        if writer == self._rank:
+            own = tensor if writer in holders else self._here[visit, -1 - number]
+            for rank in holders:
+                if rank != writer:
+                    assert self._direct is not None
+                    self._direct.send(conform(own.detach(), look), rank)
+        elif self._rank in holders:
+            assert self._direct is not None
+            data = self._direct.receive(look, writer)
+            if is_replaced:
+                tensor.data = data
+            else:
+                with torch.no_grad():
+                    tensor.copy_(data)
 
     def _seed(self, number: int) -> None:
         self._seed_draw(self._state.seed, number)

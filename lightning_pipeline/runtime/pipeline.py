@@ -16,6 +16,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.module_tensors import ModuleTensors
+from lightning_pipeline.partition.module_writes import needs_order
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.random import mix
@@ -365,9 +366,10 @@ class Pipeline:
         program = recording.event.program
         if program is None:
             program = recording.event.program = Tape(recording.event, large)
+            program.needs_order = needs_order(program.events, len(self.placement))
             self._note_uses(program)
             self.learning = True
-        is_simple = recording.is_simple and len(program.visits) <= len(self.placement)
+        is_simple = recording.is_simple and not program.needs_order and len(program.visits) <= len(self.placement)
         is_simple = is_simple and not program.comes_back and not program.writes_again and self._is_held(program)
         if is_simple and state.index not in self._in_order:
             state.program = program

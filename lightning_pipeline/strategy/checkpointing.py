@@ -21,6 +21,7 @@ from lightning_pipeline.partition.devices import free_memory
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.runtime.failure import PeerFailedError
+from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.background import BackgroundSave
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
@@ -36,6 +37,7 @@ from lightning_pipeline.strategy.distributed_checkpoint import (
 )
 from lightning_pipeline.strategy.export import gather_module
 from lightning_pipeline.strategy.held_module import HeldModule
+from lightning_pipeline.strategy.hooks import apart
 from lightning_pipeline.strategy.lightning_private import checkpoint_io_or, innermost
 from lightning_pipeline.strategy.partial_reading import read_optimizer_state
 from lightning_pipeline.strategy.processes import ProcessStrategy
@@ -56,6 +58,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._transport: Transport | None = None
         self._held: HeldModule | None = None
         self._stage_optimizers: StageOptimizers | None = None
+        self._outside: Outside | None = None
         self._signals = Signals()
         self._background = BackgroundSave()
 
@@ -65,6 +68,7 @@ class CheckpointingStrategy(ProcessStrategy):
         return self._held.ownership if self._held is not None else None
 
     @override
+    @apart
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._check_alive()
         assert self.lightning_module is not None and self._held is not None
@@ -80,6 +84,7 @@ class CheckpointingStrategy(ProcessStrategy):
             stage_of_module=lambda name: None,
         )
 
+    @apart
     def gather_module(self) -> LightningModule | None:
         """On rank 0 a copy of the module with all weights, on the CPU, to save or export; None elsewhere.
 
@@ -91,6 +96,7 @@ class CheckpointingStrategy(ProcessStrategy):
         return gather_module(self.lightning_module, self.ownership, self._transport, is_writer=not self._is_replica)
 
     @override
+    @apart
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -125,6 +131,7 @@ class CheckpointingStrategy(ProcessStrategy):
         writer.save(checkpoint, path)
 
     @override
+    @apart
     def remove_checkpoint(self, filepath: str | Path) -> None:
         self._background.wait()  # it may be this one
         super().remove_checkpoint(filepath)
@@ -140,6 +147,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._checkpoint_io = io
 
     @override
+    @apart
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._background.wait()
         self.agree("the loading of a checkpoint", {})
@@ -159,6 +167,7 @@ class CheckpointingStrategy(ProcessStrategy):
         return with_one_outcome(read)
 
     @override
+    @apart
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
@@ -170,6 +179,7 @@ class CheckpointingStrategy(ProcessStrategy):
         load_module_state(module, checkpoint["state_dict"], strict=strict)
 
     @override
+    @apart
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_alive()
         assert self._stage_optimizers is not None
@@ -179,6 +189,7 @@ class CheckpointingStrategy(ProcessStrategy):
         return self._stage_optimizers.gather_state(optimizer, is_writer=not self._is_replica)
 
     @override
+    @apart
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._stage_optimizers is not None
         states = checkpoint["optimizer_states"]

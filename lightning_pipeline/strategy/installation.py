@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 
+from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.batch_norms import shared_statistics
+from lightning_pipeline.strategy.hooks import follow_hooks
 from lightning_pipeline.strategy.lightning_private import (
     call_before_update,
     compare_parameters_by_identity,
@@ -33,6 +36,7 @@ def install(
     *,
     replicas: Replicas | None,
     optimizers: StageOptimizers | None,
+    outside: Outside | None,
     signals: Signals,
     has_predictions: bool,
 ) -> ExitStack:
@@ -47,8 +51,10 @@ def install(
     silence_sync_warning()
     with ExitStack() as installed:
         installed.callback(compare_parameters_by_identity())
+        if outside is not None:
+            installed.callback(follow_hooks(module, outside))
         if optimizers is not None:
-            installed.callback(_clip_by(plugin, optimizers))
+            installed.callback(_clip_by(plugin, optimizers, outside))
             installed.callback(call_before_update(plugin, optimizers.before_update))
         if topology.world_size > 1:
             installed.enter_context(shared_statistics(module, replicas))
@@ -65,9 +71,17 @@ def install(
         return installed.pop_all()
 
 
-def _clip_by(plugin: Precision, optimizers: StageOptimizers) -> Callable[[], None]:
+def _clip_by(plugin: Precision, optimizers: StageOptimizers, outside: Outside | None) -> Callable[[], None]:
     """Let the plugin clip by the norm over all stages. Returns a function that undoes it."""
-    own = {"clip_grad_by_norm": optimizers.clip_by_norm, "clip_grad_by_value": optimizers.clip_by_value}
+
+    def apart(clip: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            with outside.aside() if outside is not None else nullcontext():
+                clip(*args, **kwargs)
+
+        return run
+
+    own = {"clip_grad_by_norm": apart(optimizers.clip_by_norm), "clip_grad_by_value": apart(optimizers.clip_by_value)}
     vars(plugin).update(own)
 
     def undo() -> None:

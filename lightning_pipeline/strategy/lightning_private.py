@@ -6,8 +6,10 @@ Read in Lightning 2.5 and 2.6; each function says why the public interface does 
 from __future__ import annotations
 
 import atexit
+import functools
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +30,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -248,6 +251,38 @@ def call_before_each_batch(trainer: Trainer, function: Callable[[], None]) -> Ca
     def undo() -> None:
         for name in ("advance", "_broadcast_sigterm_tensor"):
             vars(loop).pop(name, None)
+
+    return undo
+
+
+def call_hooks_within(trainer: Trainer, within: Callable[[str | None], AbstractContextManager[Any]]) -> Callable[[], None]:
+    """Enter `within(name)` for each call of a hook of a Trainer's module and callbacks, with None for those that save
+    and load. Returns a function that undoes it.
+
+    Hooks are called through functions of one of Lightning's modules, wherever they are called from.
+    """
+    named = ("_call_lightning_module_hook", "_call_callback_hooks")
+    unnamed = ("_call_callbacks_state_dict", "_call_callbacks_on_save_checkpoint")
+    before = {name: getattr(call, name) for name in (*named, *unnamed)}
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        function = before[name]
+
+        @functools.wraps(function)
+        def run(of: Trainer, *args: Any, **kwargs: Any) -> Any:
+            if of is not trainer:
+                return function(of, *args, **kwargs)
+            with within(args[0] if name in named else None):
+                return function(of, *args, **kwargs)
+
+        return run
+
+    for name in before:
+        setattr(call, name, wrapped(name))
+
+    def undo() -> None:
+        for name, function in before.items():
+            setattr(call, name, function)
 
     return undo
 

@@ -38,12 +38,13 @@ from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
 from lightning_pipeline.strategy.dataloading import share_loader
 from lightning_pipeline.strategy.facts import parts_of
+from lightning_pipeline.strategy.hooks import apart, knows_no_others
 from lightning_pipeline.strategy.initial_values import take_initial_values
 from lightning_pipeline.strategy.installation import install
 from lightning_pipeline.strategy.lightning_private import leave_modules_unnamed, note_mesh, total_batches
 from lightning_pipeline.strategy.observing import Observer, observed
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
-from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
+from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, inner
 from lightning_pipeline.strategy.stage_runner import StageRunner
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 from lightning_pipeline.strategy.weights import Weights
@@ -341,7 +342,7 @@ class PipelineStrategy(CheckpointingStrategy):
             output_broadcast=self.output_broadcast,
             on_released=self._settle_optimizers,
         )
-        self.pipeline, self._held = self._runner.pipeline, self._runner.held
+        self.pipeline, self._held, self._outside = self._runner.pipeline, self._runner.held, self._runner.outside
 
     def _settle_optimizers(self, ownership: Ownership) -> None:
         if self._stage_optimizers is not None:
@@ -378,6 +379,7 @@ class PipelineStrategy(CheckpointingStrategy):
             self.root_device,
             replicas=self._replicas,
             optimizers=self._stage_optimizers,
+            outside=self._outside,
             signals=self._signals,
             has_predictions=self.output_broadcast or self.pipeline.rank == self.pipeline.last_rank,
         )
@@ -392,6 +394,7 @@ class PipelineStrategy(CheckpointingStrategy):
     # -- data -------------------------------------------------------------------------------------------------------
 
     @override
+    @apart
     def process_dataloader(self, dataloader: object) -> object:
         assert self.topology is not None and self.lightning_module is not None
         if self.world_size == 1:
@@ -402,6 +405,7 @@ class PipelineStrategy(CheckpointingStrategy):
         return share_loader(dataloader, self._transport, first=self.topology.is_first_stage, replicas=replicas)
 
     @override
+    @apart
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.topology is not None and not self.topology.is_first_stage:
             return batch
@@ -410,6 +414,7 @@ class PipelineStrategy(CheckpointingStrategy):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     @override
+    @apart
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None and self._stage_optimizers is not None
         self._stage_optimizers.note_new_groups(self.lightning_module)
@@ -446,6 +451,7 @@ class PipelineStrategy(CheckpointingStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
 
     @override
+    @apart
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._signals.pause(True)
@@ -453,39 +459,46 @@ class PipelineStrategy(CheckpointingStrategy):
         self._runner.gather_parameters()
 
     @override
+    @apart
     def on_validation_end(self) -> None:
         assert self._runner is not None
         self._runner.release_parameters()
         self._signals.pause(False)
 
     @override
+    @apart
     def on_test_start(self) -> None:
         super().on_test_start()
         assert self._runner is not None
         self._runner.gather_parameters()
 
     @override
+    @apart
     def on_test_end(self) -> None:
         assert self._runner is not None
         self._runner.release_parameters()
 
     @override
+    @apart
     def on_predict_start(self) -> None:
         super().on_predict_start()
         assert self._runner is not None
         self._runner.gather_parameters()
 
     @override
+    @apart
     def on_predict_end(self) -> None:
         assert self._runner is not None
         self._runner.release_parameters()
 
+    @apart
     def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         self._cut_before_step(name, args, context)
         assert self._runner is not None
         return self._runner.evaluate(name, args, context)
 
     @override
+    @apart
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The schedule has run the backwards; here their gradients appear, between the hooks that expect them."""
         module = self.lightning_module
@@ -502,7 +515,10 @@ class PipelineStrategy(CheckpointingStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # An optimizer of the user's may look at all parameters at once, as for a norm.
+        is_plain = self._outside is None or knows_no_others(inner(optimizer))
+        with nullcontext() if self._outside is None else self._outside.aside() if is_plain else self._outside.entered():
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._stage_optimizers is not None
         self._stage_optimizers.after_update(optimizer)
         return result
@@ -518,6 +534,7 @@ class PipelineStrategy(CheckpointingStrategy):
 
     # -- clipping ---------------------------------------------------------------------------------------------------
 
+    @apart
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients, over stages and replicas; each shared parameter counts once.
 
@@ -529,6 +546,7 @@ class PipelineStrategy(CheckpointingStrategy):
     # -- end --------------------------------------------------------------------------------------------------------
 
     @override
+    @apart
     def on_exception(self, exception: BaseException) -> None:
         if self._failed or self._ends_all(exception):
             return

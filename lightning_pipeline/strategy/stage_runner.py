@@ -11,9 +11,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.site import stage_term
@@ -103,6 +105,10 @@ class StageRunner:
             schedule=schedules,
             num_microbatches=cut.num_microbatches,
         )
+        self.outside: Outside | None = None
+        if transport is not None:
+            direct = Direct(transport, device)
+            self.outside = Outside(module, self.pipeline.recorder, topology.stage_rank, transport, direct)
         self._gradients = Gradients(
             module,
             self.held.placement,

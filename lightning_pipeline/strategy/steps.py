@@ -198,6 +198,7 @@ class Steps:
         sums = has_loss and not self._mean
 
         def run(state: Microbatch, batch: Any) -> tuple[Any, Any]:
+            before = attributes.get("log")
             attributes["log"] = lambda *a, **k: self._note(state, *a, **k)
             try:
                 if plain:
@@ -213,7 +214,10 @@ class Steps:
                     ) from error
                 raise
             finally:
-                attributes.pop("log", None)
+                if before is None:
+                    attributes.pop("log", None)
+                else:
+                    attributes["log"] = before
             if not has_loss:
                 return result, None
             loss = loss_in(result, name)

@@ -105,7 +105,8 @@ class Watcher(L.Callback):
         self.metrics: list[Any] = []
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.gradients.append({name: comparable(p.grad) for name, p in held(trainer, pl_module) if p.grad is not None})
+        named = pl_module.named_parameters()
+        self.gradients.append({name: comparable(p.grad) for name, p in named if p.grad is not None})
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(comparable(outputs))

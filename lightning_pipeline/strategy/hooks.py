@@ -1,0 +1,93 @@
+"""The user's hooks and callbacks, in which every rank does what one process does with the whole module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeline.partition.ownership import holders_of
+from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.runtime.outside import Outside
+from lightning_pipeline.strategy.lightning_private import call_hooks_within
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_HARMLESS = tuple(
+    f"lightning.pytorch.callbacks.{name}"
+    for name in (
+        *("progress", "checkpoint", "model_checkpoint", "model_summary", "rich_model_summary", "early_stopping"),
+        *("lr_monitor", "timer", "device_stats_monitor", "throughput_monitor", "gradient_accumulation_scheduler"),
+    )
+)
+"""Lightning's callbacks that touch no parameters, or leave it to the strategy."""
+
+
+def apart(method: Callable[P, R]) -> Callable[P, R]:
+    """Let a method of the strategy, which hooks may call, work on this rank's tensors as they are."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        outside: Outside | None = args[0]._outside  # type: ignore[attr-defined]
+        with outside.aside() if outside is not None else nullcontext():
+            return method(*args, **kwargs)
+
+    return run
+
+
+def follow_hooks(module: LightningModule, outside: Outside) -> Callable[[], None]:
+    """Let the hooks of a module and its Trainer's callbacks run on all ranks as one. Returns a function that undoes it."""
+    trainer: Trainer = module.trainer
+
+    def within(hook: str | None) -> Any:
+        return _running(module, outside) if hook is None or _is_users(hook, module, trainer) else nullcontext()
+
+    return call_hooks_within(trainer, within)
+
+
+def knows_no_others(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is torch's own, which passes over parameters without gradients."""
+    return type(optimizer).step.__module__.startswith("torch.optim") or not _is_users_class(type(optimizer))
+
+
+def _is_users_class(cls: type) -> bool:
+    return not cls.__module__.startswith("torch.")
+
+
+def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
+    if hasattr(LightningModule, hook) and is_overridden(hook, module):
+        return True
+    return hasattr(Callback, hook) and any(
+        not type(callback).__module__.startswith(_HARMLESS) and is_overridden(hook, callback, Callback)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
+
+
+@contextmanager
+def _running(module: LightningModule, outside: Outside) -> Iterator[None]:
+    """While a hook runs. What it logs is on every rank, as it is read when no hook runs."""
+    attributes = vars(module)
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, Tensor) and (type(value) is Placeholder or holders_of(value) is not None):
+            [value] = outside.whole([value.detach()], f"log({name!r})")
+            value = value.clone()
+        type(module).log(module, name, value, *args, **kwargs)
+
+    before = attributes.get("log")
+    attributes["log"] = log
+    try:
+        with outside.entered():
+            yield
+    finally:
+        if before is None:
+            attributes.pop("log", None)
+        else:
+            attributes["log"] = before
