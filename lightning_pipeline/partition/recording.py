@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +109,7 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        with _function_apply_seen(self), _module_apply_seen(), checkpoints_noted(self._checkpointed), self:
+        with _function_apply_seen(self), _module_apply_seen(), _compiled_seen(), checkpoints_noted(self._checkpointed), self:
             yield
 
     def value_of(self, tensor: Any) -> int | None:
@@ -422,6 +422,13 @@ def _function_apply_seen(recording: Recording) -> Iterator[None]:
         yield
     finally:
         del owner.apply
+
+
+def _compiled_seen() -> AbstractContextManager[Any]:
+    """While entered, what is compiled runs as it was written, so that its functions are seen."""
+    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything; the import takes a second
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
