@@ -1,4 +1,4 @@
-"""Which stage the running module has, by the keys of stage_config."""
+"""Calls of modules while steps are recorded: the stage that a key of stage_config gives each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipeline.partition.stage_config import StageMap
 
 
 class KeyedCalls:
-    """Notes, while a step is recorded, the calls of modules that have keys.
+    """Notes, while steps run, the calls of modules that have keys.
 
     Attributes:
         stage: of the module that runs, None where no key says one; and the lowest that it may have.
@@ -25,24 +25,38 @@ class KeyedCalls:
     def __init__(self, root: nn.Module, stages: StageMap) -> None:
         self.stage: tuple[int | None, int] = (None, 0)
         self.name = ""
-        self._root = root
         self.stages = stages
+        self._root = root
         self._thread = 0
+        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] | None = None
+
+    def forget(self) -> None:
+        """The root has other modules than before."""
+        self._forwards = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """While entered, calls in this thread are noted."""
         self._thread = threading.get_ident()
-        modules = dict(self._root.named_modules(remove_duplicate=False))
+        if self._forwards is None:
+            self._forwards = self._made()
         with overridden() as override:
-            for name in {*self.stages.exact, *self.stages.minimum}:
-                module = modules.get(name)
-                if module is not None and type(module).forward is not nn.Module.forward:
-                    stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
-                    override(module, "forward", self._noted(name, stage, module.forward))
+            for module, forward in self._forwards:
+                override(module, "forward", forward)
             yield
 
+    def _made(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        found = []
+        modules = dict(self._root.named_modules(remove_duplicate=False))
+        for name in {*self.stages.exact, *self.stages.minimum}:
+            module = modules.get(name)
+            if module is not None and type(module).forward is not nn.Module.forward:
+                stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
+                found.append((module, self._noted(name, stage, module.forward)))
+        return found
+
     def _noted(self, name: str, stage: tuple[int | None, int], forward: Callable[..., Any]) -> Callable[..., Any]:
+
         def noted(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
                 return forward(*args, **kwargs)

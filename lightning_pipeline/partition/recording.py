@@ -62,6 +62,7 @@ class Recorder:
     def forget(self) -> None:
         """The module has other tensors now, or other ranks hold them."""
         self._beginnings.clear()
+        self.calls.forget()
 
     def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
         """What an operation gives; None where only the data tells."""
