@@ -6,6 +6,8 @@ Nothing of this package is to be inside of a compiled call, as the compiler woul
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -27,6 +29,18 @@ def entry_of(module: nn.Module) -> str:
 def uncompiled(module: nn.Module) -> tuple[str, Any]:
     """The attribute of a compiled module, and the value, with which calls run as they were written."""
     return ("forward", getattr(module, _ORIGINAL)) if _is_wrapper(module) else (_IN_PLACE, None)
+
+
+@contextmanager
+def compiled_as_written() -> Iterator[None]:
+    """While entered, compiled functions and modules run as they were written: what they compute is recorded."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        yield
+        return
+    import torch
+
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def is_original(name: str) -> bool:

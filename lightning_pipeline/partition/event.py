@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition.functions import function_name
 from lightning_pipeline.partition.inference import Result
-from lightning_pipeline.partition.matcher import UNLIKE, Matcher, make_matcher
+from lightning_pipeline.partition.matcher import Matcher, make_matcher
 from lightning_pipeline.partition.operation import Call, shown
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 
@@ -39,14 +39,13 @@ class Event:
         visit: where it runs; -1 for marks, which run nowhere.
         draws: it draws random numbers; its first captured number is which draw of the micro-batch it is.
         num_values, num_captured: of the path up to here.
-        on_data: the looks of its result depend on data, so that only `answers` tells whether a call is this one.
         line: where in the user's code it was first met.
         digest: of the path up to here, alike on all ranks.
     """
 
     __slots__ = (
         "call", "children", "digest", "draws", "first_captured", "function", "inputs", "line", "looks", "match",
-        "matcher", "num_captured", "num_values", "on_data", "outputs", "parent", "pool", "program", "result", "state", "visit",
+        "matcher", "num_captured", "num_values", "outputs", "parent", "pool", "program", "result", "state", "visit",
         "writes",
     )  # fmt: skip
 
@@ -92,7 +91,6 @@ class Event:
         *,
         visit: int,
         draws: bool,
-        on_data: bool,
         line: str,
         module_tensors: Sequence[Tensor],
     ) -> Event:
@@ -129,8 +127,7 @@ class Event:
             draws=draws,
             what=f"the result of {function_name(function)} ({line})",
         )
-        made.on_data = on_data
-        made.match, made.pool = _never if on_data else made.matcher.match, made.matcher.pool
+        made.match, made.pool = made.matcher.match, made.matcher.pool
         made.num_captured = self.num_captured + made.matcher.num_captured
         call.tensors, call.numbers = [], []
         self.children.insert(0, made)
@@ -139,12 +136,6 @@ class Event:
     def made(self) -> list[int]:
         """The values that it makes: results, and new contents of what it writes into."""
         return [value for value in self.outputs if value is not None] + [value for _, _, value in self.writes]
-
-    def answers(self, result: Result, args: Any, kwargs: Any, recording: Any) -> Any:
-        """As `match`, for a call whose result's looks depend on data: it gives `result`."""
-        if not self.on_data or self.result != result:
-            return UNLIKE
-        return self.matcher.match(self.function, args, kwargs, recording)
 
     @property
     def name(self) -> str:
@@ -159,7 +150,3 @@ class Event:
             event = event.parent
         found.reverse()
         return found
-
-
-def _never(*_: Any) -> Any:
-    return UNLIKE

@@ -54,7 +54,7 @@ class Inference:
     """Runs functions on fake tensors of one process. Autograd, autocast and the default dtype are as they are now."""
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def result(self, function: Any, call: Call, looks: Sequence[Look]) -> Result | None:
         """What `function` gives; None where only the data tells, or torch does not know.
@@ -62,14 +62,16 @@ class Inference:
         Args:
             looks: of the call's tensors.
         """
-        with self._mode:
+        with self.mode:
             fakes = [_made(look) for look in looks]
         try:
-            with self._mode:
+            with self.mode:
                 return _run(function, call, fakes, looks)
         except _UNKNOWN:
             return None
-        except Exception:
+        except Exception as error:
+            if "data is not allocated" in str(error):  # it looks into the data, as into the sizes of packed sequences
+                return None
             return self._on_zeros(function, call, looks)
 
     def _on_zeros(self, function: Any, call: Call, looks: Sequence[Look]) -> Result | None:
@@ -83,6 +85,11 @@ class Inference:
             return _run(function, call, zeros, looks)
         except Exception:
             return None
+
+    def fake(self, look: Look) -> Tensor:
+        """A fake tensor of this look."""
+        with self.mode:
+            return _made(look)
 
     def result_on_data(self, function: Any, call: Call, data: Sequence[Tensor], looks: Sequence[Look]) -> Result:
         """What `function` gives on this data, which is not changed. `looks` are those that it has in the step."""

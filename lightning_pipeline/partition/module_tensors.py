@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import is_
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.stage_config import StageMap
@@ -79,6 +80,9 @@ class ModuleTensors:
         names: list[list[str]] = []
         self._numbers, self._slots, self.is_buffer = {}, [], []
         for prefix, module in self._module.named_modules(remove_duplicate=False):
+            if isinstance(module, torch.jit.ScriptModule):
+                self._check_scripted(prefix, module)
+                continue
             for slots in (module._parameters, module._buffers):
                 for key, tensor in slots.items():
                     if tensor is None:
@@ -96,6 +100,14 @@ class ModuleTensors:
         self.tensors[:], self.names[:] = tensors, names
         self.homes[:] = [self._home(own) for own in names]
         self.holders[:] = [set() for _ in names]
+
+    def _check_scripted(self, name: str, module: nn.Module) -> None:
+        """What is in a scripted module is torch's own: nothing can be put in the place of its parameters."""
+        if self._stages.num_stages > 1 and (next(module.parameters(), None) is not None or any(module.buffers())):
+            raise NotImplementedError(
+                f"{name} is a scripted or traced module with parameters, of which a pipeline cannot hold some stages' "
+                f"alone: give the LightningModule the module that it was made from, and script it to export it"
+            )
 
     def _home(self, names: list[str]) -> int | None:
         found = {self._stages.covering(name.rpartition(".")[0]) for name in names}

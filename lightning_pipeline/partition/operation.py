@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition.functions import function_name
+from lightning_pipeline.partition.hooks import Hook
 from lightning_pipeline.partition.placeholder import Look
 
 
@@ -91,7 +92,7 @@ def take_apart(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Ca
                 slot = seen[id(value)] = TensorSlot(len(call.tensors))
                 call.tensors.append(value)
             return slot
-        if kind in numbers:
+        if kind in numbers or kind is Hook:
             call.numbers.append(value)
             return NumberSlot(len(call.numbers) - 1, kind)
         if kind is tuple or kind is list:

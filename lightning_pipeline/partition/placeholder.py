@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from lightning_pipeline.partition.functions import Kind, function_name, kind_of
+from lightning_pipeline.partition.hooks import NodeOf
 from lightning_pipeline.partition.users_line import users_line
 
 
@@ -140,6 +141,9 @@ class Placeholder(Tensor):
                 return made
             if name in _FACTORIES and not args[2:] and (kwargs or {}).keys() <= {"memory_format", "fill_value"}:
                 return placeholder(args[0].look.but(requires_grad=False, is_leaf=True, is_parameter=False), args[0].what)
+            if name == "register_hook":  # runs where the data is, and with it on every rank
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
             if name == "__reduce_ex__":
                 return placeholder, (args[0].look, args[0].what)
             if name == "data.__set__" and args[1] is args[0]:
@@ -190,6 +194,10 @@ class Placeholder(Tensor):
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         return self.look.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        return NodeOf(self) if self.look.requires_grad and not self.look.is_leaf else None
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]

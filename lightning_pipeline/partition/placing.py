@@ -54,6 +54,10 @@ class Placing:
                 fixed = self._stage_of_tensors(inputs, lowest)
         return self._next(max(after, floor, 0), fixed)
 
+    def home(self, value: Any) -> int:
+        """The visit that makes a value."""
+        return max(self.visits.get(value, 0), 0)
+
     def note(self, event: Event) -> None:
         """Take in an event that has been placed."""
         visit = event.visit

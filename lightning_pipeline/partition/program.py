@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.matcher import Foreign
 from lightning_pipeline.partition.placeholder import Look
@@ -140,6 +142,21 @@ class Program:
         for value, numbers in uses.items():
             if value in self.homes and any(self.events[number].visit != self.homes[value] for number in numbers):
                 self._spread(value, None, self.homes[value], numbers, [0])
+        self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        """Gradients within a step with respect to what an earlier visit has made need all of its uses in one strand."""
+        for plan in self.visits:
+            for number in plan.events:
+                event = self.events[number]
+                if event.function is not torch.autograd.grad:
+                    continue
+                for (other, value), strand in plan.operands.items():
+                    if other < number and plan.operands.get((number, value), strand) != strand:
+                        raise NotImplementedError(
+                            f"torch.autograd.grad with respect to what an earlier stage computes, which is also used on "
+                            f"that stage later ({event.line}): clone it for the part that is differentiated"
+                        )
 
     def with_gradients(self, loss: int) -> frozenset[int]:
         """Values from which the loss is computed in a way that autograd goes back."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,10 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.checkpoints import checkpoints_noted
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.partition.compiled import compiled_as_written
+from lightning_pipeline.partition.differentiation import Graph
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, is_laid_out_by_others, kind_of
+from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
 from lightning_pipeline.partition.inference import NOTHING, Inference, Result
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, autocast_state
@@ -49,6 +53,8 @@ class Recorder:
         self.calls = calls
         self.num_stages = num_stages
         self.inference = Inference()
+        self.has_hooks = False
+        """Whether there are hooks on parameters, so that every micro-batch runs in order."""
         self._beginnings: dict[Any, Event] = {}
         self._results: dict[Any, Result | None] = {}
 
@@ -79,6 +85,8 @@ class Recording(TorchFunctionMode):
         event: the last one so far.
         captured: tensors and numbers that events have taken along.
         seed: from which its random numbers derive.
+        hooks: on gradients of its values, in the order in which they were registered.
+        retained: values of which the gradient is retained.
         is_simple: whether nothing was read, and nothing goes back to an earlier stage.
         floor: the lowest visit on which further events may run.
     """
@@ -89,14 +97,18 @@ class Recording(TorchFunctionMode):
         self.event = beginning
         self.captured: list[Any] = []
         self.num_draws = 0
-        self.is_simple = True
+        self.is_simple = not recorder.has_hooks
         self.floor = 0
         self._kept: list[Placeholder] = []
         self._reads = reads
         self._seed_draw = seed_draw
         self._placing: Placing | None = None
         self._tensors = recorder.tensors
+        self.hooks: list[Hook] = []
+        self.retained: list[tuple[int, Placeholder]] = []
+        self._has_run_backward = False
         self._depth = 0  # of checkpointed functions
+        self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
         self._exposed: set[int] = set()  # memory that numpy knows as well
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,8 +122,9 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        with _function_apply_seen(self), _module_apply_seen(), _compiled_seen(), checkpoints_noted(self._checkpointed), self:
-            yield
+        with compiled_as_written(), _function_apply_seen(self), checkpoints_noted(self._checkpointed):
+            with _arrays_seen(self._exposed), _module_apply_seen(), self:
+                yield
 
     def value_of(self, tensor: Any) -> int | None:
         """The number of the value that a tensor stands for; None for other tensors."""
@@ -190,6 +203,13 @@ class Recording(TorchFunctionMode):
 
     def absorb(self, tensor: Tensor, look: Look, value: int, what: str) -> None:
         """A tensor that every rank had has been written into by a stage: it is a value of that stage now."""
+        memory = _memory(tensor)
+        others = [reference() for reference in self._views.get(memory, ())]
+        if memory in self._exposed or any(other is not None and other is not tensor for other in others):
+            raise NotImplementedError(
+                f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
+                f"another one, a view or an array, which would not see it ({users_line()}): write into a clone()"
+            )
         with torch._C.DisableTorchFunction():
             # The stage needs what it was before, in an object of its own.
             before = tensor.detach()
@@ -215,48 +235,135 @@ class Recording(TorchFunctionMode):
             return self._compute_everywhere(func, kind, args, kwargs)
         if kind is Kind.PRINTS or kind is Kind.READS:
             return self._read(func, args, kwargs)
-        if kind is Kind.HOOKS or kind is Kind.BACKWARD:
+        if is_drawing_of_own(kwargs):
             raise NotImplementedError(
-                f"{function_name(func)} on what a stage computes is not supported within a step ({users_line()})"
+                f"{function_name(func)} draws from a generator of the user's for what a stage computes, where the other "
+                f"ranks' generators would not advance ({users_line()}): draw with torch.rand or torch.randn of that "
+                f"shape and generator, which all ranks do alike, and compute with it, or use the global generator"
             )
-        if function_name(func) in ("grad.__get__", "_grad.__get__") and self._tensors.number_of(args[0]) is not None:
+        if isinstance(func, torch._ops.HigherOrderOperator):
             raise NotImplementedError(
-                f"the gradient of {self._tensors.names[self._tensors.number_of(args[0])][0]} is read within a step "  # type: ignore[index]
-                f"({users_line()}), while micro-batches still add to it: read it in on_after_backward"
+                f"{function_name(func)} on what a stage computes is not supported within a step, as what it calls "
+                f"cannot be told from outside ({users_line()}): write it with torch.where, or plain Python"
             )
+        if kind is Kind.HOOKS:
+            return self._hook(func, *args, **kwargs)
+        if kind is Kind.BACKWARD:
+            return self._differentiate(func, args, kwargs)
+        if func in _GRADIENT:
+            return self._gradient_of(*args)
         call = take_apart(func, args, kwargs)
         inputs = [self._input(tensor) for tensor in call.tensors]
         looks = [Look.of(tensor) for tensor in call.tensors]
         state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         result = self.recorder.result(func, call, looks, state)
-        on_data = result is None
+        depends = result is None
         if result is None:
             result = self._result_on_data(func, call, looks)
             for child in self.event.children:
-                found = child.answers(result, args, kwargs, self) if child.function is func else UNLIKE
-                if found is not UNLIKE:
-                    self.event = child
-                    return found
-        visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
+                if child.result == result:
+                    found = child.matcher.match(func, args, kwargs, self)
+                    if found is not UNLIKE:
+                        self.event = child
+                        return found
+        if func in REGISTERING:
+            visit = self.placing.home(inputs[0])
+        else:
+            visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
+        draws = kind is Kind.DRAWS and not is_drawing_of_own(kwargs)
+        event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
+        if depends:
+            event.match = _never
+        return self._answer(event, func, args, kwargs)
+
+    def _follow(self, func: Any, call: Call, inputs: Any, looks: Any, state: Any, result: Result, **how: Any) -> Event:
+        """A new event after the one so far."""
         event = self.event.followed_by(
-            func,
-            call,
-            inputs,
-            looks,
-            state,
-            result,
-            visit=visit,
-            draws=kind is Kind.DRAWS and not is_drawing_of_own(kwargs),
-            on_data=on_data,
-            line=users_line(),
-            module_tensors=self._tensors.tensors,
+            func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
-        self._placing.note(event)  # type: ignore[union-attr]
+        self.placing.note(event)
         self._tensors.written.update(-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot]))
+        return event
+
+    def _answer(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
         found = event.matcher.match(func, args, kwargs, self)
         assert found is not UNLIKE, event.name
         self.event = event
         return found
+
+    # -- autograd ---------------------------------------------------------------------------------------------------
+
+    def _hook(self, func: Any, tensor: Tensor, hook: Callable[..., Any] | None = None) -> Any:
+        """A hook on a gradient."""
+        self.is_simple = False
+        if self._tensors.number_of(tensor) is not None or type(tensor) is not Placeholder:
+            with torch._C.DisableTorchFunction():
+                return func(tensor) if hook is None else func(tensor, hook)
+        if not tensor.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(tensor) if hook is None else func(tensor, hook)  # torch's own error
+        name = function_name(func)
+        if name == "retain_grad":
+            if not tensor.is_leaf:
+                self.retained.append((tensor.value, tensor))
+                self.__torch_function__(retained, (), (tensor,))
+            return None
+        if name != "register_hook" or hook is None:
+            raise NotImplementedError(
+                f"{name} on what a stage computes is not supported within a step: use register_hook ({users_line()})"
+            )
+        return self.register(hook_of_tensor, tensor, hook)
+
+    def register(self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]) -> Handle:
+        """Have a hook run when the gradient of a value comes."""
+        self.is_simple = False
+        hook = Hook(function, len(self.hooks))
+        self.hooks.append(hook)
+        self.__torch_function__(how, (), (tensor, hook))
+        return Handle(hook)
+
+    def _gradient_of(self, tensor: Tensor) -> None:
+        if self._tensors.number_of(tensor) is not None or self._has_run_backward:
+            raise NotImplementedError(
+                f"the gradient of {getattr(tensor, 'what', 'a parameter')} is read within a step: it is on one stage, "
+                f"and other micro-batches' are not in it; read it in on_after_backward, or take torch.autograd.grad "
+                f"({users_line()})"
+            )
+
+    def _differentiate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`torch.autograd.grad`, or a backward, within one visit."""
+        if func is not torch.autograd.grad:
+            self.is_simple = False  # gradients of parameters add up in the order of micro-batches
+            self._has_run_backward = True
+            for child in self.event.children:
+                found = child.matcher.match(func, args, kwargs, self)
+                if found is not UNLIKE:
+                    self.event = child
+                    return found
+        call = take_apart(func, args, kwargs)
+        inputs = [self._input(tensor) for tensor in call.tensors]
+        looks = [Look.of(tensor) for tensor in call.tensors]
+        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
+        is_grad = func is torch.autograd.grad
+        outputs = _tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
+        wanted = _tensors_in(args[1] if len(args) > 1 else kwargs["inputs"]) if is_grad else None
+        graph = Graph(self.event, self.captured, [self._input(one) for one in outputs])
+        visits = graph.visits(None if wanted is None else [(self._input(one), one) for one in wanted])
+        if len(visits) != 1:
+            shown = " and ".join(str(visit % self.recorder.num_stages) for visit in sorted(visits))
+            raise NotImplementedError(
+                f"{function_name(func)} goes back over what stages {shown} compute ({users_line()}): gradients within "
+                f"a step can be had within one stage. Put these modules on one stage, or differentiate with respect "
+                f"to what its first module is given"
+            )
+        [visit] = visits
+        result = graph.result(visit, func, call, inputs, looks, self._tensors.tensors, self.recorder.inference)
+        event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=False)
+        if not is_grad:
+            event.match = _never
+        return self._answer(event, func, args, kwargs)
+
+    # -- what else there is -----------------------------------------------------------------------------------------
 
     @contextmanager
     def _checkpointed(self, stops_early: bool) -> Iterator[None]:
@@ -278,7 +385,7 @@ class Recording(TorchFunctionMode):
         call = take_apart(function, args, {})
         state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         event = self.event.followed_by(
-            function, call, (), (), state, NOTHING, visit=-1, draws=False, on_data=False, line=users_line(), module_tensors=()
+            function, call, (), (), state, NOTHING, visit=-1, draws=False, line=users_line(), module_tensors=()
         )
         self.placing.note(event)
         self.event = event
@@ -303,7 +410,12 @@ class Recording(TorchFunctionMode):
                         self.captured[index] = captured.clone()
         elif kind is Kind.READS and function_name(func) in ("numpy", "__array__", "untyped_storage", "data_ptr"):
             self._exposed.add(_memory(args[0]))
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        if isinstance(found, Tensor) and args and isinstance(args[0], Tensor) and found is not args[0]:
+            memory = _memory(found)
+            if memory == _memory(args[0]):
+                self._views.setdefault(memory, []).extend((weakref.ref(found), weakref.ref(args[0])))
+        return found
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.is_simple = False
@@ -322,7 +434,7 @@ class Recording(TorchFunctionMode):
             return self.recorder.inference.result_on_data(func, call, data, looks)
 
     def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
-        """Data that tells the looks of a result without a read: that of what every rank has, where only this matters."""
+        """Data that tells the looks of a result without a read: that of what every rank has, where that is enough."""
         if not is_laid_out_by_others(func) or not call.args or type(call.args[0]) is not TensorSlot:
             return None
         laid_out = call.args[0].number
@@ -400,11 +512,26 @@ def _is_module_tensor(value: Any) -> bool:
     return type(value) is int and value < 0
 
 
+_GRADIENT = tuple(getattr(Tensor, name).__get__ for name in ("grad", "_grad"))
+
+
+def _never(*_: Any) -> Any:
+    """The match of a call that is not to be answered at once: its result's looks depend on data, or it says more."""
+    return UNLIKE
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [one for one in value if isinstance(one, Tensor)]
+
+
 def _memory(tensor: Tensor) -> int:
     if type(tensor) is Placeholder or tensor.layout is not torch.strided:
         return -id(tensor)
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
+        try:
+            return tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # torch.func's own tensors
+            return -id(tensor)
 
 
 @contextmanager
@@ -425,13 +552,6 @@ def _function_apply_seen(recording: Recording) -> Iterator[None]:
         del owner.apply
 
 
-def _compiled_seen() -> AbstractContextManager[Any]:
-    """While entered, what is compiled runs as it was written, so that its functions are seen."""
-    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything; the import takes a second
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
 @contextmanager
 def _module_apply_seen() -> Iterator[None]:
     """While entered, a module that is moved to where it is already (`self.head.to(x.dtype)`) is left alone, and no
@@ -449,6 +569,23 @@ def _module_apply_seen() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _arrays_seen(exposed: set[int]) -> Iterator[None]:
+    """While entered, tensors that share an array's memory are noted; they go past modes."""
+    own = torch.from_numpy
+
+    def seen(array: Any) -> Tensor:
+        found = own(array)
+        exposed.add(_memory(found))
+        return found
+
+    torch.from_numpy = seen
+    try:
+        yield
+    finally:
+        torch.from_numpy = own
 
 
 _APPLYING: dict[type, Callable[..., Any]] = {}

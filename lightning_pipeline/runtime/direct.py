@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,21 @@ class Direct:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport = transport
         self._device = device
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the pipeline."""
+        return self._transport.stage
+
+    def tell(self, what: Any) -> None:
+        """Give every other rank an object."""
+        for peer in range(self._transport.num_stages):
+            if peer != self.rank:
+                self._transport.send_object(what, peer)
+
+    def hear(self, peer: int, what: str) -> Any:
+        """The next object from a rank."""
+        return self._transport.recv_object(peer, what)
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Send a tensor with dense memory, which must not change until it is sent."""

@@ -52,7 +52,7 @@ class Counted(TorchFunctionMode):
         super().__init__()
         self._draws = draws
         self._microbatch = microbatch
-        self._number = 0
+        self.number = 0
         self._is_entered = False
 
     @contextmanager
@@ -67,19 +67,19 @@ class Counted(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kind_of(func) is Kind.DRAWS and not is_drawing_of_own(kwargs or {}):
-            self._draws.seed(self._microbatch, self._number)
-            self._number += 1
+            self._draws.seed(self._microbatch, self.number)
+            self.number += 1
         return func(*args, **(kwargs or {}))
 
     def _resumed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        first = self._number
+        first = self.number
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before, self._number = self._number, first
+            before, self.number = self.number, first
             try:
                 with nullcontext() if self._is_entered else self.running():
                     return function(*args, **kwargs)
             finally:
-                self._number = before
+                self.number = before
 
         return run

@@ -7,6 +7,7 @@ goes there directly. All ranks go through the same events in the same order, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.program import Program
 from lightning_pipeline.partition.recomputed import Frame
 from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.hooks import HookCalls
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.visit import conform, written_into
 from lightning_pipeline.runtime.work import Work
@@ -113,6 +115,14 @@ class InOrder:
             found.append(tensor.clone() if owner == self._rank else tensor)
         return found
 
+    def data_of_module(self, number: int) -> Tensor:
+        """The data of a tensor of the module, on every rank."""
+        owner = self._holders(number)[0]
+        tensor = self._tensors.tensors[number]
+        if self._direct is None:
+            return tensor.detach()
+        return self._direct.spread(tensor.detach() if owner == self._rank else None, Look.of(tensor), owner)
+
     def value(self, value: int) -> Tensor | None:
         """A value's tensor, where this rank has made it."""
         return self._here.get((self.homes[value], value))
@@ -128,36 +138,73 @@ class InOrder:
         wanted = program.with_gradients(state.loss_value)
         transfers = [one for one in self._transfers if one.value < 0 or one.value in wanted]
         last = max(self.homes.values(), default=0)
+        assert state.recording is not None
+        hooks = HookCalls(state.recording, self._tensors, self._direct, self, self._seed)
+        self._check_hooked(hooks, program)
         gradients: dict[int, Tensor | None] = {}
         for visit in range(last, -1, -1):
             is_mine = self._rank_of(visit) == self._rank
-            if is_mine:
-                roots: list[Any] = []
-                given: list[Tensor] = []
-                for index, one in reversed(list(enumerate(transfers))):
-                    if one.source == visit and one.sent is not None:
-                        gradient = gradients.get(index)
-                        if gradient is not None:
-                            roots.append(one.sent)
-                            given.append(gradient)
-                if self.homes.get(state.loss_value) == visit:
-                    loss = self._here[visit, state.loss_value]
-                    assert work.loss_of is not None
-                    weighted = work.loss_of(state, loss)
-                    if roots:
-                        roots.append(weighted)
-                        given.append(torch.ones_like(weighted))
-                    else:
-                        work.run_backward(weighted)
-                if roots:
-                    backward_from(roots, given)
+            if hooks.are_there and not is_mine:
+                hooks.listen(self._rank_of(visit))
+            with hooks.told() if hooks.are_there and is_mine else nullcontext():
+                self._backward_of(visit, transfers, gradients, work)
             for index, one in reversed(list(enumerate(transfers))):
                 if one.destination == visit:
                     gradients[index] = self._return(one, is_mine)
             if is_mine:
                 work.after_backward(visit % len(self._placement), state)
+        state.gradients = [(place, self._retained(value)) for value, place in state.recording.retained]
 
     # -- details ----------------------------------------------------------------------------------------------------
+
+    def _backward_of(
+        self, visit: int, transfers: list[Transfer], gradients: dict[int, Tensor | None], work: Work
+    ) -> None:
+        """Run backward on a visit, on its rank."""
+        if self._rank_of(visit) != self._rank:
+            return
+        state = self._state
+        roots: list[Any] = []
+        given: list[Tensor] = []
+        for index, one in reversed(list(enumerate(transfers))):
+            if one.source == visit and one.sent is not None:
+                gradient = gradients.get(index)
+                if gradient is not None:
+                    roots.append(one.sent)
+                    given.append(gradient)
+        if self.homes.get(state.loss_value) == visit:
+            loss = self._here[visit, state.loss_value]
+            assert work.loss_of is not None
+            weighted = work.loss_of(state, loss)
+            if roots:
+                roots.append(weighted)
+                given.append(torch.ones_like(weighted))
+            else:
+                work.run_backward(weighted)
+        if roots:
+            backward_from(roots, given)
+
+    def _check_hooked(self, hooks: HookCalls, program: Program) -> None:
+        """A hook on a parameter gets all of its gradient, or none."""
+        for number in hooks.parameters:
+            visits = {event.visit for event in program.events if -1 - number in event.inputs}
+            if len(visits) > 1:
+                raise NotImplementedError(
+                    f"{self._tensors.names[number][0]} has a hook on its gradient, and takes part on several stages or "
+                    f"several times on one: use its gradient in on_after_backward"
+                )
+
+    def _retained(self, value: int) -> Tensor | None:
+        """The gradient of a value of which it is retained, on every rank."""
+        owner = self._rank_of(self.homes[value])
+        own = self._here[self.homes[value], value].grad if owner == self._rank else None
+        if self._direct is None:
+            return own
+        if owner == self._rank:
+            self._direct.tell(own is not None)
+        elif not self._direct.hear(owner, "a retained gradient"):
+            return None
+        return None if owner == self._rank and own is None else self._direct.spread(own, self.looks[value], owner)
 
     def _rank_of(self, visit: int) -> int:
         return self._placement[visit % len(self._placement)]
@@ -353,7 +400,7 @@ class Repeated:
         for event, others in self._events:
             operands = [
                 values[value] if tensor is None else tensor
-                for value, tensor in zip(event.inputs, others, strict=True)  # type: ignore[index]
+                for value, tensor in zip(event.inputs, others, strict=True)
             ]
             found = run_event(event, operands, self._captured, self._seed)
             for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):

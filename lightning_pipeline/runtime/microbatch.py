@@ -69,6 +69,7 @@ class Microbatch:
         recording: of the user's step, once it has run.
         result: what that returned; placeholders until the step's end.
         loss: of a training step: the value that backward starts from, or a tensor that every rank has.
+        gradients: what `retain_grad` was called on, with its gradient.
         kept: data of values that are asked for after the step, on the rank that has computed them.
     """
 
@@ -93,6 +94,7 @@ class Microbatch:
     places: dict[int, Placeholder] = field(default_factory=dict)
     loss_tensor: Tensor | None = None
     inside: dict[int, Inside] = field(default_factory=dict)
+    gradients: list[tuple[Placeholder, Tensor | None]] = field(default_factory=list)
     is_done: bool = False
 
     def on(self, visit: int) -> Inside:

@@ -17,7 +17,7 @@ from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.module_writes import needs_order
-from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.placeholder import Look, Placeholder
 from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.partition.recording import Recorder, Recording
@@ -27,6 +27,7 @@ from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.draws import Counted, Draws
 from lightning_pipeline.runtime.ending import digest_of, end_step, wanted_values
 from lightning_pipeline.runtime.executor import Program, Run, Span
+from lightning_pipeline.runtime.hooks import hooks_of_parameters
 from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.routes import Channel
@@ -151,6 +152,7 @@ class Pipeline:
         self.learning = False
         if self._tensors.refresh():
             self.recorder.forget()
+        self.recorder.has_hooks = self.num_ranks > 1 and bool(hooks_of_parameters(self._tensors))
         with self._draws.kept(), _no_collection(), self.recorder.calls.installed(), over_all_refused():
             self._deliver(states, tensors)
             if self.num_ranks == 1:
@@ -159,6 +161,7 @@ class Pipeline:
             else:
                 self._run_in_stages(work, states)
                 numbers = self._end(work, states, extra)
+                _set_retained(states)
         self.peak_live = self._live.peak
         self._run, self._microbatches, self._in_order = None, [], {}
         return states, numbers
@@ -231,7 +234,8 @@ class Pipeline:
     def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
         """The data of tensors of the module, on every rank."""
         found = []
-        assert self._direct is not None
+        if self._direct is None:
+            return [self._tensors.tensors[number].detach() for number in numbers]
         with set_aside():
             for number in numbers:
                 owner = self._holders(number)[0]
@@ -245,11 +249,13 @@ class Pipeline:
     def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
         """One rank runs the user's steps as they are."""
         for state in states:
-            with Counted(self._draws, state.seed).running():
+            counted = Counted(self._draws, state.seed)
+            with counted.running():
                 state.result, state.loss = work.step(state, tree.rebuild(state.layout, state.tensors))
             self._live.add()
             if work.loss_of is not None:
                 loss, state.loss = state.loss, state.loss.detach()
+                self._draws.seed(state.seed, counted.number)  # as hooks may draw
                 work.run_backward(work.loss_of(state, loss))
                 del loss
                 for stage in self.stages:
@@ -593,6 +599,14 @@ def _columns(
 def _packed(states: Sequence[Microbatch], structures: OrderedDict[int, Structure]) -> Iterator[Tensor]:
     for places, _ in _columns(states, structures):
         yield torch.cat([states[index].tensors[number].reshape(-1) for index, number in places])
+
+
+def _set_retained(states: Sequence[Microbatch]) -> None:
+    """Give what `retain_grad` was called on its gradient."""
+    for state in states:
+        for place, gradient in state.gradients:
+            if type(place) is not Placeholder and gradient is not None:
+                place.grad = gradient
 
 
 @contextmanager

@@ -1,0 +1,97 @@
+"""Hooks of the user's on gradients of what stages compute.
+
+They are Python, so every rank runs them, on the gradient that the stage has. Their micro-batch runs in order for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+class Hook:
+    """One that is registered in a micro-batch's step.
+
+    Attributes:
+        function: the user's; None once it is removed.
+        number: among the micro-batch's.
+        run: what happens on the stage when the gradient comes; set before backward.
+    """
+
+    def __init__(self, function: Callable[..., Any], number: int) -> None:
+        self.function: Callable[..., Any] | None = function
+        self.number = number
+        self.run: Callable[[Hook, tuple[Any, ...]], Any] | None = None
+
+    def __call__(self, *gradients: Any) -> Any:
+        return None if self.run is None else self.run(self, gradients)
+
+
+class Handle:
+    """What torch's `RemovableHandle` is."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+        self.id = id(hook)
+
+    def remove(self) -> None:
+        self._hook.function = None
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+
+def hook_of_tensor(tensor: Tensor, hook: Hook) -> None:
+    """`tensor.register_hook`, on data."""
+    tensor.register_hook(hook)
+
+
+def hook_after_node(tensor: Tensor, hook: Hook) -> None:
+    """`tensor.grad_fn.register_hook`, on data."""
+    assert tensor.grad_fn is not None
+    tensor.grad_fn.register_hook(hook)
+
+
+def hook_before_node(tensor: Tensor, hook: Hook) -> None:
+    """`tensor.grad_fn.register_prehook`, on data."""
+    assert tensor.grad_fn is not None
+    tensor.grad_fn.register_prehook(hook)
+
+
+def retained(tensor: Tensor) -> None:
+    """`tensor.retain_grad`, on data."""
+    tensor.retain_grad()
+
+
+REGISTERING = (hook_of_tensor, hook_after_node, hook_before_node, retained)
+"""These run on the visit that makes the value."""
+
+
+class NodeOf:
+    """In place of the node of autograd's that makes a value, which is on its stage."""
+
+    def __init__(self, place: Any) -> None:
+        self._place = place
+
+    def name(self) -> str:
+        """Much like torch's."""
+        made_by = self._place.what.removeprefix("the result of ").partition(" ")[0]
+        return f"{made_by.removesuffix('.apply')}Backward"
+
+    @property
+    def next_functions(self) -> tuple[()]:
+        return ()
+
+    def register_hook(self, hook: Callable[..., Any]) -> Handle:
+        return self._place.recording.register(hook_after_node, self._place, hook)
+
+    def register_prehook(self, hook: Callable[..., Any]) -> Handle:
+        return self._place.recording.register(hook_before_node, self._place, hook)
+
+    def __repr__(self) -> str:
+        return f"<{self.name()} on a stage>"
