@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ def run_configuration(
     """Run habits under one configuration; yields those that are done, launch by launch."""
     world = Configuration.of(text).stages
     todo = list(habits)
+    for habit in todo:
+        shutil.rmtree(place_of(folder, text, habit.name), ignore_errors=True)  # what an earlier run left
     while todo:
         chunk = todo[:CHUNK]
         names = [habit.name for habit in chunk]

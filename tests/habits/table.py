@@ -54,8 +54,8 @@ class Habit:
         epochs, batches: how much there is to train on.
         callbacks: makes callbacks of the Trainer.
         trainer: further options of the Trainer, or a function that makes them, given the run's folder.
-        without: what to change in the class to be rid of the habit, which a run in one process has to show. Empty for
-            habits that are left out of that check, with the reason beside it.
+        without: the same module without the habit, which has to come to something else in one process. None for habits
+            that are left out of that check, with the reason beside them.
         plain: whether plain Lightning that accumulates over the micro-batches does the same. It does not where numbers
             are drawn at random, or where something happens once a batch.
         plain_tolerance: of that comparison, relative to the largest value.
@@ -126,7 +126,7 @@ def habit(
     return register
 
 
-MACHINERY = ("__main__", "table", "harness", "driver", "modules", "test_habits")
+MACHINERY = ("__main__", "table", "harness", "driver", "modules", "preloaded", "test_habits")
 """Files of this folder that hold no habits."""
 
 
