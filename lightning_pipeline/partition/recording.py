@@ -499,6 +499,11 @@ class Recording(TorchFunctionMode):
         if type(tensor) is Placeholder:
             if tensor.recording is self:
                 return tensor.value
+            if tensor.recording is None:
+                raise NotImplementedError(
+                    f"{tensor.what} was made in a hook from what one stage holds, and is used in a step ({users_line()}): "
+                    f"make it in the step, or a buffer of the module"
+                )
             if tensor.look.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"{tensor.what} belongs to an earlier micro-batch, whose graph is gone when its backward has run, "

@@ -21,7 +21,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.partition.matcher import autocast_state
-from lightning_pipeline.partition.operation import Call, key_of, put_together, take_apart
+from lightning_pipeline.partition.operation import Call, put_together, take_apart
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, in_hook, placeholder
 from lightning_pipeline.partition.recording import Recorder
@@ -141,7 +141,10 @@ class Outside(TorchFunctionMode):
             return self._each(func, args, kwargs)
         call = take_apart(func, args, kwargs)
         if kind is Kind.READS or kind is Kind.PRINTS:
-            return self._run(func, call, self._read(call, name), kept=True)
+            here = self._read(call, name)
+            if kind is Kind.PRINTS and Look.of(call.tensors[0]).is_leaf and type(call.tensors[0]) is Placeholder:
+                here[0] = here[0].detach().requires_grad_(Look.of(call.tensors[0]).requires_grad)
+            return self._run(func, call, here)
         if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
             return self._draw(func, call, name)
         return self._compute(func, call, name, kind)
@@ -156,7 +159,7 @@ class Outside(TorchFunctionMode):
             if kind is Kind.WRITES:  # by a mask, as in x[x < 0] = y
                 here = self._gather(call.tensors, [held[0]] * len(held), name)
                 return self._run(func, call, here) if self._is_among(held[0]) else call.tensors[0]
-            return self._run(func, call, self._read(call, name), kept=True)
+            return self._run(func, call, self._read(call, name))
         bound = [slot for slot, _ in result.writes] + [slot for shared in result.shares for slot in shared]
         where = _where(held, looks, bound)
         needed: list[Holders] = [where] * len(held)
@@ -187,8 +190,8 @@ class Outside(TorchFunctionMode):
             ],
         )
 
-    def _run(self, func: Any, call: Call, tensors: Sequence[Any], *, kept: bool = False) -> Any:
-        """Run the call on data. `kept`: of all ranks."""
+    def _run(self, func: Any, call: Call, tensors: Sequence[Any]) -> Any:
+        """Run the call on data."""
         args, kwargs = put_together(call.args, tensors, call.numbers), put_together(call.kwargs, tensors, call.numbers)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -446,6 +449,3 @@ def _is_rank_zero_only() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-__all__ = ["EVERYWHERE_BYTES", "Outside", "key_of"]

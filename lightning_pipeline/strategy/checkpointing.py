@@ -28,7 +28,7 @@ from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_
 from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
 from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
 from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_pipeline.strategy.copies import fill_from_owners
+from lightning_pipeline.strategy.copies import filled_from_owners
 from lightning_pipeline.strategy.distributed_checkpoint import (
     FolderWriter,
     host_group,
@@ -110,7 +110,7 @@ class CheckpointingStrategy(ProcessStrategy):
             return
         if self._is_replica:
             return
-        fill_from_owners(checkpoint["state_dict"], self.ownership, self._transport)
+        checkpoint = filled_from_owners(checkpoint, self.ownership, self._transport)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.ownership import Ownership, holders_of
+from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.trees import recv_tree, send_tree
 
@@ -27,22 +29,63 @@ def copies_of(module: LightningModule, trainer: Trainer) -> Iterator[nn.Module]:
                 yield copy
 
 
-def fill_from_owners(state: dict[str, Any], ownership: Ownership, transport: Transport | None) -> None:
-    """Fill in, on stage 0, entries of a checkpoint's `state_dict` that a callback has put there from a copy.
+def filled_from_owners(
+    checkpoint: dict[str, Any], ownership: Ownership, transport: Transport | None
+) -> dict[str, Any]:
+    """On stage 0 the checkpoint with what callbacks and hooks have put there of tensors of other stages.
 
     All stages must call it, each with the same checkpoint as its own callbacks made it.
     """
     if transport is None:
-        return
-    missing = [
-        name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta and name in ownership
-    ]
-    for name in transport.broadcast_object(missing, 0, "names of missing checkpoint entries"):
-        owner = ownership.owner(name)
+        return checkpoint
+    missing = []
+    if ownership.stage == 0:
+        for path, tensor in _tensors(checkpoint):
+            if type(tensor) is Placeholder:
+                stages = holders_of(tensor) or ownership.holders.get(str(path[-1]), (0,))
+                missing.append((path, stages[0]))
+    found: dict[tuple[Any, ...], Tensor] = {}
+    for path, owner in transport.broadcast_object(missing, 0, "names of missing checkpoint entries"):
         if ownership.stage == owner:
-            send_tree(state[name], transport, 0)
+            tensor = checkpoint
+            for key in path:
+                tensor = tensor[key]
+            send_tree(tensor, transport, 0)
         elif ownership.stage == 0:
-            state[name] = recv_tree(transport, owner, f"checkpoint entry {name!r}")
+            found[path] = recv_tree(transport, owner, f"checkpoint entry {path}")
+    if ownership.stage == 0:
+        # Without the note of who holds them, which is of no use in a file.
+        noted = {
+            path: tensor.detach() for path, tensor in _tensors(checkpoint) if path not in found and holders_of(tensor)
+        }
+        checkpoint = _with(checkpoint, (), {**noted, **found})
+    return checkpoint
+
+
+def _tensors(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """The tensors in nested dictionaries, lists and tuples, each with its keys."""
+    if isinstance(content, Tensor):
+        return [(path, content)]
+    items = content.items() if isinstance(content, dict) else enumerate(content) if _is_list(content) else ()
+    return [found for key, value in items for found in _tensors(value, (*path, key))]
+
+
+def _with(content: Any, path: tuple[Any, ...], new: dict[tuple[Any, ...], Tensor]) -> Any:
+    """The content with other tensors, in containers of its own: those of a checkpoint may be the user's."""
+    if path in new:
+        return new[path]
+    if not any(key[: len(path)] == path for key in new):
+        return content
+    if isinstance(content, dict):
+        made = copy.copy(content)
+        for key, value in content.items():
+            made[key] = _with(value, (*path, key), new)
+        return made
+    return type(content)([_with(value, (*path, index), new) for index, value in enumerate(content)])
+
+
+def _is_list(content: Any) -> bool:
+    return type(content) in (list, tuple)
 
 
 def _move_what_is_here(module: nn.Module, device: torch.device) -> nn.Module:

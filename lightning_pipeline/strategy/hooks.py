@@ -43,7 +43,7 @@ def apart(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def follow_hooks(module: LightningModule, outside: Outside) -> Callable[[], None]:
-    """Let the hooks of a module and its Trainer's callbacks run on all ranks as one. Returns a function that undoes it."""
+    """Let the hooks of a module and its Trainer's callbacks run on all ranks as one. Returns what undoes it."""
     trainer: Trainer = module.trainer
 
     def within(hook: str | None) -> Any:
