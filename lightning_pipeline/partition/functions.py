@@ -94,6 +94,20 @@ for _recorded in (_profiler._record_function_enter_new, _profiler._record_functi
         _KINDS[getattr(_recorded, _overload)] = Kind.DESCRIBES
 
 
+_LAID_OUT_BY_OTHERS = frozenset(
+    (
+        *("__getitem__", "masked_select", "repeat_interleave", "view", "reshape", "expand", "as_strided", "narrow"),
+        *("split", "split_with_sizes", "tensor_split", "chunk", "repeat", "tile", "unflatten", "roll", "pad"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "index_select", "__setitem__", "index_put", "index_put_"),
+    )
+)
+
+
+def is_laid_out_by_others(function: Any) -> bool:
+    """Whether the looks of a function's result depend on the data of its other arguments at most, not of its first."""
+    return function_name(function) in _LAID_OUT_BY_OTHERS
+
+
 def kind_of(function: Any) -> Kind:
     """What a torch function does, as a mode is given it."""
     kind = _KINDS.get(function)

@@ -81,7 +81,7 @@ class Inference:
         """
         try:
             with torch.no_grad():
-                zeros = [_made(look, filled=True) for look in looks]
+                zeros = [_made(look, 0) for look in looks]
             return _run(function, call, zeros, looks)
         except Exception:
             return None
@@ -92,43 +92,42 @@ class Inference:
             return _made(look)
 
     def result_on_data(self, function: Any, call: Call, data: Sequence[Tensor], looks: Sequence[Look]) -> Result:
-        """What `function` gives on this data, which is not changed.
-
-        Args:
-            looks: of the call's tensors, whose data has come without a graph.
-        """
-        tensors = [
-            tensor.detach().clone().requires_grad_(look.requires_grad)
-            for tensor, look in zip(data, looks, strict=True)
-        ]
-        with torch.enable_grad():  # tensors of a graph may be written into
-            tensors = [
-                tensor.clone() if look.requires_grad and not look.is_leaf else tensor
-                for tensor, look in zip(tensors, looks, strict=True)
-            ]
-        looks = [Look.of(tensor) for tensor in tensors]
+        """What `function` gives on this data, which is not changed. `looks` are those that it has in the step."""
+        with torch.no_grad():
+            tensors = [_made(look, tensor) for look, tensor in zip(looks, data, strict=True)]
         return _run(function, call, tensors, looks)
 
 
-def _made(look: Look, *, filled: bool = False) -> Tensor:
+def _made(look: Look, content: Tensor | float | None = None) -> Tensor:
     """A tensor of this look."""
     assert look.stride is not None
 
-    def empty() -> Tensor:
-        made = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device)
-        return made.zero_() if filled else made
+    def made_anew() -> Tensor:
+        if content is None:
+            return torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device)
+        repeated = [stride == 0 and size > 1 for size, stride in zip(look.shape, look.stride, strict=True)]
+        shape = [1 if one else size for one, size in zip(repeated, look.shape, strict=True)]
+        made = torch.empty_strided(shape, look.stride, dtype=look.dtype, device=look.device)
+        if isinstance(content, Tensor):
+            places = tuple(slice(0, 1) if one else slice(None) for one in repeated)
+            made.copy_(content.detach()[places])
+        else:
+            made.fill_(content)
+        return made.expand(look.shape) if any(repeated) else made
 
     with torch.inference_mode(False):
         if look.is_parameter:
-            return nn.Parameter(empty(), requires_grad=look.requires_grad)
-        made = empty()
+            return nn.Parameter(made_anew(), requires_grad=look.requires_grad)
+        made = made_anew()
         if not look.requires_grad:
             return made
         made.requires_grad_()
         if look.is_leaf:
             return made
         with torch.enable_grad():  # a tensor of the graph, that may be written into
-            return empty().copy_(made)
+            if content is not None:
+                return torch.ops.aten._unsafe_view.default(made, look.shape)
+            return made_anew().copy_(made)
 
 
 def _run(function: Any, call: Call, tensors: Sequence[Tensor], looks: Sequence[Look]) -> Result:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from lightning_pipeline.partition import tree
@@ -17,13 +17,13 @@ from lightning_pipeline.partition.checkpoints import checkpoints_noted
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.differentiation import Graph
-from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
+from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, is_laid_out_by_others, kind_of
 from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
 from lightning_pipeline.partition.inference import NOTHING, Inference, Result
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
-from lightning_pipeline.partition.operation import Call, key_of, put_together, take_apart
+from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.users_line import users_line
@@ -124,7 +124,7 @@ class Recording(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
         with compiled_as_written(), _function_apply_seen(self), checkpoints_noted(self._checkpointed):
-            with _arrays_seen(self._exposed), self:
+            with _arrays_seen(self._exposed), _module_apply_seen(), self:
                 yield
 
     def value_of(self, tensor: Any) -> int | None:
@@ -266,7 +266,7 @@ class Recording(TorchFunctionMode):
         result = self.recorder.result(func, call, looks, state)
         depends = result is None
         if result is None:
-            result = self._result_on_data(func, call)
+            result = self._result_on_data(func, call, looks)
             for child in self.event.children:
                 if child.result == result:
                     found = child.matcher.match(func, args, kwargs, self)
@@ -431,12 +431,30 @@ class Recording(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
 
-    def _result_on_data(self, func: Any, call: Call) -> Result:
+    def _result_on_data(self, func: Any, call: Call, looks: Sequence[Look]) -> Result:
         """What a function gives whose result's looks depend on data."""
-        self.is_simple = False
-        data = self._data(call)
+        data = self._known_data(func, call, looks)
+        if data is None:
+            self.is_simple = False
+            data = self._data(call)
         with torch._C.DisableTorchFunction():
-            return self.recorder.inference.result_on_data(func, call, data, [Look.of(one) for one in call.tensors])
+            return self.recorder.inference.result_on_data(func, call, data, looks)
+
+    def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
+        """Data that tells the looks of a result without a read: that of what every rank has, where that is enough."""
+        if not is_laid_out_by_others(func) or not call.args or type(call.args[0]) is not TensorSlot:
+            return None
+        laid_out = call.args[0].number
+        found = []
+        for slot, (tensor, look) in enumerate(zip(call.tensors, looks, strict=True)):
+            if slot == laid_out:
+                with torch._C.DisableTorchFunction():
+                    found.append(torch.zeros((), dtype=look.dtype, device=look.device).expand(look.shape))
+            elif type(tensor) is not Placeholder and self._input(tensor) is CAPTURED:
+                found.append(tensor)
+            else:
+                return None
+        return found
 
     def _data(self, call: Call) -> list[Tensor]:
         """The data of a call's tensors."""
@@ -531,22 +549,40 @@ def _memory(tensor: Tensor) -> int:
 @contextmanager
 def _function_apply_seen(recording: Recording) -> Iterator[None]:
     """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
-    owner = torch.autograd.Function
-    apply = owner.__dict__["apply"]
+    # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
+    owner = torch.autograd.function._SingleLevelFunction
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        function = apply.__get__(None, cls)
         if torch._C._len_torch_function_stack() == 0 or not recording._is_ours((args, kwargs)):
-            return function(*args, **kwargs)
+            return _applying(cls)(*args, **kwargs)
         # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
         with _pop_mode_temporarily() as mode:
-            return mode.__torch_function__(_applying(cls, apply), (), args, kwargs)
+            return mode.__torch_function__(_applying(cls), (), args, kwargs)
 
     owner.apply = classmethod(seen)
     try:
         yield
     finally:
-        owner.apply = apply
+        del owner.apply
+
+
+@contextmanager
+def _module_apply_seen() -> Iterator[None]:
+    """While entered, a module that is moved to where it is already (`self.head.to(x.dtype)`) is left alone, and no
+    gradients are looked for."""
+    plain = nn.Module._apply
+
+    def seen(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        if all(fn(tensor) is tensor for tensor in tensors):
+            return self
+        return plain(self, fn, recurse)
+
+    nn.Module._apply = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = plain  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -569,13 +605,14 @@ def _arrays_seen(exposed: set[int]) -> Iterator[None]:
 _APPLYING: dict[type, Callable[..., Any]] = {}
 
 
-def _applying(cls: type, apply: Any) -> Callable[..., Any]:
+def _applying(cls: type) -> Callable[..., Any]:
     """The same function for a class each time."""
     found = _APPLYING.get(cls)
     if found is None:
+        apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            return apply.__get__(None, cls)(*args, **kwargs)
+            return apply(*args, **kwargs)
 
         function.__name__ = f"{cls.__name__}.apply"
         found = _APPLYING[cls] = function

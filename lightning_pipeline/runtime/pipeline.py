@@ -464,7 +464,8 @@ class Pipeline:
         """Give every rank the tensors that all compute with."""
         if tensors is not None:
             for state, own in zip(states, tensors, strict=True):
-                state.tensors = own
+                # Parts of one tensor count writes together, though no micro-batch writes into what another one uses.
+                state.tensors = [tensor.data if _is_everywhere(Look.of(tensor)) else tensor for tensor in own]
             for peer in range(1, self.num_ranks):
                 assert self._transport is not None
                 for packed in _packed(states, self._structures):

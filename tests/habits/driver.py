@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ def run_configuration(
     """Run habits under one configuration; yields those that are done, launch by launch."""
     world = Configuration.of(text).stages
     todo = list(habits)
+    for habit in todo:
+        shutil.rmtree(place_of(folder, text, habit.name), ignore_errors=True)  # what an earlier run left
     while todo:
         chunk = todo[:CHUNK]
         names = [habit.name for habit in chunk]
@@ -251,12 +254,15 @@ def _compare_arrays(found: np.ndarray, expected: np.ndarray, path: str, toleranc
         return []
     if is_float:
         largest = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
-        off = np.abs(found - expected)
+        with np.errstate(invalid="ignore"):
+            off = np.abs(found - expected)
         if np.isfinite(off).all() and off.max() <= tolerance * largest:
             return []
         if found.size == 1:
             return [f"{path}: {found.item():.9g} instead of {expected.item():.9g}"]
-        return [f"{path}: off by {np.nanmax(off):.3g} where the largest is {largest:.3g}"]
+        finite = off[np.isfinite(off)].max(initial=0.0)
+        odd = "" if np.isfinite(off).all() else ", with infinities or NaN"
+        return [f"{path}: off by {finite:.3g} where the largest is {largest:.3g}{odd}"]
     return [f"{path}: {shown(found.tolist())} instead of {shown(expected.tolist())}"]
 
 

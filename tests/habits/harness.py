@@ -146,7 +146,7 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
         "enable_checkpointing": False,
         "accumulate_grad_batches": NUM_MICROBATCHES if is_plain else 1,
         "num_sanity_val_steps": 2 * (NUM_MICROBATCHES if is_plain else 1),
-        **habit.trainer_options(),
+        **habit.trainer_options(folder),
     }
     trainer = L.Trainer(
         strategy="auto" if is_plain else strategy(configuration),
@@ -203,11 +203,13 @@ def call(trainer: L.Trainer, module: L.LightningModule, name: str, habit: Habit,
         "val": loader(module, 2, 2, is_plain),
         "test": loader(module, 2, 3, is_plain),
     }
+    own = is_overridden("val_dataloader", module)
     if name == "fit":
-        validates = is_overridden("validation_step", module)
-        return trainer.fit(module, loaders["train"], loaders["val"] if validates else None)
+        validates = is_overridden("validation_step", module) and not own
+        training = None if is_overridden("train_dataloader", module) else loaders["train"]
+        return trainer.fit(module, training, loaders["val"] if validates else None)
     function = {"validate": trainer.validate, "test": trainer.test, "predict": trainer.predict}[name]
-    return function(module, loaders["val" if name == "validate" else "test"])
+    return function(module, None if own and name == "validate" else loaders["val" if name == "validate" else "test"])
 
 
 def loader(module: Any, number: int, seed: int, is_plain: bool) -> Any:
@@ -226,7 +228,16 @@ def saved(trainer: L.Trainer, folder: Path) -> Any:
         return None
     found = torch.load(path, weights_only=False)
     path.unlink()
-    return {key: comparable(found[key]) for key in found if key in COMPARED_OF_CHECKPOINT}
+    return without_folder({key: comparable(found[key]) for key in found if key in COMPARED_OF_CHECKPOINT}, str(folder))
+
+
+def without_folder(value: Any, folder: str) -> Any:
+    """The same with paths as they are inside of a folder, which is another one in each run."""
+    if isinstance(value, str):
+        return value.replace(folder, "")
+    if isinstance(value, dict):
+        return {without_folder(key, folder): without_folder(item, folder) for key, item in value.items()}
+    return [without_folder(item, folder) for item in value] if isinstance(value, list) else value
 
 
 COMPARED_OF_CHECKPOINT = ("epoch", "global_step", "callbacks", "optimizer_states", "lr_schedulers", "hyper_parameters")

@@ -15,6 +15,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -52,9 +53,9 @@ class Habit:
         calls: what is called of the Trainer, in this order.
         epochs, batches: how much there is to train on.
         callbacks: makes callbacks of the Trainer.
-        trainer: further options of the Trainer; made anew for each run where it is a function.
-        without: what to change in the class to be rid of the habit, which a run in one process has to show. Empty for
-            habits that are left out of that check, with the reason beside it.
+        trainer: further options of the Trainer, or a function that makes them, given the run's folder.
+        without: the same module without the habit, which has to come to something else in one process. None for habits
+            that are left out of that check, with the reason beside them.
         plain: whether plain Lightning that accumulates over the micro-batches does the same. It does not where numbers
             are drawn at random, or where something happens once a batch.
         plain_tolerance: of that comparison, relative to the largest value.
@@ -71,7 +72,7 @@ class Habit:
     epochs: int = 2
     batches: int = 3
     callbacks: Callable[[], list[L.Callback]] = list
-    trainer: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
+    trainer: Mapping[str, Any] | Callable[[Path], Mapping[str, Any]] = field(default_factory=dict)
     without: type[L.LightningModule] | None = None
     plain: bool = True
     plain_tolerance: float = 0.0
@@ -82,8 +83,8 @@ class Habit:
     def full_name(self) -> str:
         return f"{self.subject}.{self.name}"
 
-    def trainer_options(self) -> dict[str, Any]:
-        return dict(self.trainer() if callable(self.trainer) else self.trainer)
+    def trainer_options(self, folder: Path) -> dict[str, Any]:
+        return dict(self.trainer(folder) if callable(self.trainer) else self.trainer)
 
 
 HABITS: dict[str, Habit] = {}
@@ -125,7 +126,7 @@ def habit(
     return register
 
 
-MACHINERY = ("__main__", "table", "harness", "driver", "modules", "test_habits")
+MACHINERY = ("__main__", "table", "harness", "driver", "modules", "preloaded", "test_habits")
 """Files of this folder that hold no habits."""
 
 

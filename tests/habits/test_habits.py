@@ -11,7 +11,7 @@ import pytest
 
 from tests.habits.driver import PATIENCE_S, WRONG, judge, run_configuration
 from tests.habits.harness import CONFIGURATIONS
-from tests.habits.table import HABITS, chosen, load
+from tests.habits.table import HABITS, load
 
 pytestmark = pytest.mark.multiprocess
 
@@ -47,13 +47,21 @@ def folder(configuration: str, asked: dict[str, list[str]], reference: Path) -> 
 
 
 def each_habit(*configurations: str) -> list[object]:
-    """Habits by configuration: what is launched together follows one another."""
-    names = {"plain": [h.name for h in chosen([]) if h.plain], "without": [h.name for h in chosen([]) if h.without]}
-    return [
-        pytest.param(name, configuration, id=f"{configuration}-{name}")
-        for configuration in configurations
-        for name in names.get(configuration, list(HABITS))
-    ]
+    """Habits by configuration: what is launched together follows one another.
+
+    All of them run on two stages under 1f1b, and each under one of the other configurations as well; where there is
+    time, under all.
+    """
+    others = [each for each in CONFIGURATIONS if each != "2-1f1b"]
+    applies = {"plain": lambda habit: habit.plain, "without": lambda habit: habit.without is not None}
+    found = []
+    for configuration in configurations:
+        for number, habit in enumerate(HABITS.values()):
+            if applies.get(configuration, lambda _: True)(habit):
+                is_slow = configuration in others and others[number % len(others)] != configuration
+                marks = [pytest.mark.slow] * is_slow
+                found.append(pytest.param(habit.name, configuration, id=f"{configuration}-{habit.name}", marks=marks))
+    return found
 
 
 @pytest.fixture(scope="module")

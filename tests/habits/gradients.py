@@ -1,0 +1,261 @@
+"""Gradients that hooks read, change and clip, between the backward and the update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+
+from tests.habits.modules import CLASSES, WIDTH, Layers
+from tests.habits.table import habit
+
+
+@habit(observed=["weights"], plain=False)
+class WeightsFromHeadGradient(Layers):
+    """GradNorm: the weights of two tasks follow the norms of their heads' gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(WIDTH, CLASSES)
+        self.weights = [1.0, 1.0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        early = self.layers[1](self.layers[0](x))
+        features = self.layers[3](self.layers[2](early))
+        first, second = F.cross_entropy(self.head(features), y), F.cross_entropy(self.second(early), (y + 1) % CLASSES)
+        return self.weights[0] * first + self.weights[1] * second
+
+    def on_after_backward(self) -> None:
+        norms = [self.head.weight.grad.norm().item(), self.second.weight.grad.norm().item()]
+        self.weights = [2 * norm / sum(norms) for norm in norms]
+
+
+@habit(without={"factor": 1.0})
+class GradientsScaledByHand(Layers):
+    """Gradients of the first layers are scaled in on_before_optimizer_step."""
+
+    factor = 0.1
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.layers[:2].parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.factor)
+
+
+@habit(without={"factor": 1.0})
+class GradientsReplacedByHand(Layers):
+    """`p.grad = sign(p.grad)`"""
+
+    factor = 0.01
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = torch.sign(parameter.grad) * self.factor if self.factor < 1 else parameter.grad
+
+
+@habit(plain=False)
+class GradientNoise(Layers):
+    """Noise is added to all gradients, so every rank has to draw for every parameter."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
+
+
+@habit(without={"largest": 1e9})
+class ClipsByItself(Layers):
+    """torch.nn.utils.clip_grad_norm_ over all parameters."""
+
+    largest = 0.2
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), self.largest)
+
+
+@habit(without={"largest": 1e9}, observed=["norms"])
+class ClipsByItselfAndLogs(Layers):
+    """The same with its norm logged and kept as a number."""
+
+    largest = 0.2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.largest, error_if_nonfinite=True)
+        self.log("grad_norm", norm)
+        self.norms.append(norm.item())
+
+
+@habit(without={"largest": 1e9})
+class ClipsEachLayer(Layers):
+    """Each layer's gradients have a norm of their own."""
+
+    largest = 0.05
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for layer in [*self.layers, self.head]:
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), self.largest)
+
+
+@habit(plain=False, without={"largest": 1e9})
+class ClipsValuesByItself(Layers):
+    """clip_grad_value_ in on_after_backward."""
+
+    largest = 0.01
+
+    def on_after_backward(self) -> None:
+        torch.nn.utils.clip_grad_value_(self.parameters(), self.largest)
+
+
+@habit(trainer={"gradient_clip_val": 0.2}, without={"epoch": 100})
+class ClippingConfigured(Layers):
+    """configure_gradient_clipping clips from the second epoch on only."""
+
+    epoch = 1
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if self.current_epoch >= self.epoch:
+            self.clip_gradients(
+                optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
+            )
+
+
+@habit()
+class GradientNormsLogged(Layers):
+    """Lightning's grad_norm, as its documentation logs it."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+@habit(observed=["histogram"])
+class GradientStatisticsRead(Layers):
+    """Means, maxima and histograms of each gradient are read as numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.histogram: dict[str, Any] = {}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                counts = torch.histc(parameter.grad, bins=5, min=-0.1, max=0.1).tolist()
+                self.histogram[name] = (parameter.grad.abs().max().item(), float(parameter.grad.mean()), counts)
+
+
+@habit(plain=False, observed=["bad"], without={"poison": 0.0})
+class NonFiniteGradientsZeroed(Layers):
+    """A step whose gradients are not finite is made one without gradients."""
+
+    poison = float("inf")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + self.poison) if self.global_step == 2 else loss
+
+    def on_after_backward(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                self.bad.append(name)
+                parameter.grad = torch.zeros_like(parameter.grad)
+
+
+@habit(without={"centralises": False})
+class GradientsCentralised(Layers):
+    """Gradient centralisation, in an overridden optimizer_step."""
+
+    centralises = True
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            for parameter in self.parameters() if self.centralises else ():
+                if parameter.grad is not None and parameter.grad.ndim > 1:
+                    parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+@habit(without={"start": 100})
+class GradientsDroppedByName(Layers):
+    """`p.grad = None` for some parameters from the third step on."""
+
+    start = 2
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step >= self.start:
+            for name, parameter in self.named_parameters():
+                if name.endswith("bias"):
+                    parameter.grad = None
+
+
+@habit(without={"strength": 0.0})
+class GradientsSurgery(Layers):
+    """Two layers' gradients are mixed, which lie on different stages."""
+
+    strength = 0.5
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        first, last = self.layers[0].linear.weight, self.layers[3].linear.weight
+        overlap = (first.grad * last.grad).sum() / last.grad.pow(2).sum()
+        first.grad -= self.strength * overlap * last.grad
+
+
+@habit(without={"start": 100}, observed=["largest"])
+class LearningRateFromGradientNorm(Layers):
+    """The learning rate of the step depends on the norm of all gradients."""
+
+    start = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0.0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+        self.largest = max(self.largest, float(norm))
+        if self.global_step >= self.start:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + float(norm))
+
+
+@habit(trainer={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}, plain=False, observed=["seen"])
+class ParameterHooks(Layers):
+    """`parameter.register_hook` scales gradients as they come, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        for layer in self.layers:
+            layer.linear.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.layers[1].linear.bias.register_hook(self.count)
+
+    def count(self, gradient: Tensor) -> None:
+        self.seen += 1
+
+
+@habit(plain=False, without={"penalty": 0.0})
+class UpdatesComparedWithGradients(Layers):
+    """Weights before an update are kept, and the update's size is logged after it."""
+
+    penalty = 0.1
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.before = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        ratios = [(p - b).norm() / (b.norm() + 1e-8) for p, b in zip(self.parameters(), self.before, strict=True)]
+        self.log("update_ratio", torch.stack(ratios).mean() * self.penalty)

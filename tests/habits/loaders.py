@@ -1,0 +1,157 @@
+"""Loaders, datamodules and what is done to batches before the step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layers
+from tests.habits.table import habit
+
+
+def samples(number: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(number, WIDTH, generator=generator), torch.randint(0, CLASSES, (number,), generator=generator)
+    )
+
+
+class OwnLoader(Evaluated):
+    """Makes its own loaders, which the harness leaves to it."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(samples(16, 2), batch_size=8)
+
+
+@habit(plain=False, shows=False, observed=["order"])  # the order of samples is observed
+class Shuffles(OwnLoader):
+    """shuffle=True, with the last batch smaller than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(21, 1), batch_size=8, shuffle=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.order += (batch[0][:, 0] * 1000).int().tolist()
+        return super().training_step(batch, batch_idx)
+
+
+class Noisy(TensorDataset):
+    """Augments by Python's generator as a sample is fetched."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * random.random() + 0.1 * torch.randn(WIDTH), y
+
+
+@habit(plain=False)
+class AugmentsInDataset(OwnLoader):
+    """A dataset draws at random, in the process of the loop."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Noisy(*samples(24, 1).tensors), batch_size=8, shuffle=True)
+
+
+@habit(plain=False, observed=["counts"])
+class TwoValidationLoaders(Evaluated):
+    """Two validation loaders, with dataloader_idx in the step and lists for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[int, list[Tensor]] = {0: [], 1: []}
+        self.counts: list[Any] = []
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(samples(16, 2), batch_size=8), DataLoader(samples(8, 3), batch_size=8)]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.outputs[dataloader_idx].append(loss)
+        self.log("val_loss", loss)
+        self.log(f"own/{dataloader_idx}", loss, add_dataloader_idx=False)
+
+    def on_validation_epoch_end(self) -> None:
+        self.counts.append([len(outputs) for outputs in self.outputs.values()])
+        for number, outputs in self.outputs.items():
+            self.log(f"mean/{number}", torch.stack(outputs).mean())
+            outputs.clear()
+
+
+@habit(plain=False)
+class TwoTrainingLoaders(OwnLoader):
+    """A CombinedLoader of labelled and unlabelled batches, of which the second is used for a consistency loss."""
+
+    def train_dataloader(self) -> Any:
+        loaders = {
+            "labelled": DataLoader(samples(24, 1), batch_size=8),
+            "rest": DataLoader(samples(16, 4), batch_size=8),
+        }
+        return CombinedLoader(loaders, "max_size_cycle")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch["labelled"]
+        other = batch["rest"][0]
+        logits = self(torch.cat([x, other]))
+        first, second = logits[: len(x)], logits[len(x) :]
+        return F.cross_entropy(first, y) - 0.1 * (second.softmax(-1) * F.log_softmax(second, -1)).sum(-1).mean()
+
+
+@habit(plain=False, observed=["seen"], without={"scale": 1.0})
+class ChangesBatchInHooks(Layers):
+    """on_before_batch_transfer, transfer_batch_to_device and on_after_batch_transfer each change the batch."""
+
+    scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.seen.append("before")
+        return batch[0] * self.scale, batch[1]
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.seen.append("transfer")
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.seen.append("after")
+        return batch[0] + 0.1, batch[1]
+
+
+@habit(plain=False, observed=["sums"])
+class ReadsBatchInHooks(Layers):
+    """on_train_batch_start reads the batch as numbers, and skips the rest of the epoch by returning -1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        self.sums.append(batch[0].sum().item())
+        return -1 if self.current_epoch == 1 and batch_idx == 1 else None
+
+
+@habit(plain=False, observed=["ids"])
+class BatchIndexUsed(Layers):
+    """batch_idx and the Trainer's numbers of batches are used in the step's formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        trainer = self.trainer
+        progress = (self.current_epoch * trainer.num_training_batches + batch_idx) / trainer.estimated_stepping_batches
+        self.ids.append((batch_idx, trainer.num_training_batches, trainer.is_last_batch, round(progress, 6)))
+        return super().training_step(batch, batch_idx) * (1 - 0.5 * progress)

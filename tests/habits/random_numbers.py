@@ -1,0 +1,285 @@
+"""Random numbers of Python, numpy and torch, from global generators and from generators of one's own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layer, Layers
+from tests.habits.table import habit
+
+
+class Drawing(Layers):
+    """Notes what was drawn: never the same twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Any] = []
+
+    def on_train_end(self) -> None:
+        assert len(set(self.drawn)) == len(self.drawn), f"numbers repeat themselves: {self.drawn}"
+
+
+@habit(observed=["drawn"], plain=False)
+class PythonInStep(Drawing):
+    """random.random() scales the input."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.drawn.append(random.random())
+        return F.cross_entropy(self(x * (1 + self.drawn[-1])), y)
+
+
+@habit(observed=["drawn"], plain=False)
+class NumpyInStep(Drawing):
+    """numpy's global generator scales the logits."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.drawn.append(float(np.random.uniform(0.5, 1.5)))
+        return F.cross_entropy(self(x) * self.drawn[-1], y)
+
+
+@habit(observed=["drawn"], plain=False)
+class TorchInStep(Drawing):
+    """torch.rand between the layers, noted as a number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.layers[1](self.layers[0](x))
+        noise = torch.rand(WIDTH)
+        self.drawn.append(noise.sum().item())
+        return F.cross_entropy(self.head(self.layers[3](self.layers[2](x * noise))), y)
+
+
+@habit(observed=["drawn"], plain=False)
+class AllThreeMixed(Drawing):
+    """All three generators in one step, before, between and after the layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.layers[1](self.layers[0](x + random.gauss(0, 0.1)))
+        x = x + torch.randn_like(x) * 0.1 * np.random.rand()
+        loss = F.cross_entropy(self.head(self.layers[3](self.layers[2](x))), y) * random.uniform(0.9, 1.1)
+        self.drawn.append((random.random(), float(np.random.rand()), torch.rand(()).item()))
+        return loss
+
+
+@habit(observed=["seen"], plain=False)
+class OwnPythonGenerator(Layers):
+    """random.Random(0) and numpy's default_rng on the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random, self.rng = random.Random(0), np.random.default_rng(0)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.seen += [self.random.random(), float(self.rng.normal())]
+        return F.cross_entropy(self(x + 0.1 * self.seen[-1]) * (1 + self.seen[-2]), y)
+
+
+@habit(observed=["seen"])
+class OwnTorchGenerator(Layers):
+    """A torch.Generator of one's own, drawn from in the step and inside of a layer."""
+
+    class Noisy(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 0.1 * torch.randn(x.shape, generator=self.generator))
+
+    layer = Noisy
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(4)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append(torch.rand(1, generator=self.generator).item())
+        return loss * self.seen[-1]
+
+
+@habit(plain=False, without={"layer": Layer})
+class DropoutEverywhere(Layers):
+    """nn.Dropout in each layer, and F.dropout between them."""
+
+    layer = staticmethod(lambda: Layer(dropout=0.2))
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.1, self.training) if self.layer is not Layer else layer(x)
+        return x
+
+
+@habit(plain=False)
+class PythonInLayers(Layers):
+    """Layers draw from Python's and numpy's generators themselves: stochastic depth, and a random shift."""
+
+    class Stochastic(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training and random.random() < 0.3:
+                return x
+            return super().forward(x).roll(int(np.random.randint(0, 3)), -1)
+
+    layer = Stochastic
+
+
+@habit(plain=False)
+class TorchInLayers(Layers):
+    """Layers draw with torch.randn, bernoulli and multinomial."""
+
+    class Noisy(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            keep = torch.bernoulli(torch.full((len(x), 1), 0.8))
+            column = torch.multinomial(torch.ones(WIDTH), 1)
+            return super().forward(x + 0.1 * torch.randn_like(x)) * keep + x[:, column]
+
+    layer = Noisy
+
+
+@habit(plain=False)
+class Reparametrisation(Layers):
+    """A VAE's draw, by torch.distributions with rsample, and a prior's sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        hidden = self.layers[1](self.layers[0](x))
+        posterior = torch.distributions.Normal(hidden, F.softplus(hidden) + 0.1)
+        z = posterior.rsample()
+        kl = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(0.0, 1.0)).mean()
+        prior = torch.distributions.Normal(torch.zeros_like(z), 1.0).sample()
+        return F.mse_loss(self.layers[3](self.layers[2](z)), x) + 0.1 * kl + 0.01 * (prior * z).mean()
+
+
+@habit(plain=False)
+class NegativeSampling(Layers):
+    """torch.randint and randperm choose negatives on the last stage."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        logits = self(x)[torch.randperm(len(x))]
+        negatives = torch.randint(0, CLASSES, (len(x), 2))
+        return F.softplus(logits.gather(1, negatives)).mean() + F.softplus(-logits.max(1).values).mean()
+
+
+@habit(plain=False)
+class Diffusion(Layers):
+    """Noise and time steps are drawn before the first layer and compared with after the last."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        noise, time = torch.randn_like(x), torch.randint(0, 10, (len(x), 1))
+        alpha = torch.cos(time / 10)
+        return F.mse_loss(self.features(alpha * x + (1 - alpha**2).sqrt() * noise), noise)
+
+
+@habit(plain=False, observed=["drawn"])
+class DrawsInHooks(Layers):
+    """All generators are drawn from in hooks around the step, and the draws scale the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.drawn.append(torch.rand(()).item())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.drawn += [random.random(), float(np.random.rand())]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(torch.randn(()).item())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + abs(self.drawn[-1]))
+
+
+@habit(plain=False, observed=["drawn"])
+class SeedsEverythingInHook(Layers):
+    """seed_everything at the start of every epoch, and draws that then repeat themselves on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Any] = []
+
+    def on_train_epoch_start(self) -> None:
+        L.seed_everything(7, verbose=False)
+        self.drawn.append((random.random(), float(np.random.rand()), torch.rand(()).item()))
+
+
+@habit(plain=False, observed=["drawn"])
+class SeedsInStep(Layers):
+    """torch.manual_seed with the step's number, before a draw of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        torch.manual_seed(100 + self.global_step)
+        noise = torch.randn(WIDTH)
+        self.drawn.append(noise[0].item())
+        return F.cross_entropy(self(x + 0.1 * noise), y)
+
+
+@habit(plain=False, observed=["drawn"])
+class ForksGenerators(Layers):
+    """fork_rng, and states that are read and set again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            fixed = torch.randn(WIDTH)
+        state = torch.get_rng_state()
+        first = torch.rand(WIDTH)
+        torch.set_rng_state(state)
+        self.drawn.append((fixed[0].item(), torch.equal(first, torch.rand(WIDTH))))
+        return F.cross_entropy(self(x + 0.1 * fixed + 0.1 * first), y)
+
+
+@habit(plain=False, calls=["fit", "validate", "predict"])
+class DrawsInEvaluation(Evaluated):
+    """Monte-Carlo dropout in validation and prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def sample(self, x: Tensor) -> Tensor:
+        self.dropout.train()
+        features = self.features(x)
+        return torch.stack([self.head(self.dropout(features)) for _ in range(3)]).mean(0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.sample(x), y) + 0.01 * random.random())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.sample(batch[0]) + 0.1 * torch.rand(())
+
+
+@habit(plain=False)
+class AugmentsInTransferHook(Layers):
+    """on_after_batch_transfer augments the batch at random."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x + 0.3 * torch.randn_like(x) * random.random(), y

@@ -1,0 +1,117 @@
+"""What is an error by design, and has to say what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.habits.modules import WIDTH, Layers
+from tests.habits.table import error, habit
+
+
+@habit(expect=error(r"automatic_optimization"), plain=False, shows=False)
+class ManualOptimization(Layers):
+    """A GAN's two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self(x), y))
+        optimizer.step()
+
+
+@habit(expect=error(r"(?i)LBFGS"), plain=False, shows=False)
+class LBFGS(Layers):
+    """An optimizer that calls its closure several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+
+@habit(expect=error(r"(?i)dataloader_iter"), plain=False, shows=False)
+class StepTakesIterator(Layers):
+    """training_step(dataloader_iter)"""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+@habit(expect=error(r"\bNone\b"), plain=False, shows=False)
+class SkipsBatchByNone(Layers):
+    """None is returned for a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return None if self.global_step == 1 else super().training_step(batch, batch_idx)
+
+
+@habit(expect=error(r"(?i)all_reduce|collective"), plain=False, shows=False)
+class CollectiveInStep(Layers):
+    """torch.distributed.all_reduce in the step, over all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        total = logits.detach().sum()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return F.cross_entropy(logits, y) + total
+
+
+@habit(expect=error(r"(?i)rank"), plain=False, shows=False)
+class BranchesOnItsRank(Layers):
+    """A term that only rank 0 adds: ranks part ways, which is noticed before the update."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.layers[0](x)
+        if self.global_rank == 0 and self.trainer.world_size > 1:
+            hidden = hidden * 1.5
+        return F.cross_entropy(self.head(self.layers[3](self.layers[2](self.layers[1](hidden)))), y)
+
+
+@habit(expect=error(r"(?i)rank|random|generator|differ"), plain=False, shows=False)
+class SeededByItsRank(Layers):
+    """A generator of one's own that is seeded by the rank."""
+
+    def on_fit_start(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.global_rank)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        return F.cross_entropy(logits + torch.randn(logits.shape, generator=self.generator), y)
+
+
+@habit(expect=error(r"(?i)differ|rank"), plain=False, shows=False)
+class OrderedByIdentity(Layers):
+    """Constants that are other ones in each process, as hashes and addresses are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        salt = (id(object()) // 64 + self.global_rank) % 97 if self.trainer.world_size > 1 else 0
+        return F.cross_entropy(self(x * (1 + salt / 100)), y)
+
+
+@habit(expect=error(r"(?i)lazy|uninitialized|initiali[sz]e"), plain=False, shows=False)
+class LazyLayersLeftUninitialised(Layers):
+    """nn.LazyLinear without a first call: optimizers refuse its parameters in one process as well."""
+
+    layer = staticmethod(lambda: nn.LazyLinear(WIDTH))
+
+
+@habit(expect=error(r"(?i)stage"), plain=False, shows=False)
+class StageNeverReached(Layers):
+    """stage_config names layers that the step does not call."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)

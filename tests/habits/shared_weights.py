@@ -1,0 +1,211 @@
+"""Norms that see data twice, weights that are tied, and weights that are computed from others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from tests.habits.modules import SAMPLES, WIDTH, Layer, Layers
+from tests.habits.table import habit
+
+
+class Normed(Layer):
+    """With a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+@habit(plain=False)
+class SimCLRInTwoCalls(Layers):
+    """Two augmented views, each through batch norms in a call of its own."""
+
+    layer = Normed
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        views = [x + 0.2 * torch.randn_like(x), x * (1 + 0.2 * torch.randn_like(x))]
+        first, second = (F.normalize(self.features(view), dim=1) for view in views)
+        z = torch.cat([first, second])
+        similarity = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -9e15)
+        target = torch.arange(len(z)).roll(len(x))
+        return F.cross_entropy(similarity, target)
+
+
+@habit(plain=False)
+class SimCLRConcatenated(SimCLRInTwoCalls):
+    """The same with both views in one call."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(torch.cat([x, x.flip(0)]))[: len(x)]
+
+
+@habit(without={"visits": 1})
+class LayerVisitedTwiceInAStage(Layers):
+    """A batch norm's module is called twice by its own stage."""
+
+    layer = Normed
+    visits = 2
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            for _ in range(self.visits):
+                x = layer(x)
+        return x
+
+
+@habit()
+class BatchNormInCheckpoint(Layers):
+    """A batch norm that is recomputed in backward, and sees its data twice."""
+
+    layer = Normed
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@habit(without={"epoch": 100})
+class BatchNormsFrozenLater(Layers):
+    """Batch norms are put into eval mode from the second epoch on."""
+
+    layer = Normed
+    epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.train(self.current_epoch < self.epoch)
+
+
+class TiedWords(Layers):
+    """Tokens in and tokens out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, WIDTH)
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        return torch.randint(0, 12, (SAMPLES, 5), generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.features(self.embedding(tokens)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+@habit()
+class EmbeddingTiedToHead(TiedWords):
+    """The head's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+@habit()
+class EmbeddingUsedAsHead(TiedWords):
+    """`F.linear(x, self.embedding.weight)`"""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.features(self.embedding(tokens)), self.embedding.weight)
+
+
+@habit()
+class FirstAndLastLayerTied(Layers):
+    """Two layers share a Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].linear = self.layers[0].linear
+
+
+@habit()
+class AutoencoderTransposed(Layers):
+    """Decoders use the encoders' weights transposed, so each is used on two stages."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        code = self.features(x)
+        for layer in reversed(self.layers):
+            code = torch.tanh(F.linear(code, layer.linear.weight.t()))
+        return F.mse_loss(code, x)
+
+
+@habit(without={"norm": nn.Identity})
+class NormShared(Layers):
+    """One LayerNorm with weights between all layers."""
+
+    norm: Any = staticmethod(lambda: nn.LayerNorm(WIDTH))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = self.norm()
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.shared(layer(x))
+        return x
+
+
+@habit()
+class WeightNorm(Layers):
+    """torch's old weight_norm, which recomputes the weight in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.linear = weight_norm(layer.linear)
+
+
+@habit()
+class WeightNormParametrised(Layers):
+    """The new one, as a parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.linear = parametrizations.weight_norm(layer.linear)
+
+
+@habit()
+class SpectralNorm(Layers):
+    """Spectral norm, whose power iteration changes a buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.linear = parametrizations.spectral_norm(layer.linear)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+
+@habit()
+class OwnParametrisation(Layers):
+    """Symmetric weights, cached within the step, one of them read by another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            parametrize.register_parametrization(layer.linear, "weight", Symmetric())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with parametrize.cached():
+            loss = super().training_step(batch, batch_idx)
+            return loss + 0.01 * self.layers[0].linear.weight.diagonal().pow(2).sum()

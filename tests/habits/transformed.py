@@ -1,0 +1,178 @@
+"""Layers and functions that torch transforms: recomputed, functional, mapped, scripted, compiled, traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from tests.habits.modules import WIDTH, Layer, Layers
+from tests.habits.table import habit
+
+
+@habit(shows=False)  # what is recomputed is the same
+class CheckpointWithoutReentry(Layers):
+    """Each layer is recomputed."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@habit(shows=False)  # what is recomputed is the same
+class CheckpointWithReentry(Layers):
+    """The same in torch's older way, for which the input has to require a gradient."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_(True)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@habit()
+class CheckpointOfClosure(Layers):
+    """What is recomputed is a closure that keeps a value from outside."""
+
+    def features(self, x: Tensor) -> Tensor:
+        scale = x.abs().mean()
+        for number, layer in enumerate(self.layers):
+
+            def run(value: Tensor, layer: nn.Module = layer, number: int = number) -> Tensor:
+                return layer(value) * (1 + 0.1 * scale * number)
+
+            x = checkpoint(run, x, use_reentrant=False)
+        return x
+
+
+@habit(plain=False)
+class CheckpointWithDropout(Layers):
+    """Dropout inside what is recomputed draws the same numbers again."""
+
+    layer = staticmethod(lambda: Layer(dropout=0.3))
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=True)
+        return x
+
+
+@habit(shows=False)  # what is recomputed is the same
+class CheckpointSequential(Layers):
+    """checkpoint_sequential over all layers, in four parts."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(list(self.layers), 4, x, use_reentrant=False)
+
+
+@habit()
+class FunctionalCall(Layers):
+    """A layer is called with changed parameters, as fast weights are."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            changed = {name: parameter * 0.9 for name, parameter in layer.named_parameters()}
+            x = functional_call(layer, changed, (x,))
+        return x
+
+
+@habit()
+class VmapOverSamples(Layers):
+    """A function of one sample is mapped over the batch, between the layers."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = vmap(lambda row: row / (1 + row.norm()))(x)
+        return x
+
+
+@habit(without={"weight": 0.0})
+class PerSampleGradients(Layers):
+    """torch.func's gradients for each sample, by the head's weights."""
+
+    weight = 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        features = self.features(x)
+        parameters = dict(self.head.named_parameters())
+
+        def loss(parameters: Any, row: Tensor, label: Tensor) -> Tensor:
+            return F.cross_entropy(functional_call(self.head, parameters, (row[None],)), label[None])
+
+        gradients = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, features.detach(), y)
+        return F.cross_entropy(self.head(features), y) + self.weight * gradients["weight"].pow(2).sum((1, 2)).mean()
+
+
+@habit()
+class ScriptedLayers(Layers):
+    """torch.jit.script of each layer."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.size(0) > 100:
+                x = x * 2
+            return torch.tanh(self.linear(x))
+
+    layer = staticmethod(lambda: torch.jit.script(ScriptedLayers.Plain()))
+
+
+@habit()
+class ScriptedFunction(Layers):
+    """A scripted function between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swish = torch.jit.script(swish)
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.swish(layer(x), 1.5)
+        return x
+
+
+def swish(x: Tensor, beta: float) -> Tensor:
+    return x * torch.sigmoid(beta * x)
+
+
+@habit()
+class CompiledLayers(Layers):
+    """torch.compile of each layer, with the eager backend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([torch.compile(layer, backend="eager") for layer in self.layers])
+
+
+@habit()
+class CompiledLoss(Layers):
+    """A compiled function takes features and labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = torch.compile(smoothed, backend="eager")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return self.criterion(self(x), y)
+
+
+def smoothed(logits: Tensor, y: Tensor) -> Tensor:
+    return 0.9 * F.cross_entropy(logits, y) - 0.1 * F.log_softmax(logits, -1).mean()
+
+
+@habit(shows=False)  # a traced layer computes the same
+class TracedByFx(Layers):
+    """Layers are GraphModules of torch.fx."""
+
+    layer = staticmethod(lambda: torch.fx.symbolic_trace(Layer()))
