@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from lightning_pipeline import PipelineStrategy
 from tests.errors import modules
-from tests.launching import SOON_S, Ended, run_ranks
+from tests.launching import SOON_S, Ended, launch, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,46 +26,68 @@ def fit(module: str, args: tuple[Any, ...], world: int, strategy: dict[str, Any]
     modules.fit(getattr(modules, module), *args, world=world, **strategy)
 
 
-@pytest.mark.parametrize(
-    ("module", "strategy", "words"),
-    [
-        ("Plain", {"stage_config": {"secnd": 1}}, ["KeyError", "'secnd'", "closest names are 'second'"]),
-        ("Plain", {"stage_config": {"second": 2}}, ["ValueError", "3 stages need at least 3 devices, got 2"]),
-        ("Plain", {"num_microbatches": 1}, ["ValueError", "num_microbatches=1", "num_stages=2"]),
-        ("Plain", {"stage_config": {"second": 2}, "num_stages": 2}, ["ValueError", "'second' on stage 2"]),
-        ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2", "its training_step calls 1", "devices=1"]),
-        ("OutOfOrder", {}, ["ValueError", "stages are out of order", "'second'", "'first'"]),
-        ("LoopsBack", {}, ["ValueError", "'first' is on stage 0", "after 'second' of stage 1", "modules.py"]),
-        (
-            "SharedActivation",
-            {},
-            ["'act' is on stage 0 and is called after 'second' of stage 1; 'act' (ReLU) has no parameters", "can go"],
-        ),
-        (
-            "SharedActivationTooSoon",
-            {},
-            ["'second' is on stage 0 and is called after 'act' of stage 1; 'act' (ReLU) has no parameters", "can go"],
-        ),
-        ("NeverReached", {}, ["ValueError", "stage 1 is never reached"]),
-        ("BoundaryInFunction", {}, ["ValueError", "'second' (stage 1)", "inside an autograd.Function"]),
-        ("WrittenView", {}, ["ValueError", "'__getitem__' is written in place", "'first'"]),
-        ("Diverging", {}, ["DivergenceError", "'mul'", "modules.py", "x = x * 2"]),
-        ("RankDependent", {}, ["DivergenceError", "'mul'", "modules.py", "x = x * 3"]),
-        ("NoLoss", {}, ["ValueError", "training_step returned None"]),
-        ("SkipsABatch", {}, ["DivergenceError", "before 'first'", "a loss of zero times the output"]),
-        ("ReducesOverAll", {}, ["torch.distributed.all_reduce over all ranks", "self.all_gather", "modules.py"]),
-        ("CallsItself", {}, ["is on another stage", "outside of a step", "gather_module()"]),
-        ("Prunes", {}, ["ValueError", "ModelPruning masks parameters", "torch.nn.utils.prune"]),
-        ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
-        ("GradientAcrossStages", {}, ["RuntimeError", "torch.autograd.grad failed", "another device", "modules.py"]),
-        ("Manual", {}, ["ValueError", "automatic_optimization=False"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_mistake_is_named_on_every_rank(module: str, strategy: dict[str, Any], words: list[str]) -> None:
-    for end in errors_of(module, **strategy):
-        for word in words:
-            assert word in end.error, f"{word!r} is not in {end.error}"
+# What is wrong, and words of the error.
+MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("Plain", {"stage_config": {"secnd": 1}}, ["KeyError", "'secnd'", "closest names are 'second'"]),
+    ("Plain", {"stage_config": {"second": 2}}, ["ValueError", "3 stages need at least 3 devices, got 2"]),
+    ("Plain", {"num_microbatches": 1}, ["ValueError", "num_microbatches=1", "num_stages=2"]),
+    ("Plain", {"stage_config": {"second": 2}, "num_stages": 2}, ["ValueError", "'second' on stage 2"]),
+    ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2", "its training_step calls 1", "devices=1"]),
+    ("OutOfOrder", {}, ["ValueError", "stages are out of order", "'second'", "'first'"]),
+    ("LoopsBack", {}, ["ValueError", "'first' is on stage 0", "after 'second' of stage 1", "modules.py"]),
+    (
+        "SharedActivation",
+        {},
+        ["'act' is on stage 0 and is called after 'second' of stage 1; 'act' (ReLU) has no parameters", "can go"],
+    ),
+    (
+        "SharedActivationTooSoon",
+        {},
+        ["'second' is on stage 0 and is called after 'act' of stage 1; 'act' (ReLU) has no parameters", "can go"],
+    ),
+    ("NeverReached", {}, ["ValueError", "stage 1 is never reached"]),
+    ("BoundaryInFunction", {}, ["ValueError", "'second' (stage 1)", "inside an autograd.Function"]),
+    ("WrittenView", {}, ["ValueError", "'__getitem__' is written in place", "'first'"]),
+    ("Diverging", {}, ["DivergenceError", "'mul'", "modules.py", "x = x * 2"]),
+    ("RankDependent", {}, ["DivergenceError", "'mul'", "modules.py", "x = x * 3"]),
+    ("NoLoss", {}, ["ValueError", "training_step returned None"]),
+    ("SkipsABatch", {}, ["DivergenceError", "before 'first'", "a loss of zero times the output"]),
+    ("ReducesOverAll", {}, ["torch.distributed.all_reduce over all ranks", "self.all_gather", "modules.py"]),
+    ("CallsItself", {}, ["is on another stage", "outside of a step", "gather_module()"]),
+    ("Prunes", {}, ["ValueError", "ModelPruning masks parameters", "torch.nn.utils.prune"]),
+    ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
+    ("GradientAcrossStages", {}, ["RuntimeError", "torch.autograd.grad failed", "another device", "modules.py"]),
+    ("Manual", {}, ["ValueError", "automatic_optimization=False"]),
+]
+NAMES = [" ".join([module, *map(str, strategy.values())]) for module, strategy, _ in MISTAKES]
+
+
+def make_all() -> list[tuple[str, float]]:
+    """What each mistake raised on this rank, and after how many seconds."""
+    found = []
+    for module, strategy, _ in MISTAKES:
+        started = time.monotonic()
+        try:
+            fit(module, (), 2, strategy)
+            error = "nothing"
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        found.append((error, time.monotonic() - started))
+    return found
+
+
+@pytest.fixture(scope="module")
+def mistakes() -> list[list[tuple[str, float]]]:
+    return launch(make_all, world=2)
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=NAMES)
+def test_a_mistake_is_named_on_every_rank(number: int, mistakes: Any) -> None:
+    for rank in mistakes:
+        error, seconds = rank[number]
+        assert seconds < SOON_S
+        for word in MISTAKES[number][2]:
+            assert word in error, f"{word!r} is not in {error}"
 
 
 def test_a_collective_over_all_ranks_is_found_while_a_cut_is_measured() -> None:
