@@ -313,6 +313,8 @@ class FailureNotice:
             period = min(PERIOD_S, self.timeout.total_seconds() / 4)
             text = self._inbox.next(self.rank, timedelta(seconds=period))
             if text == CLOSED:
+                if self.failure is not None:  # another rank's, met before the mail about it
+                    self._note_reading(self.failure)
                 return
             if text is not None:
                 message = json.loads(text)
@@ -321,8 +323,7 @@ class FailureNotice:
                     continue
                 self.failure = Failure(**message)
                 self._arrived.set()
-                if self._inbox.store.add("read", 1) == self.world_size - self.failure.is_gone:
-                    self._inbox.store.set("all_read", "")
+                self._note_reading(self.failure)
                 return
             if not self.is_watching or self.rank > 1:
                 call = None
@@ -335,6 +336,11 @@ class FailureNotice:
                     summary = f"it did not answer within {self.timeout.total_seconds():g} s: {STOPPED}"
                     self.report(Failure(missing[0], summary, is_gone=True))
                     call = None
+
+    def _note_reading(self, failure: Failure) -> None:
+        """Let the store's host know that this rank has read why the run failed."""
+        if self._inbox.store.add("read", 1) == self.world_size - failure.is_gone:
+            self._inbox.store.set("all_read", "")
 
     def _end_process(self, failure: Failure) -> None:
         """End a process whose main thread does not come to know that the run has failed."""

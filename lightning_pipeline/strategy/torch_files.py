@@ -42,7 +42,10 @@ def load_torch_file(
     try:
         with path.open("rb") as file:
             is_zip = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap and is_zip)
+        loaded = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap and is_zip)
+        if is_zip:
+            _check_values(path)
+        return loaded
     except Exception as error:
         if is_of_the_system(error):
             raise with_file(error, path) from None
@@ -103,6 +106,29 @@ def few(names: Sequence[str], most: int = 3) -> str:
     """The first of some names, and how many more there are. Those that no program gives are shortened."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(name if len(name) < 200 else f"{name[:90]}...{name[-90:]}" for name in names[:most]) + more
+
+
+def _check_values(path: Path) -> None:
+    """Compare the checksum of what a file has beside its tensors. torch does not, and a changed bit there is another
+    learning rate, step or name.
+
+    Where torch.serialization.set_crc32_options has turned checksums off, no record's is right, and none counts.
+
+    Raises:
+        zipfile.BadZipFile: there is another one.
+    """
+    damaged, is_checked = "", False
+    with zipfile.ZipFile(path) as records:
+        for record in records.infolist():
+            if "/data/" in record.filename:
+                continue
+            try:
+                records.read(record)
+                is_checked = True
+            except zipfile.BadZipFile as error:
+                damaged = str(error)
+    if damaged and is_checked:
+        raise zipfile.BadZipFile(damaged)
 
 
 def _describe(path: Path, error: Exception, way_out: str) -> str:

@@ -91,7 +91,12 @@ def run(trial: Trial, folder: Path, *, start_up: float, limit: float, host: Host
                     time.sleep(20 * POLL_S)
                     if not of(mark, but_of=process.pid):
                         break
-            ended.exit_code = process.poll()
+                if attack.is_over():  # torchrun waits for a stopped process for ever, whatever it has left to do
+                    attack.end_victim()
+                    process.terminate()
+                    process.wait()
+                    break
+            ended.exit_code = 0 if attack.was_over else process.poll()
             at_end = time.time()
             if stopped and attack.happened:
                 ended.exit_code = 1
@@ -123,12 +128,14 @@ class Attack:
         happened: whether it has befallen it.
         at: when.
         stays_stopped: the victim does not go on by itself.
+        was_over: it had nothing left to do.
     """
 
     def __init__(self, trial: Trial, folder: Path, launcher: subprocess.Popen, mark: str, start_up: float) -> None:
         self.trial = trial
         self.folder = folder
         self.happened = False
+        self.was_over = False
         self.at = 0.0
         self.stays_stopped = trial.kind == "stop"
         self._launcher = launcher
@@ -151,6 +158,22 @@ class Attack:
                 self._due = time.monotonic() + self.trial.delay
         elif time.monotonic() > self._due:
             self._act()
+
+    def is_over(self) -> bool:
+        """Whether the victim has been stopped under torchrun when its run had ended, and the others have gone."""
+        if self.was_over or not self.stays_stopped or not self.happened or self.trial.launcher != "torchrun":
+            return False
+        ranks = range(self.trial.world)
+        ended = [f"{rank}.phases" for rank in ranks if "end" in _lines(self.folder / f"{rank}.phases")]
+        gone = [rank for rank in ranks if rank != self.trial.victim and not _is_running(self.folder / f"{rank}.pid")]
+        self.was_over = len(ended) == len(ranks) and len(gone) == len(ranks) - 1
+        return self.was_over
+
+    def end_victim(self) -> None:
+        """Kill it."""
+        victim = self._find()
+        if victim is not None:
+            _send(victim, signal.SIGKILL)
 
     def _act(self) -> None:
         kind = self.trial.kind
@@ -183,6 +206,15 @@ class Attack:
                 if one.environ().get("LOCAL_RANK") == str(self.trial.victim) and one.ppid() == self._launcher.pid:
                     return one.pid
         return None
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _is_running(path: Path) -> bool:
+    """Whether the process runs whose number is in a file."""
+    return path.exists() and bool(text := path.read_text()) and psutil.pid_exists(int(text))
 
 
 def of(mark: str, *, but_of: int | None = None) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,31 +28,53 @@ def fit(module: str, args: tuple[Any, ...], world: int, strategy: dict[str, Any]
     modules.fit(getattr(modules, module), *args, world=world, **strategy)
 
 
-@pytest.mark.parametrize(
-    ("module", "strategy", "words"),
-    [
-        ("Plain", {"stage_config": {"secnd": 1}}, ["KeyError", "'secnd'", "closest names are 'second'"]),
-        ("Plain", {"stage_config": {"second": 2}}, ["ValueError", "3 stages need at least 3 devices, got 2"]),
-        ("Plain", {"num_microbatches": 1}, ["ValueError", "num_microbatches=1", "num_stages=2"]),
-        ("Plain", {"stage_config": {"second": 2}, "num_stages": 2}, ["ValueError", "'second' on stage 2"]),
-        ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2", "its training_step calls 1", "devices=1"]),
-        ("NeverReached", {}, ["ValueError", "stage 1 is never reached", "gives it 'unused'"]),
-        ("BoundaryInFunction", {}, ["ValueError", "stage 1 is never reached"]),
-        ("NoLoss", {}, ["ValueError", "training_step returned None"]),
-        ("SkipsABatch", {}, ["ValueError", "training_step returned None", "a loss of zero times the output"]),
-        ("RankDependent", {}, ["did not run the same code", "ran mul", "modules.py", "x = x * 3"]),
-        ("ReducesOverAll", {}, ["torch.distributed.all_reduce over all ranks", "self.all_gather", "modules.py"]),
-        ("Prunes", {}, ["ValueError", "ModelPruning masks parameters", "torch.nn.utils.prune"]),
-        ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
-        ("GradientAcrossStages", {}, ["grad on what a stage computes", "modules.py"]),
-        ("Manual", {}, ["ValueError", "automatic_optimization=False"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_mistake_is_named_on_every_rank(module: str, strategy: dict[str, Any], words: list[str]) -> None:
-    for end in errors_of(module, **strategy):
-        for word in words:
-            assert word in end.error, f"{word!r} is not in {end.error}"
+# What is wrong, and words of the error.
+MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("Plain", {"stage_config": {"secnd": 1}}, ["KeyError", "'secnd'", "closest names are 'second'"]),
+    ("Plain", {"stage_config": {"second": 2}}, ["ValueError", "3 stages need at least 3 devices, got 2"]),
+    ("Plain", {"num_microbatches": 1}, ["ValueError", "num_microbatches=1", "num_stages=2"]),
+    ("Plain", {"stage_config": {"second": 2}, "num_stages": 2}, ["ValueError", "'second' on stage 2"]),
+    ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2", "its training_step calls 1", "devices=1"]),
+    ("NeverReached", {}, ["ValueError", "stage 1 is never reached", "gives it 'unused'"]),
+    ("BoundaryInFunction", {}, ["ValueError", "stage 1 is never reached"]),
+    ("NoLoss", {}, ["ValueError", "training_step returned None"]),
+    ("SkipsABatch", {}, ["ValueError", "training_step returned None", "a loss of zero times the output"]),
+    ("RankDependent", {}, ["did not run the same code", "ran mul", "modules.py", "x = x * 3"]),
+    ("ReducesOverAll", {}, ["torch.distributed.all_reduce over all ranks", "self.all_gather", "modules.py"]),
+    ("Prunes", {}, ["ValueError", "ModelPruning masks parameters", "torch.nn.utils.prune"]),
+    ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
+    ("GradientAcrossStages", {}, ["grad on what a stage computes", "modules.py"]),
+    ("Manual", {}, ["ValueError", "automatic_optimization=False"]),
+]
+NAMES = [" ".join([module, *map(str, strategy.values())]) for module, strategy, _ in MISTAKES]
+
+
+def make_all() -> list[tuple[str, float]]:
+    """What each mistake raised on this rank, and after how many seconds."""
+    found = []
+    for module, strategy, _ in MISTAKES:
+        started = time.monotonic()
+        try:
+            fit(module, (), 2, strategy)
+            error = "nothing"
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        found.append((error, time.monotonic() - started))
+    return found
+
+
+@pytest.fixture(scope="module")
+def mistakes() -> list[list[tuple[str, float]]]:
+    return launch(make_all, world=2)
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=NAMES)
+def test_a_mistake_is_named_on_every_rank(number: int, mistakes: Any) -> None:
+    for rank in mistakes:
+        error, seconds = rank[number]
+        assert seconds < SOON_S
+        for word in MISTAKES[number][2]:
+            assert word in error, f"{word!r} is not in {error}"
 
 
 def test_a_collective_over_all_ranks_is_found_while_a_cut_is_measured() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,18 @@ def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
             yield process, port
         finally:
             process.kill()
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stop a process, and wait until all of its threads have: until then they answer."""
+    process.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + SOON_S
+    while not all(
+        (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        for task in Path(f"/proc/{process.pid}/task").iterdir()
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +107,7 @@ def test_no_call_waits_for_ever_for_a_stopped_host() -> None:
         shared = connect(port)
         stores = {name: shared.clone() for name in CALLS}
         shared.set("there", "1")
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         with ThreadPoolExecutor(len(CALLS)) as threads:
             futures = {name: threads.submit(outcome, name) for name in CALLS}
             for name, future in futures.items():
@@ -108,7 +121,7 @@ def test_a_host_that_stops_for_a_while_is_waited_for(shared: Any) -> None:
     process, port = shared
     store = connect(port, limit=timedelta(seconds=PATIENCE_S))
     assert store.add("counted", 1) == 1
-    process.send_signal(signal.SIGSTOP)
+    stop(process)
     threading.Timer(1.5, process.send_signal, [signal.SIGCONT]).start()
     assert store.add("counted", 1) == 2
     assert not store.wait(["nowhere"], timedelta(seconds=0.1))

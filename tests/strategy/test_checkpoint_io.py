@@ -272,6 +272,26 @@ def test_what_is_refused_is_named_and_nothing_else(value: Any, named: str, is_ne
     assert ("dict" not in message.replace("defaultdict", "")) or "builtins.dict" in named or not is_new
 
 
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_number_that_has_changed_is_told_where_the_file_has_checksums(has_checksums: bool, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(has_checksums)
+    try:
+        torch.save({"epoch": 70, "weight": torch.ones(4)}, path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert AtomicCheckpointIO().load_checkpoint(path)["epoch"] == 70
+    data = bytearray(path.read_bytes())
+    data[data.index(b"KF") + 1] ^= 1  # 70, as pickle has it
+    path.write_bytes(data)
+    if has_checksums:
+        with pytest.raises(CheckpointError, match=r"Bad CRC-32 for file '.*data\.pkl'\. It is damaged"):
+            AtomicCheckpointIO().load_checkpoint(path)
+    else:
+        assert AtomicCheckpointIO().load_checkpoint(path)["epoch"] == 71
+
+
 def test_errors_of_the_system_are_its_own_and_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.ckpt").write_bytes(saved(checkpoint(megabytes=1)))
     for number, kind in ((errno.EIO, OSError), (errno.EACCES, PermissionError), (errno.EINVAL, CheckpointError)):

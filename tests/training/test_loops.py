@@ -32,7 +32,7 @@ Result = dict[str, Any]
 def sequence(make: MakeTrainer) -> Result:
     """fit, validate, test and predict on one Trainer, then fit again on another module."""
     trainer = make(
-        max_epochs=2, limit_train_batches=4, limit_val_batches=2, val_check_interval=0.5, inference_mode=False
+        max_epochs=1, limit_train_batches=4, limit_val_batches=2, val_check_interval=0.5, inference_mode=False
     )
     result = {
         "fit": fit(trainer, seeded(LitMeasured, scheduler="one_cycle"), point_loader(45), point_loader(21, seed=1))
@@ -42,7 +42,7 @@ def sequence(make: MakeTrainer) -> Result:
     result["test"] = trainer.test(module, point_loader(21, seed=3), verbose=False)
     result["predict"] = trainer.predict(module, point_loader(21, seed=4))
     result["weights"] = weights(trainer)
-    trainer.fit_loop.max_epochs = 4
+    trainer.fit_loop.max_epochs = 2
     result["fit more"] = fit(trainer, module, point_loader(45), point_loader(21, seed=1))
     return result
 
@@ -65,27 +65,27 @@ def kept_predictions(make: MakeTrainer) -> Any:
 
 def endless(make: MakeTrainer) -> Result:
     """An IterableDataset without length, a number of steps, validation between them."""
-    trainer = make(max_steps=7, val_check_interval=3, accumulate_grad_batches=2)
+    trainer = make(max_steps=4, val_check_interval=3, accumulate_grad_batches=2)
     result = fit(trainer, seeded(LitMeasured), DataLoader(Endless(), batch_size=8), point_loader(21, seed=1))
     return {**result, "step": trainer.global_step}
 
 
 def ending(make: MakeTrainer) -> Result:
     """An IterableDataset that ends, so the end is found out by reading."""
-    trainer = make(max_epochs=3)
+    trainer = make(max_epochs=2)
     return {**fit(trainer, seeded(LitMeasured), DataLoader(Ending(), batch_size=8)), "step": trainer.global_step}
 
 
 def several(make: MakeTrainer) -> Result:
     """A dict of training loaders, several validation loaders."""
-    loaders = {"a": point_loader(24), "b": point_loader(32, batch_size=4, seed=7)}
+    loaders = {"a": point_loader(12, batch_size=6), "b": point_loader(9, batch_size=3, seed=7)}
     trainer = make(max_epochs=2)
     return fit(trainer, seeded(LitSplit), loaders, [point_loader(21, seed=1), point_loader(13, seed=2)])
 
 
 def combined(make: MakeTrainer) -> Result:
     """CombinedLoaders for training and validation."""
-    loaders = {"a": point_loader(24), "b": point_loader(40, seed=7)}
+    loaders = {"a": point_loader(16), "b": point_loader(24, seed=7)}
     validation = CombinedLoader([point_loader(21, seed=1), point_loader(13, seed=2)], "sequential")
     return fit(make(max_epochs=2), seeded(LitMany), CombinedLoader(loaders, "max_size_cycle"), validation)
 
@@ -93,7 +93,7 @@ def combined(make: MakeTrainer) -> Result:
 def data_module(make: MakeTrainer) -> Result:
     """A LightningDataModule with transfer hooks, reloaded each epoch."""
     data = Data()
-    trainer = make(max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    trainer = make(max_epochs=2, reload_dataloaders_every_n_epochs=1)
     module = seeded(LitMeasured)
     result = fit(trainer, module, datamodule=data)
     return {**result, "test": trainer.test(module, datamodule=data, verbose=False), "called": data.called}
@@ -107,7 +107,7 @@ def overfit(make: MakeTrainer) -> Result:
 def averaged(make: MakeTrainer) -> Result:
     """Averaged weights, the module's own clipping, and a loader that reads in another process."""
     trainer = make(max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)])
-    loader = DataLoader(points(45), batch_size=8, num_workers=1)
+    loader = DataLoader(points(21), batch_size=8, num_workers=1)
     return fit(trainer, seeded(LitClipping), loader, point_loader(21, seed=1))
 
 
@@ -236,7 +236,7 @@ class Data(L.LightningDataModule):
         self.called: list[str] = []
 
     def train_dataloader(self) -> DataLoader:
-        return point_loader(29, seed=self.trainer.current_epoch)
+        return point_loader(21, seed=self.trainer.current_epoch)
 
     def val_dataloader(self) -> DataLoader:
         return point_loader(21, seed=11)
@@ -288,7 +288,8 @@ def fit(trainer: L.Trainer, module: L.LightningModule, *data: Any, **named: Any)
 
 def run_pipeline() -> dict[str, Result]:
     def make(**options: Any) -> L.Trainer:
-        return pipeline_trainer(measured_stages(WORLD), world=WORLD, **options)
+        strategy = {"num_microbatches": WORLD, **options.pop("strategy", {})}
+        return pipeline_trainer(measured_stages(WORLD), world=WORLD, strategy=strategy, **options)
 
     return {scenario.__name__: scenario(make) for scenario in SCENARIOS}
 
@@ -336,7 +337,7 @@ def test_all_functions_in_sequence_give_what_plain_lightning_gives(plain: Any, r
         for name in ("validate", "test", "predict"):
             close(found[name], expected[name])
     close(ranks[0]["sequence"]["weights"], expected["weights"])
-    assert len(expected["predict"]) == 3 and len(expected["fit more"]["losses"]) == 8
+    assert len(expected["predict"]) == 3 and len(expected["fit more"]["losses"]) == 4
 
 
 def test_predictions_are_in_the_samples_order(plain: Any, ranks: Any) -> None:

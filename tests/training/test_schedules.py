@@ -15,7 +15,7 @@ from tests.training.runs import Losses, differing, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
 
-SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 21, 8, 4  # the last batch has 5 samples, and so other micro-batches
+SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 13, 8, 4  # the last batch has 5 samples, and so other micro-batches
 WORLD = 2
 ALONG = {"net.blocks.1": 1, "net.blocks.2": 2, "net.blocks.3": 3}
 BY_GROUP = {"net.blocks.1": 1, "net.blocks.2": 0, "net.blocks.3": 1}
@@ -50,6 +50,7 @@ CASES: dict[str, tuple[Any, dict[str, int]]] = {
 
 
 NAMED = [name for name, (schedule, _) in CASES.items() if isinstance(schedule, str)]
+TIED = ["1f1b", "gpipe", "interleaved_1f1b by group", "zero_bubble", "interleaved_zero_bubble", "zbv"]
 
 
 def run(schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool) -> dict[str, Any]:
@@ -63,13 +64,15 @@ def run(schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool) 
     loader = token_loader(SAMPLES, BATCH_SIZE, shuffle=True)
     trainer.fit(module, loader)
     found = {"losses": losses.values, "weights": weights(trainer), "live": trainer.strategy.peak_live}
-    return {**found, "loss": trainer.validate(module, loader, verbose=False)[0]["val_loss"]}
+    if not tied:
+        found["loss"] = trainer.validate(module, loader, verbose=False)[0]["val_loss"]
+    return found
 
 
 def run_cases(world: int, csv: str) -> dict[tuple[str, bool], Any]:
     cases = {**CASES, "a file": (csv, ALONG)} if world > 1 else {"1f1b": CASES["1f1b"]}
     found = {(name, False): run(*case, world, tied=False) for name, case in cases.items()}
-    return found | {(name, True): run(*cases[name], world, tied=True) for name in cases if name in NAMED}
+    return found | {(name, True): run(*cases[name], world, tied=True) for name in cases if name in TIED}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +100,7 @@ def test_the_bits_are_those_of_one_process(name: str, one_process: Any, two_rank
     assert found["loss"] == expected["loss"]
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", TIED)
 def test_tied_weights_too(name: str, one_process: Any, two_ranks: Any) -> None:
     expected, found = one_process["1f1b", True], two_ranks[0][name, True]
     assert all(difference < 1e-5 for difference in differing(found["weights"], expected["weights"]).values())

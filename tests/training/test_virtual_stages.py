@@ -47,7 +47,7 @@ def measured(schedule: str, world: int) -> Result:
     options = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}
     trainer = make(callbacks=[losses, EMAWeightAveraging(decay=0.5)], inference_mode=False, **options)
     module = LitMeasured(scheduler="one_cycle")
-    trainer.fit(module, point_loader(45, shuffle=True), point_loader(21, seed=1))
+    trainer.fit(module, point_loader(21, shuffle=True), point_loader(21, seed=1))
     return {
         "losses": losses.values,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -85,7 +85,7 @@ def keeping(schedule: str, world: int) -> Result:
     losses, module = Losses(), LitKeeps()
     stage_config, strategy = gpt_stages(2 * world if world > 1 else 1), {"schedule": schedule if world > 1 else "1f1b"}
     trainer = pipeline_trainer(stage_config, world=world, strategy=strategy, callbacks=[losses], max_epochs=2)
-    trainer.fit(module, token_loader(24, 8))
+    trainer.fit(module, token_loader(16, 8))
     return {
         "losses": losses.values,
         "weights": weights(trainer),
@@ -108,7 +108,7 @@ def resumable(schedule: str | None, folder: Path, *, dropout: float, resume: boo
         stage_config = gpt_stages(2 * world if world > 1 else 1)
         trainer = pipeline_trainer(stage_config, world=world, strategy={"schedule": schedule}, **options)
     L.seed_everything(2, verbose=False)
-    loader = token_loader(24, 2 if schedule is None else 8)
+    loader = token_loader(16, 2 if schedule is None else 8)
     trainer.fit(LitGPT(dropout=dropout), loader, ckpt_path=folder / "0.ckpt" if resume else None)
     values = torch.tensor(losses.values)
     return {
@@ -161,10 +161,10 @@ def live(schedule: str, num_virtual_stages: int) -> Result:
     activations = LiveActivations()
     stage_config = gpt_stages(WORLD * num_virtual_stages)
     strategy = {"schedule": schedule, "num_microbatches": 8}
-    trainer = pipeline_trainer(stage_config, world=WORLD, strategy=strategy, max_steps=3, callbacks=[activations])
+    trainer = pipeline_trainer(stage_config, world=WORLD, strategy=strategy, max_steps=2, callbacks=[activations])
     gc.disable()  # what is let go by itself does not wait for the collector
     try:
-        trainer.fit(LitGPT(dropout=0.1), token_loader(48, 16))
+        trainer.fit(LitGPT(dropout=0.1), token_loader(32, 16))
     finally:
         gc.enable()
     return {"peak": activations.peak, "left": activations.left}
@@ -240,7 +240,7 @@ def test_every_rank_has_what_a_step_keeps(schedule: str, one: Any, ranks: Any) -
     for rank in ranks:
         found = rank["keeping"][schedule]
         assert found["losses"] == expected["losses"]
-        assert found["steps"] == expected["steps"] == 2 * 3 * 4  # epochs, batches, micro-batches
+        assert found["steps"] == expected["steps"] == 2 * 2 * 4  # epochs, batches, micro-batches
         assert found["kept"] == expected["kept"]
     assert not differing(ranks[0]["keeping"][schedule]["weights"], expected["weights"])
     assert float(expected["weights"]["average"]) != 0
@@ -249,12 +249,12 @@ def test_every_rank_has_what_a_step_keeps(schedule: str, one: Any, ranks: Any) -
 def test_a_run_resumes_on_any_placement(folder: Path, ranks: Any) -> None:
     (others,) = launch(resume_on_one, folder, world=1)
     for name, written in ranks[0]["written"].items():
-        assert len(written["losses"]) == 6
+        assert len(written["losses"]) == 4
         for rank in ranks:
             assert rank["written"][name]["losses"] == written["losses"]
-            assert rank["resumed"][name]["losses"] == written["losses"][3:]
+            assert rank["resumed"][name]["losses"] == written["losses"][2:]
         for found in (ranks[0]["resumed"][name], *others[name]):
-            assert found["losses"] == written["losses"][3:]
+            assert found["losses"] == written["losses"][2:]
             assert not differing(found["weights"], written["weights"])
 
 
@@ -262,7 +262,7 @@ def test_a_run_resumes_on_any_placement(folder: Path, ranks: Any) -> None:
 def test_no_activation_outlives_its_step(schedule: str, ranks: Any) -> None:
     for rank in ranks:
         assert rank["live"][schedule]["peak"] > 0
-        assert rank["live"][schedule]["left"] == [0, 0, 0]
+        assert rank["live"][schedule]["left"] == [0, 0]
 
 
 def test_low_memory_orders_need_less_memory(ranks: Any) -> None:
@@ -302,8 +302,15 @@ def fail(block: int, rank: int, kill: bool, schedule: str) -> None:
     trainer.fit(LitFails(block, rank, kill=kill), token_loader(32, 8))
 
 
-@pytest.mark.parametrize(("schedule", "block"), [(V, 3), (LOOP, 2)])
-@pytest.mark.parametrize("kill", [False, True], ids=["raises", "is killed"])
+@pytest.mark.parametrize(
+    ("schedule", "block", "kill"),
+    [
+        pytest.param(V, 3, False, id="zbv raises"),
+        pytest.param(LOOP, 2, True, id="interleaved is killed"),
+        pytest.param(V, 3, True, id="zbv is killed", marks=pytest.mark.slow),
+        pytest.param(LOOP, 2, False, id="interleaved raises", marks=pytest.mark.slow),
+    ],
+)
 def test_a_failure_on_a_virtual_stage_ends_all_ranks(schedule: str, block: int, kill: bool) -> None:
     placement = build(schedule, WORLD, 4, 2).placement
     failed = placement[block]
