@@ -183,7 +183,7 @@ def make_matcher(
         if kind is TensorSlot:
             tensor(name, template.number)
         elif kind is NumberSlot:
-            source.unless(f"type({name}) is not {source.constant(template.type)}")
+            source.unless(f"type({name}) is not {source.constant(template.type)} or not {name}")
             captured_numbers[template.number] = len(source.captures)
             source.captures.append(f"recording.captured.append({name})")
         elif kind is tuple or kind is list:

@@ -92,7 +92,8 @@ def take_apart(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Ca
                 slot = seen[id(value)] = TensorSlot(len(call.tensors))
                 call.tensors.append(value)
             return slot
-        if kind in numbers or kind is Hook:
+        # Nothing is no number like others: dropout of it gives its argument.
+        if (kind in numbers and value) or kind is Hook:
             call.numbers.append(value)
             return NumberSlot(len(call.numbers) - 1, kind)
         if kind is tuple or kind is list:
