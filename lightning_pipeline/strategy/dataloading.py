@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
 import torch
 from lightning.fabric.utilities.data import sized_len
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline.partition import tree
@@ -19,6 +20,9 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.lightning_private import sample_indices, set_sample_indices
 
 _END = None
+
+Description = tuple[Layout, list[tuple[tuple[int, ...], torch.dtype]]]
+"""What a batch looks like: its nesting with all that is no tensor, and shape and dtype of its tensors."""
 
 
 def random_states() -> tuple[Any, ...]:
@@ -38,11 +42,15 @@ def set_random_states(states: tuple[Any, ...]) -> None:
 class SharedLoader:
     """A loader whose batches the stages share. Everything but its iteration is that of the loader it wraps, and a copy,
     or what comes out of a pickle, is that loader alone: connections stay here.
+
+    Args:
+        whole: every stage gets the batches, and not only what they look like.
     """
 
-    def __init__(self, loader: Any, transport: Transport | None) -> None:
+    def __init__(self, loader: Any, transport: Transport | None, *, whole: bool) -> None:
         self._loader = loader
         self._transport = transport
+        self._whole = whole
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self._loader,)
@@ -58,8 +66,10 @@ class AnnouncedLoader(SharedLoader):
         replicas: those that read as many batches as this one; None asks nobody.
     """
 
-    def __init__(self, loader: Any, transport: Transport | None, replicas: Replicas | None = None) -> None:
-        super().__init__(loader, transport)
+    def __init__(
+        self, loader: Any, transport: Transport | None, replicas: Replicas | None = None, *, whole: bool = False
+    ) -> None:
+        super().__init__(loader, transport, whole=whole)
         self._replicas = replicas
 
     def __iter__(self) -> Iterator[Any]:
@@ -76,15 +86,19 @@ class AnnouncedLoader(SharedLoader):
             if batch is _END:
                 break
             indices = sample_indices(self._loader)
-            self._tell(((_describe(batch, told), indices and indices[number]), drawn))
+            tensors, description = _describe(batch, told)
+            self._tell(((description, indices and indices[number]), drawn), tensors if self._whole else ())
             yield batch
             before = random_states()
         self._tell((_END, drawn))
 
-    def _tell(self, message: Any) -> None:
+    def _tell(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         if self._transport is not None:
+            here = [tensor.detach().cpu().contiguous() for tensor in tensors if tensor.numel()]
             for peer in range(1, len(self._transport.pipeline_ranks)):
                 self._transport.send_object(message, peer)
+                for tensor in here:
+                    self._transport.send_on_control(tensor, peer)
 
     @property
     def worker_init_fn(self) -> Any:
@@ -97,7 +111,8 @@ class AnnouncedLoader(SharedLoader):
 
 
 class FollowingLoader(SharedLoader):
-    """Another stage's loader: yields what each batch looks like, on the meta device, and reads no data."""
+    """Another stage's loader: yields what each batch looks like, on the meta device, or the first stage's batches, and
+    reads no data."""
 
     def __iter__(self) -> Iterator[Any]:
         assert self._transport is not None
@@ -117,7 +132,12 @@ class FollowingLoader(SharedLoader):
             else:
                 known.append(description)
             layout, metas = description
-            yield tree.rebuild(layout, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in metas])
+            device = "cpu" if self._whole else "meta"
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in metas]
+            for tensor in tensors if self._whole else ():
+                if tensor.numel():
+                    self._transport.receive_on_control(tensor, 0, "the first stage's next batch")
+            yield tree.rebuild(layout, tensors)
 
 
 class SizedAnnouncedLoader(AnnouncedLoader):
@@ -139,17 +159,19 @@ def _itself(loader: Any) -> Any:
 
 
 def share_loader(
-    loader: Any, transport: Transport | None, *, first: bool, replicas: Replicas | None = None
+    loader: Any, transport: Transport | None, *, first: bool, replicas: Replicas | None = None, whole: bool = False
 ) -> Any:
     """`loader` for the first stage or for one of the others.
 
     Args:
         replicas: with a training loader, those that have to get as many batches from theirs.
+        whole: every stage gets the batches, and not only what they look like.
     """
     if first:
-        return (SizedAnnouncedLoader if has_length(loader) else AnnouncedLoader)(loader, transport, replicas)
+        kind = SizedAnnouncedLoader if has_length(loader) else AnnouncedLoader
+        return kind(loader, transport, replicas, whole=whole)
     assert transport is not None
-    return (SizedFollowingLoader if has_length(loader) else FollowingLoader)(loader, transport)
+    return (SizedFollowingLoader if has_length(loader) else FollowingLoader)(loader, transport, whole=whole)
 
 
 def sample_batch(loader: Any) -> Any:
@@ -188,8 +210,8 @@ def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:
         )
 
 
-def _describe(batch: Any, told: dict[Any, int]) -> int | tuple[Layout, list[tuple[tuple[int, ...], torch.dtype]]]:
-    """The number of an earlier batch that looked the same, or what this one looks like."""
+def _describe(batch: Any, told: dict[Any, int]) -> tuple[list[Tensor], int | Description]:
+    """A batch's tensors, and the number of an earlier batch that looked the same, or what this one looks like."""
     tensors, layout = tree.flatten(batch)
     metas = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     key: Any = (layout, tuple(metas))
@@ -199,5 +221,5 @@ def _describe(batch: Any, told: dict[Any, int]) -> int | tuple[Layout, list[tupl
         key, number = object(), None
     if number is None:
         told[key] = len(told)
-        return layout, metas
-    return number
+        return tensors, (layout, metas)
+    return tensors, number

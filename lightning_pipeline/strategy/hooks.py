@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -50,6 +51,33 @@ def follow_hooks(module: LightningModule, outside: Outside) -> Callable[[], None
         return _running(module, outside) if hook is None or _is_users(hook, module, trainer) else nullcontext()
 
     return call_hooks_within(trainer, within)
+
+
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_WITH_BATCHES = tuple(
+    f"on_{kind}_batch_{when}" for kind in ("train", "validation", "test", "predict") for when in ("start", "end")
+)
+_PASSING_ON = ("lightning.", "lightning_pipeline.")
+"""Packages whose callbacks do not look at batches, but for those that write predictions."""
+
+
+def look_at_batches(module: LightningModule, trainer: Trainer) -> bool:
+    """Whether hooks of the user's are given batches, which every rank then has to have."""
+    data: Any = getattr(trainer, "datamodule", None)
+    if any(is_overridden(hook, module) for hook in (*_TRANSFERS, *_WITH_BATCHES)):
+        return True
+    if data is not None and any(is_overridden(hook, data) for hook in _TRANSFERS):
+        return True
+    return any(
+        isinstance(callback, BasePredictionWriter)
+        or any(not _defining(type(callback), hook).__module__.startswith(_PASSING_ON) for hook in _WITH_BATCHES)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
+
+
+def _defining(cls: type, name: str) -> type:
+    """The class that a class has a method of."""
+    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 def knows_no_others(optimizer: Optimizer) -> bool:

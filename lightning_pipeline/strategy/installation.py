@@ -14,7 +14,7 @@ from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.batch_norms import shared_statistics
-from lightning_pipeline.strategy.hooks import follow_hooks
+from lightning_pipeline.strategy.hooks import follow_hooks, look_at_batches
 from lightning_pipeline.strategy.lightning_private import (
     call_before_update,
     compare_parameters_by_identity,
@@ -64,7 +64,7 @@ def install(
                 installed.callback(agree_on_overflow(scaler, device))
             group = replicas.group if replicas is not None else None
             installed.callback(sync_over(module, group))
-        if not topology.is_first_stage:
+        if not topology.is_first_stage and not look_at_batches(module, module.trainer):
             installed.callback(skip_before_transfer(module))
         if not has_predictions:
             installed.callback(silence_writers(module.trainer))

@@ -38,7 +38,7 @@ from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
 from lightning_pipeline.strategy.dataloading import share_loader
 from lightning_pipeline.strategy.facts import parts_of
-from lightning_pipeline.strategy.hooks import apart, knows_no_others
+from lightning_pipeline.strategy.hooks import apart, knows_no_others, look_at_batches
 from lightning_pipeline.strategy.initial_values import take_initial_values
 from lightning_pipeline.strategy.installation import install
 from lightning_pipeline.strategy.lightning_private import leave_modules_unnamed, note_mesh, total_batches
@@ -401,14 +401,20 @@ class PipelineStrategy(CheckpointingStrategy):
             return dataloader
         self.agree_on_loader(dataloader)
         # Only in training do replicas wait for one another.
-        replicas = self._replicas if self.lightning_module.trainer.training else None
-        return share_loader(dataloader, self._transport, first=self.topology.is_first_stage, replicas=replicas)
+        trainer = self.lightning_module.trainer
+        replicas = self._replicas if trainer.training else None
+        whole = look_at_batches(self.lightning_module, trainer)
+        first = self.topology.is_first_stage
+        return share_loader(dataloader, self._transport, first=first, replicas=replicas, whole=whole)
 
     @override
     @apart
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        module = self.lightning_module
         if self.topology is not None and not self.topology.is_first_stage:
-            return batch
+            assert module is not None
+            if not look_at_batches(module, module.trainer):
+                return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # -- steps ------------------------------------------------------------------------------------------------------
