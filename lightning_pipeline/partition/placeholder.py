@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
 
 from lightning_pipeline.partition.functions import Kind, function_name, kind_of
@@ -70,11 +71,13 @@ class Look:
         """That of a tensor, be it a fake one."""
         if type(tensor) is Placeholder:
             return tensor.look
+        # All ranks see a split tensor alike, be it on the meta device or not.
+        device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
         return Look(
             torch.Size(tensor.shape),
             tuple(tensor.stride()) if tensor.layout is torch.strided else None,
             tensor.dtype,
-            tensor.device,
+            device,
             tensor.requires_grad,
             tensor.is_leaf,
             isinstance(tensor, nn.Parameter),
@@ -240,6 +243,24 @@ def become(place: Tensor, other: Tensor) -> None:
             place.__dict__.pop(name, None)
     if type(other) is Placeholder:
         place.__dict__.update(other.__dict__)
+
+
+def become_absent(tensor: Tensor, what: str) -> None:
+    """Free a leaf tensor's memory. The object stays, and is a placeholder; a split one is on the meta device."""
+    tensor.grad = None
+    if not isinstance(tensor, DTensor):
+        become(tensor, placeholder(Look.of(tensor), what))
+        return
+    with torch.no_grad():
+        empty = torch.empty_like(tensor, device="meta")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    torch._C._swap_tensor_impl(tensor, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
+    tensor._local_tensor = empty._local_tensor
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Whether this rank does not hold a tensor of the module."""
+    return type(tensor) is Placeholder or (isinstance(tensor, DTensor) and tensor._local_tensor.is_meta)
 
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:

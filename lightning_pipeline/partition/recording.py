@@ -26,6 +26,7 @@ from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
+from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
 
 
@@ -124,7 +125,7 @@ class Recording(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
         with compiled_as_written(), _function_apply_seen(self), checkpoints_noted(self._checkpointed):
-            with _arrays_seen(self._exposed), _module_apply_seen(), self:
+            with _arrays_seen(self._exposed), _module_apply_seen(), split_calls_seen(self._tensors.split_calls), self:
                 yield
 
     def value_of(self, tensor: Any) -> int | None:
@@ -277,7 +278,10 @@ class Recording(TorchFunctionMode):
             visit = self.placing.home(inputs[0])
         else:
             visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
-        draws = kind is Kind.DRAWS and not is_drawing_of_own(kwargs)
+        if type(func) is SplitCall:
+            draws = args[1] in func.drawing
+        else:
+            draws = kind is Kind.DRAWS and not is_drawing_of_own(kwargs)
         event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
         if depends:
             event.match = _never
