@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.functions import Kind, kind_of
+from lightning_pipeline.partition.inference import CallError
 from lightning_pipeline.partition.overrides import overridden
 
 _OF_TORCH = "torch.distributed.tensor"
@@ -54,7 +55,7 @@ class SplitCall:
         if draws.found:
             self.drawing.add(training)
         if any(isinstance(tensor, DTensor) for tensor in tree.leaves(found)):
-            raise NotImplementedError(
+            raise CallError(
                 f"{self.__name__} gives a DTensor, which does not leave the module in a pipeline: let it give its "
                 f"local part, with use_local_output=True in the plan of parallelize_module"
             )
@@ -72,7 +73,7 @@ class SplitCall:
 
 
 def split_calls(root: nn.Module) -> list[SplitCall]:
-    """Those of the outermost modules that have split tensors of their own, or hooks of torch's that split."""
+    """Those of the outermost modules with hooks of torch's that split."""
     found: list[SplitCall] = []
     inner: set[nn.Module] = set()
     for name, module in root.named_modules():
@@ -93,9 +94,7 @@ def split_calls_seen(calls: Sequence[SplitCall]) -> Iterator[None]:
 
 def _is_split(module: nn.Module) -> bool:
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(str(getattr(hook, "__module__", "")).startswith(_OF_TORCH) for hook in hooks) or any(
-        isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)
-    )
+    return any(str(getattr(hook, "__module__", "")).startswith(_OF_TORCH) for hook in hooks)
 
 
 def _split(tensor: Tensor, mesh: Any, placements: Any) -> Tensor:
