@@ -19,6 +19,7 @@ skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
 """Whether writes of what a rank does not hold are skipped, as where a state dict is loaded."""
 
 
+_CONVERTING = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "npu", "xpu")
 _FACTORIES = ("zeros_like", "ones_like", "empty_like", "full_like")
 
 
@@ -149,7 +150,17 @@ class Placeholder(Tensor):
                     return func(*args, **(kwargs or {}))
             if name == "__reduce_ex__":
                 return placeholder, (args[0].look, args[0].what)
-            if name == "data.__set__" and args[1] is args[0]:
+            if name in _CONVERTING:
+                with torch._C.DisableTorchFunctionSubclass():
+                    one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+                    one = func(one, *args[1:], **(kwargs or {}))
+                look = args[0].look.but(dtype=one.dtype, device=one.device)
+                return args[0] if look is args[0].look else placeholder(look, args[0].what)
+            if name == "data.__set__" and type(args[1]) is Placeholder and args[1].recording is None:
+                look = args[1].look
+                if look is not args[0].look:
+                    changes = {name: getattr(look, name) for name in ("shape", "stride", "dtype", "device")}
+                    become(args[0], placeholder(args[0].look.but(**changes), args[0].what))
                 return None
             if name == "copy_" and skips_writes.get():
                 return args[0]

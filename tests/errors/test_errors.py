@@ -43,7 +43,7 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("ReducesOverAll", {}, ["torch.distributed.all_reduce over all ranks", "self.all_gather", "modules.py"]),
     ("Prunes", {}, ["ValueError", "ModelPruning masks parameters", "torch.nn.utils.prune"]),
     ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
-    ("GradientAcrossStages", {}, ["grad on what a stage computes", "modules.py"]),
+    ("GradientAcrossStages", {}, ["grad goes back over what stages 0 and 1 compute", "modules.py"]),
     ("Manual", {}, ["ValueError", "automatic_optimization=False"]),
 ]
 NAMES = [" ".join([module, *map(str, strategy.values())]) for module, strategy, _ in MISTAKES]
