@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from lightning_pipeline.partition import tree
@@ -28,6 +29,7 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.pure_modules import calls_of, pure_within
+from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
 
 
@@ -154,7 +156,7 @@ class Recording(TorchFunctionMode):
         """While the user's step runs."""
         self.recorder.current = self
         try:
-            with self:
+            with split_calls_seen(self._tensors.split_calls), self:
                 self.num_modes = torch._C._len_torch_function_stack()
                 yield
         finally:
@@ -274,6 +276,8 @@ class Recording(TorchFunctionMode):
             pass  # once more when it is computed again, on its stage
         elif not self._is_ours(args) and not (kwargs and self._is_ours(tuple(kwargs.values()))):
             return self._compute_everywhere(func, kind, args, kwargs)
+        if self._tensors.split_calls and type(func) is not SplitCall:
+            self._refuse_split(func, args, kwargs)
         if kind is Kind.PRINTS or kind is Kind.READS:
             return self._read(func, args, kwargs)
         if is_drawing_of_own(kwargs):
@@ -300,6 +304,11 @@ class Recording(TorchFunctionMode):
         result = self.recorder.result(func, call, looks, state)
         depends = result is None
         if result is None:
+            if type(func) is SplitCall:
+                raise NotImplementedError(
+                    f"what {func.__name__} gives cannot be known before it runs ({users_line()}): give modules that "
+                    f"parallelize_module has split no data that the shapes of their results depend on"
+                )
             result = self._result_on_data(func, call, looks)
             for child in self.event.children:
                 if child.result == result:
@@ -311,7 +320,10 @@ class Recording(TorchFunctionMode):
             visit = self.placing.home(inputs[0])
         else:
             visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
-        draws = kind is Kind.DRAWS and not is_drawing_of_own(kwargs)
+        if type(func) is SplitCall:
+            draws = args[1] in func.drawing
+        else:
+            draws = kind is Kind.DRAWS and not is_drawing_of_own(kwargs)
         event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
         if depends:
             event.match = _never
@@ -473,6 +485,15 @@ class Recording(TorchFunctionMode):
             data = self._data(call)
         with torch._C.DisableTorchFunction():
             return self.recorder.inference.result_on_data(func, call, data, looks)
+
+    @staticmethod
+    def _refuse_split(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if any(isinstance(tensor, DTensor) for tensor in take_apart(func, args, kwargs).tensors):
+            raise NotImplementedError(
+                f"{function_name(func)} is given a parameter that tensor parallelism has split, outside of the module "
+                f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, or "
+                f"leave the parameter whole"
+            )
 
     def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
         """Data that tells the looks of a result without a read: that of what every rank has, where that is enough."""

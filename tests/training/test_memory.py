@@ -64,6 +64,11 @@ def peaks() -> list[int]:
     return found
 
 
+def held(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose data is on this rank."""
+    return [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
+
+
 class LitWatchful(LitGPT):
     """Counts in each step how many gradients of the step before are still alive."""
 
@@ -73,7 +78,7 @@ class LitWatchful(LitGPT):
         self.alive: list[int] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.last = [weakref.ref(p.grad) for p in self.parameters() if p.grad is not None]
+        self.last = [weakref.ref(p.grad) for p in held(self) if p.grad is not None]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx:
@@ -88,7 +93,7 @@ class LooksAtZeroed(L.Callback):
         self.shown = 0
 
     def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        self.shown = sum(p.grad is not None for p in pl_module.parameters())
+        self.shown = sum(p.grad is not None for p in held(pl_module))
 
 
 def last_gradients(world: int) -> dict[str, Any]:

@@ -132,13 +132,26 @@ class LitTied(LitSplit):
         self.net.head.weight = self.net.tokens.weight
 
 
-def train_tied(world: int) -> str:
+class LitOpen(LitSplit):
+    """Takes what the head gives as a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        plan = {"head": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)}
+        self.net.head = nn.Linear(WIDTH, VOCABULARY)
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+
+
+def train_refused(module: LitSplit, world: int) -> str:
     strategy = PipelineStrategy(
         stage_config={"net.blocks.2": 1}, num_stages=2, tensor_parallel_size=2, num_microbatches=4, timeout=PATIENCE_S
     )
     trainer = L.Trainer(strategy=strategy, devices=world, max_steps=1, **QUIET)
     try:
-        trainer.fit(LitTied(), DataLoader(tokens(8), batch_size=8))
+        trainer.fit(module, DataLoader(tokens(8), batch_size=8))
     except Exception as error:
         return str(error)
     return "nothing"
@@ -155,7 +168,11 @@ def train_uncut(world: int) -> str:
 def train_all(world: int, folder: Path) -> dict[str, Any]:
     found = {optimizer: train(world, optimizer, schedule, folder) for optimizer, schedule in CASES}
     found["resumed"] = train(world, "adamw", "1f1b", folder, resume=True)
-    return {**found, "uncut": train_uncut(world), "tied": train_tied(world)} if world == 4 else found
+    if world == 4:
+        found["uncut"] = train_uncut(world)
+        found["tied"] = train_refused(LitTied(), world)
+        found["open"] = train_refused(LitOpen(), world)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +230,12 @@ def test_a_split_parameter_of_two_stages_is_refused(results: Any) -> None:
     for rank in results[4]:
         assert "net.tokens.weight" in rank["tied"] or "failed" in rank["tied"]
     assert any("is used on several stages and split by tensor parallelism" in rank["tied"] for rank in results[4])
+
+
+def test_what_leaves_a_split_module_is_not_split(results: Any) -> None:
+    for rank in results[4]:
+        assert "the call of net.head gives a DTensor" in rank["open"] or "failed" in rank["open"]
+    assert any("use_local_output=True" in rank["open"] for rank in results[4])
 
 
 def test_split_tensors_are_not_cut_automatically(results: Any) -> None:
