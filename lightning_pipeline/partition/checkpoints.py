@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +24,7 @@ Checkpointed = Callable[[bool], AbstractContextManager[None]]
 @contextmanager
 def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
     """While entered, checkpointed functions run once, inside of `around`."""
-    plain = torch_checkpoint._checkpoint_without_reentrant_generator
-    options = [p.name for p in signature(plain).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    options = _options()
     everywhere = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
 
     def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
@@ -37,17 +38,22 @@ def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
                 stack.enter_context(nullcontext() if isinstance(now, TorchDispatchMode) else now)
             yield
 
-    class Reentrant:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-                with torch.no_grad():  # whatever the parameters do, this kind gives results that require no gradient
-                    return function(*args)
-            with around(False):
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            with torch.no_grad():  # whatever the parameters do, this kind gives results that require no gradient
                 return function(*args)
+        with around(False):
+            return function(*args)
 
-    with _replaced(generator, Reentrant):
+    with _replaced(generator, SimpleNamespace(apply=apply)):
         yield
+
+
+@cache
+def _options() -> list[str]:
+    """Names of what torch's function takes, in order."""
+    plain = signature(torch_checkpoint._checkpoint_without_reentrant_generator)
+    return [p.name for p in plain.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 @contextmanager
@@ -58,12 +64,10 @@ def checkpoints_wrapped(wrapped: Callable[[Callable[..., Any]], Callable[..., An
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
         return plain(wrapped(function), *args, **kwargs)
 
-    class Reentrant:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            return reentrant.apply(_first(function, wrapped(function)), preserve, *args)
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return reentrant.apply(_first(function, wrapped(function)), preserve, *args)
 
-    with _replaced(generator, Reentrant):
+    with _replaced(generator, SimpleNamespace(apply=apply)):
         yield
 
 

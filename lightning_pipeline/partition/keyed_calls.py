@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -32,7 +32,7 @@ class KeyedCalls:
         self.stages = stages
         self.root = root
         self._thread = 0
-        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] | None = None
+        self._forwards: list[_Forward] | None = None
 
     def forget(self) -> None:
         """The root has other modules than before."""
@@ -42,21 +42,22 @@ class KeyedCalls:
     def installed(self) -> Iterator[None]:
         """While entered, calls in this thread are noted."""
         self._thread = threading.get_ident()
-        if self._forwards is None:
+        if self._forwards is None or not all(map(_Forward.is_current, self._forwards)):
             self._forwards = self._made()
         with overridden() as override:
-            for module, forward in self._forwards:
-                override(module, "forward", forward)
+            for forward in self._forwards:
+                override(forward.module, "forward", forward.noted)
             yield
 
-    def _made(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    def _made(self) -> list[_Forward]:
         found = []
         modules = dict(self.root.named_modules(remove_duplicate=False))
         for name in {*self.stages.exact, *self.stages.minimum}:
             module = modules.get(name)
             if module is not None and type(module).forward is not nn.Module.forward:
                 stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
-                found.append((module, self._noted(name, stage, module.forward)))
+                noted = self._noted(name, stage, module.forward)
+                found.append(_Forward(module, vars(module).get("forward"), type(module).forward, noted))
         return found
 
     def _noted(self, name: str, stage: tuple[int | None, int], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,3 +74,21 @@ class KeyedCalls:
 
         vars(noted)[IS_KEYED] = True
         return noted
+
+
+class _Forward(NamedTuple):
+    """A module's forward.
+
+    Attributes:
+        own: the instance's, which users may have replaced.
+        of_class: its class's.
+        noted: what is called instead.
+    """
+
+    module: nn.Module
+    own: Any
+    of_class: Any
+    noted: Callable[..., Any]
+
+    def is_current(self) -> bool:
+        return vars(self.module).get("forward") is self.own and type(self.module).forward is self.of_class

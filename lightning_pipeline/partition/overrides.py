@@ -14,18 +14,23 @@ _NONE = object()
 
 @contextmanager
 def overridden() -> Iterator[Override]:
-    """Gives a function that sets an attribute of a module past `nn.Module.__setattr__`, until this is left."""
-    before: list[tuple[nn.Module, str, Any]] = []
+    """Gives a function that sets an attribute of a module past `nn.Module.__setattr__`, until this is left. What somebody
+    else has set there meanwhile stays."""
+    before: list[tuple[nn.Module, str, Any, Any]] = []
 
     def override(module: nn.Module, name: str, value: Any) -> None:
-        before.append((module, name, vars(module).get(name, _NONE)))
-        vars(module)[name] = value
+        attributes = vars(module)
+        before.append((module, name, attributes.get(name, _NONE), value))
+        attributes[name] = value
 
     try:
         yield override
     finally:
-        for module, name, value in reversed(before):
-            if value is _NONE:
-                vars(module).pop(name, None)
+        for module, name, old, value in reversed(before):
+            attributes = vars(module)
+            if attributes.get(name) is not value:
+                continue
+            if old is _NONE:
+                del attributes[name]
             else:
-                vars(module)[name] = value
+                attributes[name] = old

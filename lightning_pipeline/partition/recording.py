@@ -89,10 +89,15 @@ class Recorder:
             for module, call in self._calls_of_pure:
                 override(module, "_call_impl", call)
             stack.enter_context(compiled_as_written())
-            stack.enter_context(_function_apply_seen(self))
             stack.enter_context(checkpoints_noted(self._checkpointed))
             stack.enter_context(_arrays_seen(self))
-            stack.enter_context(_module_apply_seen())
+            yield
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """While entered, for a run: what has to be replaced in classes of torch's, where a change costs all their
+        methods the place that Python remembers for them."""
+        with _function_apply_seen(self), _module_apply_seen(self):
             yield
 
     def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
@@ -623,15 +628,16 @@ def _function_apply_seen(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _module_apply_seen() -> Iterator[None]:
+def _module_apply_seen(recorder: Recorder) -> Iterator[None]:
     """While entered, a module that is moved to where it is already (`self.head.to(x.dtype)`) is left alone, and no
     gradients are looked for."""
     plain = nn.Module._apply
 
     def seen(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
-        if all(fn(tensor) is tensor for tensor in tensors):
-            return self
+        if recorder.current is not None:
+            tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+            if all(fn(tensor) is tensor for tensor in tensors):
+                return self
         return plain(self, fn, recurse)
 
     nn.Module._apply = seen  # type: ignore[method-assign]

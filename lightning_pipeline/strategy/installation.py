@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 
+from lightning_pipeline.partition.recording import Recorder
 from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
@@ -37,6 +38,7 @@ def install(
     replicas: Replicas | None,
     optimizers: StageOptimizers | None,
     outside: Outside | None,
+    recorder: Recorder,
     signals: Signals,
     has_predictions: bool,
 ) -> ExitStack:
@@ -53,6 +55,7 @@ def install(
         installed.callback(compare_parameters_by_identity())
         if outside is not None:
             installed.callback(follow_hooks(module, outside))
+            installed.enter_context(recorder.patched())
         if optimizers is not None:
             installed.callback(_clip_by(plugin, optimizers, outside))
             installed.callback(call_before_update(plugin, optimizers.before_update))

@@ -380,6 +380,7 @@ class PipelineStrategy(CheckpointingStrategy):
             replicas=self._replicas,
             optimizers=self._stage_optimizers,
             outside=self._outside,
+            recorder=self.pipeline.recorder,
             signals=self._signals,
             has_predictions=self.output_broadcast or self.pipeline.rank == self.pipeline.last_rank,
         )
