@@ -35,7 +35,7 @@ from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
-from lightning_pipeline.runtime.visit import Visit
+from lightning_pipeline.runtime.visit import Visit, conform
 from lightning_pipeline.runtime.work import LiveCount, Work
 from lightning_pipeline.schedules import Kind, Schedule, forward_only, lower
 
