@@ -335,7 +335,7 @@ class InOrder:
                 self._direct.send(conform(own, look), receiver)
         elif receiver == self._rank:
             assert self._direct is not None
-            arrived = self._direct.receive(look, sender)
+            arrived = self._direct.receive(look, sender, f"an activation of micro-batch {self._state.index}")
         if arrived is None:
             return None
         if returns:
@@ -362,7 +362,7 @@ class InOrder:
             return gradient
         if sender == self._rank:
             assert self._direct is not None
-            return self._direct.receive(look, receiver)
+            return self._direct.receive(look, receiver, f"a gradient of micro-batch {self._state.index}")
         return None
 
 
