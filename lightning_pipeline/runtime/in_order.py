@@ -150,8 +150,11 @@ class InOrder:
                 self._backward_of(visit, transfers, gradients, work)
             for index, one in reversed(list(enumerate(transfers))):
                 if one.destination == visit:
-                    gradients[index] = self._return(one, is_mine)
-            if is_mine:
+                    gradient = gradients[index] = self._return(one, is_mine)
+                    if one.source > visit and gradient is not None:  # a parameter's, which no visit to come gives
+                        backward_from([one.sent], [gradient])
+        for visit in range(last, -1, -1):
+            if self._rank_of(visit) == self._rank:
                 work.after_backward(visit % len(self._placement), state)
         state.gradients = [(place, self._retained(value)) for value, place in state.recording.retained]
 

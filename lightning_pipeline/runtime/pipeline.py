@@ -405,6 +405,7 @@ class Pipeline:
             self.reached.add(event.visit % len(self.placement))
             for value in event.inputs:
                 if type(value) is int and value < 0 and not self._stays_everywhere(-1 - value):
+                    self._tensors.holders[-1 - value].add(event.visit % len(self.placement))
                     for name in self._tensors.names[-1 - value]:
                         self._uses.setdefault(name, set()).add(event.visit % len(self.placement))
 
