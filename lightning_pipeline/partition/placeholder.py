@@ -161,7 +161,7 @@ class Placeholder(Tensor):
         _refuse(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if in_hook.on and torch._C._len_torch_function_stack():
+        if torch._C._len_torch_function_stack():
             text: str = handle_torch_function(Tensor.__repr__, (self,), self, tensor_contents=tensor_contents)
             return f"Parameter containing:\n{text}" if self.look.is_parameter else text
         return f"Placeholder({self.what}: {self.look})"

@@ -38,6 +38,9 @@ class Reads(Protocol):
     def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
         """The data of tensors of the module."""
 
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        """The text of a value, or of a tensor of the module, with what autograd knows of it."""
+
 
 class Recorder:
     """What the recordings of a module's steps have in common.
@@ -84,6 +87,8 @@ class Recording(TorchFunctionMode):
     Attributes:
         event: the last one so far.
         captured: tensors and numbers that events have taken along.
+        seeds: of the generators of the user's that were drawn from.
+        overwritten: ids of captured tensors that a stage writes into; what was in them may never have been set.
         seed: from which its random numbers derive.
         hooks: on gradients of its values, in the order in which they were registered.
         retained: values of which the gradient is retained.
@@ -96,6 +101,8 @@ class Recording(TorchFunctionMode):
         self.recorder = recorder
         self.event = beginning
         self.captured: list[Any] = []
+        self.seeds: list[int] = []
+        self.overwritten: set[int] = set()
         self.num_draws = 0
         self.is_simple = not recorder.has_hooks
         self.floor = 0
@@ -220,6 +227,7 @@ class Recording(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             # The stage needs what it was before, in an object of its own.
             before = tensor.detach()
+        self.overwritten.add(id(before))
         for index, captured in enumerate(self.captured):
             if captured is tensor:
                 self.captured[index] = before
@@ -409,6 +417,8 @@ class Recording(TorchFunctionMode):
         if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
             self._seed_draw(self.num_draws)
             self.num_draws += 1
+        elif kind is Kind.DRAWS:
+            self.seeds.append(kwargs["generator"].initial_seed())
         elif kind is Kind.WRITES and args and isinstance(args[0], Tensor) and self.captured:
             memory = _memory(args[0])
             for index, captured in enumerate(self.captured):
@@ -427,6 +437,8 @@ class Recording(TorchFunctionMode):
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.is_simple = False
         call = take_apart(func, args, kwargs)
+        if kind_of(func) is Kind.PRINTS and type(value := self._input(args[0])) is int:
+            return self._reads.shown(self, value, lambda tensor: func(tensor, *args[1:], **kwargs))
         data = self._data(call)
         with torch._C.DisableTorchFunction():
             return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.contents import contents
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.module_tensors import ModuleTensors
@@ -247,6 +248,23 @@ class Pipeline:
                 found.append(self._direct.spread(own, Look.of(tensor), owner))
         return found
 
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        """The text of a value, or of a tensor of the module, with what autograd knows of it."""
+        state = next(one for one in self._microbatches if one.recording is recording)
+        with set_aside():
+            run = self._begin_in_order(state)
+            run.run_up_to(recording.event)
+            if value < 0:
+                owner, tensor = self._holders(-1 - value)[0], self._tensors.tensors[-1 - value]
+            else:
+                owner, tensor = self.placement[run.homes[value] % len(self.placement)], run.value(value)  # type: ignore[assignment]
+            if owner != self.rank:
+                return self._direct.hear(owner, "the text of a tensor")  # type: ignore[union-attr]
+            text = show(tensor)
+            if self._direct is not None:
+                self._direct.tell(text)
+            return text
+
     # -- details ----------------------------------------------------------------------------------------------------
 
     def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
@@ -321,6 +339,7 @@ class Pipeline:
         ] if self.rank == self.placement[0] else []  # fmt: skip
         state.tensors = []
         batch = tree.rebuild(state.layout, tensors)
+        delivered = [tensor for tensor in tensors if type(tensor) is not Placeholder]
         del tensors
         with recording.running():
             result, state.loss = work.step(state, batch)
@@ -330,6 +349,8 @@ class Pipeline:
             # Not the placeholders: what nobody else refers to need not come to every rank.
             state.result = _Result.of(state.result, recording)
         del result
+        alike = {id(tensor) for tensor in delivered if not tensor._version}
+        state.contents = [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
         self._end_recording(state, recording, large, work)
 
     def _end(

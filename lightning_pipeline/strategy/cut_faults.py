@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
@@ -71,6 +71,10 @@ class _OnOneRank:
         with set_aside():
             self._run.run_up_to(recording.event)
             return self._run.data_of(values)
+
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        [tensor] = self.read_module_tensors([-1 - value]) if value < 0 else self.read(recording, [value])
+        return show(tensor)
 
     def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
         return [self._tensors.tensors[number].detach() for number in numbers]
