@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -29,6 +30,10 @@ from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.users_line import users_line
 
 
+MAX_CHANGING = 256
+"""Tensors of which is remembered that steps change them."""
+
+
 class Reads(Protocol):
     """Brings data to a recording that asks for it."""
 
@@ -37,6 +42,9 @@ class Reads(Protocol):
 
     def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
         """The data of tensors of the module."""
+
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
 
     def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
         """The text of a value, or of a tensor of the module, with what autograd knows of it."""
@@ -49,6 +57,12 @@ class Recorder:
         tensors: the module's.
         calls: tells the stage of the module that runs.
         num_stages: virtual stages along the data.
+
+    Attributes:
+        recordings: of the step that runs.
+        changing: memory that all ranks have, and write into in steps while stages may still have to use it, with a
+            tensor that has it: what is taken along of it are copies.
+        used: memory of buffers that all ranks have and stages use, with the buffers' numbers.
     """
 
     def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, num_stages: int) -> None:
@@ -58,6 +72,9 @@ class Recorder:
         self.inference = Inference()
         self.has_hooks = False
         """Whether there are hooks on parameters, so that every micro-batch runs in order."""
+        self.recordings: list[Recording] = []
+        self.changing: OrderedDict[int, Tensor] = OrderedDict()
+        self.used: dict[int, int] = {}
         self._beginnings: dict[Any, Event] = {}
         self._results: dict[Any, Result | None] = {}
 
@@ -70,8 +87,13 @@ class Recorder:
 
     def forget(self) -> None:
         """The module has other tensors now, or other ranks hold them."""
-        self._beginnings.clear()
+        self.forget_paths()
+        self.used.clear()
         self.calls.forget()
+
+    def forget_paths(self) -> None:
+        """Micro-batches to come begin anew."""
+        self._beginnings.clear()
 
     def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
         """What an operation gives; None where only the data tells."""
@@ -118,6 +140,10 @@ class Recording(TorchFunctionMode):
         self._depth = 0  # of checkpointed functions
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
         self._exposed: set[int] = set()  # memory that numpy knows as well
+        self._copied = frozenset(memory for memory, tensor in recorder.changing.items() if _memory(tensor) == memory)
+        self._places: dict[int, list[int]] = {}  # among what is captured, by memory, as far as it was looked through
+        self._num_looked_through = 0
+        recorder.recordings.append(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -190,7 +216,7 @@ class Recording(TorchFunctionMode):
     # -- what matchers ask of it ------------------------------------------------------------------------------------
 
     def capture(self, tensor: Tensor) -> None:
-        if self._exposed and _memory(tensor) in self._exposed:
+        if (self._exposed or self._copied) and _memory(tensor) in (self._exposed | self._copied):
             with torch._C.DisableTorchFunction():
                 tensor = tensor.clone()
         self.captured.append(tensor)
@@ -275,6 +301,10 @@ class Recording(TorchFunctionMode):
         depends = result is None
         if result is None:
             result = self._result_on_data(func, call, looks)
+        for slot, _ in result.writes:
+            if inputs[slot] is CAPTURED and (number := self._tensors.number_of(call.tensors[slot])) is not None:
+                inputs[slot] = -1 - number
+        if depends:
             for child in self.event.children:
                 if child.result == result:
                     found = child.matcher.match(func, args, kwargs, self)
@@ -293,11 +323,18 @@ class Recording(TorchFunctionMode):
 
     def _follow(self, func: Any, call: Call, inputs: Any, looks: Any, state: Any, result: Result, **how: Any) -> Event:
         """A new event after the one so far."""
+        call_tensors = call.tensors
         event = self.event.followed_by(
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
         self.placing.note(event)
-        self._tensors.written.update(-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot]))
+        for value, tensor in zip(inputs, call_tensors, strict=True):
+            if _is_module_tensor(value) and self._tensors.is_replicated(-1 - value):
+                self.recorder.used[_memory(tensor)] = -1 - value
+        written = {-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot])}
+        if not written <= self._tensors.written:
+            self._tensors.written |= written
+            self.recorder.forget_paths()
         return event
 
     def _answer(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
@@ -414,18 +451,15 @@ class Recording(TorchFunctionMode):
 
     def _compute_everywhere(self, func: Any, kind: Kind, args: Any, kwargs: dict[str, Any]) -> Any:
         """What is made of what every rank has is computed on every rank."""
+        if kind is Kind.WRITES or "out" in kwargs or (kind is Kind.DRAWS and function_name(func).endswith("_")):
+            self._before_write([*_tensors_in(args[0] if args else ()), *_tensors_in(kwargs.get("out"))])
         if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
             self._seed_draw(self.num_draws)
             self.num_draws += 1
         elif kind is Kind.DRAWS:
             self.seeds.append(kwargs["generator"].initial_seed())
-        elif kind is Kind.WRITES and args and isinstance(args[0], Tensor) and self.captured:
-            memory = _memory(args[0])
-            for index, captured in enumerate(self.captured):
-                if isinstance(captured, Tensor) and _memory(captured) == memory:
-                    with torch._C.DisableTorchFunction():
-                        self.captured[index] = captured.clone()
         elif kind is Kind.READS and function_name(func) in ("numpy", "__array__", "untyped_storage", "data_ptr"):
+            self._before_write(args[:1])
             self._exposed.add(_memory(args[0]))
         found = func(*args, **kwargs)
         if isinstance(found, Tensor) and args and isinstance(args[0], Tensor) and found is not args[0]:
@@ -433,6 +467,39 @@ class Recording(TorchFunctionMode):
             if memory == _memory(args[0]):
                 self._views.setdefault(memory, []).extend((weakref.ref(found), weakref.ref(args[0])))
         return found
+
+    def _before_write(self, tensors: Sequence[Tensor]) -> None:
+        """Every rank is about to write into its own, which stages may have yet to use as they are."""
+        for tensor in tensors:
+            memory = _memory(tensor)
+            if memory in self._copied:
+                continue
+            earlier = [one for one in self.recorder.recordings if one is not self]
+            number = self.recorder.used.get(memory)
+            is_buffer = number is not None and _memory(self._tensors.tensors[number]) == memory
+            if is_buffer or any(one.places_of(memory) for one in earlier):
+                self.recorder.changing[memory] = tensor
+                if len(self.recorder.changing) > MAX_CHANGING:
+                    self.recorder.changing.popitem(last=False)
+                self.recorder.forget_paths()
+                is_used = is_buffer and any(-1 - number in event.inputs for event in self.event.path())  # type: ignore[operator]
+                self.is_simple &= not is_used
+                self._reads.finish_before(self, with_own=is_used)
+                self.recorder.recordings[:] = [self]
+                self._copied |= {memory}
+                self.event.children.clear()  # which take a buffer as it is
+            for place in self.places_of(memory):
+                with torch._C.DisableTorchFunction():
+                    self.captured[place] = self.captured[place].clone()
+            self._places.pop(memory, None)
+
+    def places_of(self, memory: int) -> list[int]:
+        """Where among what is captured tensors of a memory are."""
+        for place in range(self._num_looked_through, len(self.captured)):
+            if isinstance(self.captured[place], Tensor):
+                self._places.setdefault(_memory(self.captured[place]), []).append(place)
+        self._num_looked_through = len(self.captured)
+        return self._places.get(memory, [])
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.is_simple = False
@@ -514,7 +581,8 @@ class Recording(TorchFunctionMode):
     def _input(self, tensor: Tensor) -> int | Foreign | None:
         number = self._tensors.number_of(tensor)
         if number is not None:
-            return -1 - number
+            is_copied = self._tensors.is_replicated(number) and _memory(tensor) in self._copied
+            return CAPTURED if is_copied else -1 - number
         if type(tensor) is Placeholder:
             if tensor.recording is self:
                 return tensor.value
@@ -545,7 +613,9 @@ def _never(*_: Any) -> Any:
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [one for one in value if isinstance(one, Tensor)]
+    if isinstance(value, (tuple, list)):
+        return [one for one in value if isinstance(one, Tensor)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def _memory(tensor: Tensor) -> int:

@@ -151,6 +151,7 @@ class Pipeline:
         self._work, self._live, self._in_order = work, LiveCount(), {}
         self._microbatches = states = self._states(work, announcement)
         self.learning = False
+        self.recorder.recordings.clear()
         if self._tensors.refresh():
             self.recorder.forget()
         self.recorder.has_hooks = self.num_ranks > 1 and bool(hooks_of_parameters(self._tensors))
@@ -247,6 +248,16 @@ class Pipeline:
                 own = tensor.detach() if owner == self.rank else None
                 found.append(self._direct.spread(own, Look.of(tensor), owner))
         return found
+
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
+        state = next(one for one in self._microbatches if one.recording is recording)
+        assert self._run is not None
+        with set_aside():
+            if with_own:
+                self._begin_in_order(state).run_up_to(recording.event)
+            else:
+                self._run.go_on(below=state.index)
 
     def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
         """The text of a value, or of a tensor of the module, with what autograd knows of it."""
@@ -486,8 +497,8 @@ class Pipeline:
         """Give every rank the tensors that all compute with."""
         if tensors is not None:
             for state, own in zip(states, tensors, strict=True):
-                # Parts of one tensor count writes together, though no micro-batch writes into what another one uses.
-                state.tensors = [tensor.data if _is_everywhere(Look.of(tensor)) else tensor for tensor in own]
+                # As on the other ranks: no parts of one tensor.
+                state.tensors = [t.detach().clone() if _is_everywhere(Look.of(t)) else t for t in own]
             for peer in range(1, self.num_ranks):
                 assert self._transport is not None
                 for packed in _packed(states, self._structures):

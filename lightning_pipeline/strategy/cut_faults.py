@@ -72,6 +72,10 @@ class _OnOneRank:
             self._run.run_up_to(recording.event)
             return self._run.data_of(values)
 
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        with set_aside():
+            self._run.run_up_to(recording.event)
+
     def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
         [tensor] = self.read_module_tensors([-1 - value]) if value < 0 else self.read(recording, [value])
         return show(tensor)
