@@ -6,11 +6,12 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from lightning_pipeline.partition import tree
@@ -25,8 +26,11 @@ from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
+from lightning_pipeline.partition.pure_modules import calls_of, pure_within
+from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
 
 
@@ -75,7 +79,10 @@ class Recorder:
         self.recordings: list[Recording] = []
         self.changing: OrderedDict[int, Tensor] = OrderedDict()
         self.used: dict[int, int] = {}
+        self.current: Recording | None = None
+        """The one that runs."""
         self._beginnings: dict[Any, Event] = {}
+        self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
         self._results: dict[Any, Result | None] = {}
 
     def beginning(self, key: Any, num_values: int) -> Event:
@@ -89,11 +96,32 @@ class Recorder:
         """The module has other tensors now, or other ranks hold them."""
         self.forget_paths()
         self.used.clear()
+        self._calls_of_pure = None
         self.calls.forget()
 
     def forget_paths(self) -> None:
         """Micro-batches to come begin anew."""
         self._beginnings.clear()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While entered, steps can be recorded."""
+        if self._calls_of_pure is None:
+            self._calls_of_pure = [(m, calls_of(m, self)) for m in pure_within(self.calls.root)]
+        with ExitStack() as stack:
+            stack.enter_context(self.calls.installed())
+            override = stack.enter_context(overridden())
+            for module, call in self._calls_of_pure:
+                override(module, "_call_impl", call)
+            stack.enter_context(compiled_as_written())
+            stack.enter_context(_function_apply_seen(self))
+            stack.enter_context(checkpoints_noted(self._checkpointed))
+            stack.enter_context(_arrays_seen(self))
+            stack.enter_context(_module_apply_seen())
+            yield
+
+    def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.current is None else self.current.checkpointed(stops_early)
 
     def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
         """What an operation gives; None where only the data tells."""
@@ -139,11 +167,14 @@ class Recording(TorchFunctionMode):
         self._has_run_backward = False
         self._depth = 0  # of checkpointed functions
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
-        self._exposed: set[int] = set()  # memory that numpy knows as well
+        self.exposed: set[int] = set()  # memory that numpy knows as well
         self._copied = frozenset(memory for memory, tensor in recorder.changing.items() if _memory(tensor) == memory)
         self._places: dict[int, list[int]] = {}  # among what is captured, by memory, as far as it was looked through
         self._num_looked_through = 0
         recorder.recordings.append(self)
+        self.num_modes = 0
+        self.skipped: dict[Event, Event] = {}
+        """Ends of calls that were answered as a whole, with the event before each."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -156,9 +187,13 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        with compiled_as_written(), _function_apply_seen(self), checkpoints_noted(self._checkpointed):
-            with _arrays_seen(self._exposed), _module_apply_seen(), self:
+        self.recorder.current = self
+        try:
+            with split_calls_seen(self._tensors.split_calls), self:
+                self.num_modes = torch._C._len_torch_function_stack()
                 yield
+        finally:
+            self.recorder.current = None
 
     def value_of(self, tensor: Any) -> int | None:
         """The number of the value that a tensor stands for; None for other tensors."""
@@ -192,6 +227,7 @@ class Recording(TorchFunctionMode):
     def take_alive(self) -> list[Placeholder]:
         """Placeholders that the user still refers to, in the order of their values. They are not used again."""
         found: dict[int, Placeholder] = {}
+        skipped = self.skipped
         event: Event | None = self.event
         while event is not None:
             pool = event.pool
@@ -201,7 +237,7 @@ class Recording(TorchFunctionMode):
                     place = pool[index]
                     found[place.value] = place
                     pool[index] = placeholder(place.look, place.what)
-            event = event.parent
+            event = skipped.get(event) or event.parent
         while self._kept:
             place = self._kept.pop()
             if sys.getrefcount(place) > 2:
@@ -216,7 +252,7 @@ class Recording(TorchFunctionMode):
     # -- what matchers ask of it ------------------------------------------------------------------------------------
 
     def capture(self, tensor: Tensor) -> None:
-        if (self._exposed or self._copied) and _memory(tensor) in (self._exposed | self._copied):
+        if (self.exposed or self._copied) and _memory(tensor) in (self.exposed | self._copied):
             with torch._C.DisableTorchFunction():
                 tensor = tensor.clone()
         self.captured.append(tensor)
@@ -245,7 +281,7 @@ class Recording(TorchFunctionMode):
         """A tensor that every rank had has been written into by a stage: it is a value of that stage now."""
         memory = _memory(tensor)
         others = [reference() for reference in self._views.get(memory, ())]
-        if memory in self._exposed or any(other is not None and other is not tensor for other in others):
+        if memory in self.exposed or any(other is not None and other is not tensor for other in others):
             raise NotImplementedError(
                 f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
                 f"another one, a view or an array, which would not see it ({users_line()}): write into a clone()"
@@ -274,6 +310,8 @@ class Recording(TorchFunctionMode):
             pass  # once more when it is computed again, on its stage
         elif not self._is_ours(args) and not (kwargs and self._is_ours(tuple(kwargs.values()))):
             return self._compute_everywhere(func, kind, args, kwargs)
+        if self._tensors.split_calls and type(func) is not SplitCall:
+            self._refuse_split(func, args, kwargs)
         if kind is Kind.PRINTS or kind is Kind.READS:
             return self._read(func, args, kwargs)
         if is_drawing_of_own(kwargs):
@@ -300,6 +338,11 @@ class Recording(TorchFunctionMode):
         result = self.recorder.result(func, call, looks, state)
         depends = result is None
         if result is None:
+            if type(func) is SplitCall:
+                raise NotImplementedError(
+                    f"what {func.__name__} gives cannot be known before it runs ({users_line()}): give modules that "
+                    f"parallelize_module has split no data that the shapes of their results depend on"
+                )
             result = self._result_on_data(func, call, looks)
         for slot, _ in result.writes:
             if inputs[slot] is CAPTURED and (number := self._tensors.number_of(call.tensors[slot])) is not None:
@@ -315,7 +358,10 @@ class Recording(TorchFunctionMode):
             visit = self.placing.home(inputs[0])
         else:
             visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
-        draws = kind is Kind.DRAWS and not is_drawing_of_own(kwargs)
+        if type(func) is SplitCall:
+            draws = args[1] in func.drawing
+        else:
+            draws = kind is Kind.DRAWS and not is_drawing_of_own(kwargs)
         event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
         if depends:
             event.match = _never
@@ -418,7 +464,7 @@ class Recording(TorchFunctionMode):
     # -- what else there is -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _checkpointed(self, stops_early: bool) -> Iterator[None]:
+    def checkpointed(self, stops_early: bool) -> Iterator[None]:
         """Around a checkpointed function."""
         self._mark(CHECKPOINT_BEGINS, stops_early)
         self._depth += 1
@@ -460,7 +506,7 @@ class Recording(TorchFunctionMode):
             self.seeds.append(kwargs["generator"].initial_seed())
         elif kind is Kind.READS and function_name(func) in ("numpy", "__array__", "untyped_storage", "data_ptr"):
             self._before_write(args[:1])
-            self._exposed.add(_memory(args[0]))
+            self.exposed.add(_memory(args[0]))
         found = func(*args, **kwargs)
         if isinstance(found, Tensor) and args and isinstance(args[0], Tensor) and found is not args[0]:
             memory = _memory(found)
@@ -488,6 +534,7 @@ class Recording(TorchFunctionMode):
                 self.recorder.recordings[:] = [self]
                 self._copied |= {memory}
                 self.event.children.clear()  # which take a buffer as it is
+                self.event.shortcuts = None
             for place in self.places_of(memory):
                 with torch._C.DisableTorchFunction():
                     self.captured[place] = self.captured[place].clone()
@@ -518,6 +565,15 @@ class Recording(TorchFunctionMode):
             data = self._data(call)
         with torch._C.DisableTorchFunction():
             return self.recorder.inference.result_on_data(func, call, data, looks)
+
+    @staticmethod
+    def _refuse_split(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if any(isinstance(tensor, DTensor) for tensor in take_apart(func, args, kwargs).tensors):
+            raise NotImplementedError(
+                f"{function_name(func)} is given a parameter that tensor parallelism has split, outside of the module "
+                f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, or "
+                f"leave the parameter whole"
+            )
 
     def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
         """Data that tells the looks of a result without a read: that of what every rank has, where that is enough."""
@@ -629,13 +685,14 @@ def _memory(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _function_apply_seen(recording: Recording) -> Iterator[None]:
+def _function_apply_seen(recorder: Recorder) -> Iterator[None]:
     """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
     # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
     owner = torch.autograd.function._SingleLevelFunction
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_function_stack() == 0 or not recording._is_ours((args, kwargs)):
+        recording = recorder.current
+        if recording is None or not torch._C._len_torch_function_stack() or not recording._is_ours((args, kwargs)):
             return _applying(cls)(*args, **kwargs)
         # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
         with _pop_mode_temporarily() as mode:
@@ -668,13 +725,14 @@ def _module_apply_seen() -> Iterator[None]:
 
 
 @contextmanager
-def _arrays_seen(exposed: set[int]) -> Iterator[None]:
+def _arrays_seen(recorder: Recorder) -> Iterator[None]:
     """While entered, tensors that share an array's memory are noted; they go past modes."""
     own = torch.from_numpy
 
     def seen(array: Any) -> Tensor:
         found = own(array)
-        exposed.add(_memory(found))
+        if recorder.current is not None:
+            recorder.current.exposed.add(_memory(found))
         return found
 
     torch.from_numpy = seen
