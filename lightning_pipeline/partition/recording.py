@@ -21,9 +21,10 @@ from lightning_pipeline.partition.functions import Kind, function_name, is_drawi
 from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
 from lightning_pipeline.partition.inference import NOTHING, Inference, Result
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
-from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, autocast_state
+from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
+from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.users_line import users_line
@@ -35,8 +36,8 @@ class Reads(Protocol):
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
         """The data of values that a stage computes, on every rank."""
 
-    def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
-        """The data of tensors of the module."""
+    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The data of tensors that some ranks hold, of the module or made in hooks."""
 
 
 class Recorder:
@@ -45,13 +46,14 @@ class Recorder:
     Args:
         tensors: the module's.
         calls: tells the stage of the module that runs.
-        num_stages: virtual stages along the data.
+        placement: the rank of each virtual stage along the data.
     """
 
-    def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, num_stages: int) -> None:
+    def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, placement: Sequence[int]) -> None:
         self.tensors = tensors
         self.calls = calls
-        self.num_stages = num_stages
+        self.placement = placement
+        self.num_stages = len(placement)
         self.inference = Inference()
         self.has_hooks = False
         """Whether there are hooks on parameters, so that every micro-batch runs in order."""
@@ -69,6 +71,10 @@ class Recorder:
         """The module has other tensors now, or other ranks hold them."""
         self._beginnings.clear()
         self.calls.forget()
+
+    def held(self, ranks: tuple[int, ...]) -> Held:
+        """Of a tensor that was made in a hook."""
+        return Held(ranks, tuple(stage for stage, rank in enumerate(self.placement) if rank in ranks))
 
     def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
         """What an operation gives; None where only the data tells."""
@@ -285,12 +291,32 @@ class Recording(TorchFunctionMode):
 
     def _follow(self, func: Any, call: Call, inputs: Any, looks: Any, state: Any, result: Result, **how: Any) -> Event:
         """A new event after the one so far."""
+        for slot, _ in result.writes:
+            self._check_written(inputs[slot])
         event = self.event.followed_by(
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
         self.placing.note(event)
         self._tensors.written.update(-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot]))
         return event
+
+    def _check_written(self, value: Any) -> None:
+        """What was made in a hook is not written into, be it through a view: a step is over on one rank before others."""
+        if type(value) is int and value >= 0:
+            maker = next((one for one in self.event.path() if value in one.made()), None)
+            if maker is None:
+                return
+            if value in maker.outputs:
+                slots: Sequence[int] = maker.result.shares[maker.outputs.index(value)]
+            else:
+                slots = [slot for slot, _, number in maker.writes if number == value]
+            for slot in slots:
+                self._check_written(maker.inputs[slot])
+        elif isinstance(value, Held):
+            raise NotImplementedError(
+                f"a tensor that was made in a hook of what one stage holds is written into in a step ({users_line()}): "
+                f"make it a buffer of the module, or write into it in a hook"
+            )
 
     def _answer(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
         found = event.matcher.match(func, args, kwargs, self)
@@ -460,22 +486,22 @@ class Recording(TorchFunctionMode):
         """The data of a call's tensors."""
         inputs = [self._input(tensor) for tensor in call.tensors]
         values = [value for value in inputs if type(value) is int and value >= 0]
-        numbers = [
-            -1 - value
-            for value in inputs
-            if type(value) is int and value < 0 and not self._tensors.is_replicated(-1 - value)
-        ]
+        held = {
+            id(tensor): tensor
+            for tensor, value in zip(call.tensors, inputs, strict=True)
+            if isinstance(value, Held)
+            or (type(value) is int and value < 0 and not self._tensors.is_replicated(-1 - value))
+        }
         found: dict[Any, Tensor] = {}
         for tensor, value in zip(call.tensors, inputs, strict=True):
             if type(value) is Foreign:
                 [found[id(tensor)]] = self._reads.read(tensor.recording, [tensor.value])  # type: ignore[attr-defined]
         if values:
             found.update(zip(values, self._reads.read(self, values), strict=True))
-        if numbers:
-            read = self._reads.read_module_tensors(numbers)
-            found.update((-1 - number, tensor) for number, tensor in zip(numbers, read, strict=True))
+        if held:
+            found.update(zip(held, self._reads.read_held(list(held.values())), strict=True))
         return [
-            found.get(id(tensor) if type(value) is Foreign else value, tensor)
+            found.get(value if type(value) is int and value >= 0 else id(tensor), tensor)
             for tensor, value in zip(call.tensors, inputs, strict=True)
         ]
 
@@ -486,7 +512,7 @@ class Recording(TorchFunctionMode):
                 return True
             if isinstance(value, Tensor):
                 number = self._tensors.number_of(value)
-                if number is not None and not self._tensors.is_replicated(number):
+                if HELD_BY in value.__dict__ if number is None else not self._tensors.is_replicated(number):
                     return True
             elif type(value) in (list, tuple) and depth < 3:
                 if self._is_ours(value, depth + 1):
@@ -499,17 +525,25 @@ class Recording(TorchFunctionMode):
         """Whether a write is into a tensor of the module."""
         return bool(args) and isinstance(args[0], Tensor) and self._tensors.number_of(args[0]) is not None
 
-    def _input(self, tensor: Tensor) -> int | Foreign | None:
+    def _input(self, tensor: Tensor) -> int | Held | Foreign | None:
         number = self._tensors.number_of(tensor)
         if number is not None:
             return -1 - number
+        if type(tensor) is Placeholder and tensor.recording is self:
+            return tensor.value
+        ranks = holders_of(tensor)
+        if ranks is not None:
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"a tensor that was made in a hook of what one stage holds requires a gradient, and is used in a "
+                    f"step ({users_line()}): make it a parameter of the module, or detach it"
+                )
+            return self.recorder.held(ranks)
         if type(tensor) is Placeholder:
-            if tensor.recording is self:
-                return tensor.value
             if tensor.recording is None:
                 raise NotImplementedError(
-                    f"{tensor.what} was made in a hook from what one stage holds, and is used in a step ({users_line()}): "
-                    f"make it in the step, or a buffer of the module"
+                    f"{tensor.what} is not on this rank, and is used in a step ({users_line()}): make it a parameter or "
+                    f"buffer of the module"
                 )
             if tensor.look.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
