@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ class Asked(NamedTuple):
     number: int
     call: str
     line: str
+    given: Any = None
 
     def of(self, stage: int, elsewhere: str) -> str:
         return (
@@ -61,23 +63,33 @@ class Messages:
             raise RuntimeError(found.of(peer, f"which waits for {what}"))
         return found
 
-    def meet(self, number: int, call: str, line: str) -> None:
-        """Make sure that all stages are about to exchange tensors for the same call. All of them must call it.
+    def meet(
+        self, number: int, call: str, line: str, give: Mapping[int, Any] | None = None, hear: Iterable[int] | None = None
+    ) -> dict[int, Any]:
+        """Exchange something for a call that stages have all come to. All of them must call it.
 
         Args:
             number: of the exchange, counted alike by all.
             call: what it is for, alike on all stages.
             line: of the user's code.
+            give: what each other stage is given; default: nothing for each.
+            hear: the stages that give something to this one; default: all others.
+
+        Returns:
+            What each of them gives.
         """
         own = Asked(number, call, line)
-        for peer in self._control:
-            self.send_object(own, peer)
-        for peer in self._control:
+        for peer, given in (dict.fromkeys(self._control) if give is None else give).items():
+            self.send_object(own._replace(given=given), peer)
+        heard = {}
+        for peer in self._control if hear is None else hear:
             found = self.recv_object(peer, Asked.__name__)
             if type(found) is not Asked:
                 raise RuntimeError(own.of(self.stage, f"and stage {peer} is elsewhere"))
             if (found.number, found.call) != (number, call):
                 raise RuntimeError(own.of(self.stage, f"where stage {peer} runs {found.call} ({found.line})"))
+            heard[peer] = found.given
+        return heard
 
     def broadcast_object(self, obj: Any, source: int, what: str) -> Any:
         """`obj` of the stage `source`, on every stage. What the other stages pass is ignored."""
