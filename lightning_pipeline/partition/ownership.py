@@ -87,52 +87,33 @@ def note_holders(tensor: torch.Tensor, stages: tuple[int, ...] | None) -> None:
 def release(module: nn.Module, ownership: Ownership) -> list[str]:
     """Put every parameter and buffer that this stage does not hold on the meta device, and free its memory.
 
-    A tensor keeps its identity where torch can swap it, so that optimizers and the user's own references see the
-    meta tensor too. Where it cannot (a weak reference exists, for example), the module gets a new meta tensor and
-    the old object is emptied to shape ``(0,)``, so that using it is loud. Ties, ``requires_grad`` and attributes
-    set on a tensor are kept. What is left tells who holds it (`holders_of`). Names that ``ownership`` does not know, and lazy parameters, stay as they are.
+    A tensor keeps its identity, so that optimizers and the user's own references see what is left. Ties,
+    ``requires_grad`` and attributes set on a tensor are kept. What is left tells who holds it (`holders_of`). Names
+    that ``ownership`` does not know, and lazy parameters, stay as they are.
 
     Returns:
         The names that were released now; those already on the meta device are not among them.
     """
     released: list[str] = []
-    moved: dict[int, torch.Tensor] = {}
-    kept: list[torch.Tensor] = []  # the old objects, so that no id in `moved` is given out again
-    for slots, key, name in _slots(module):
-        tensor = slots[key]
-        if tensor is None or name not in ownership:
+    now: set[int] = set()
+    for tensor, name in _tensors(module):
+        if name not in ownership:
             continue
         stages = ownership.holders[name]
         if ownership.is_local(name):
             note_holders(tensor, stages if len(stages) < ownership.num_stages else None)
             continue
-        if id(tensor) in moved:  # another name of a tied tensor
-            slots[key] = moved[id(tensor)]
-            released.append(name)
-        elif type(tensor) is not Placeholder and not nn.parameter.is_lazy(tensor):
-            kept.append(tensor)
-            moved[id(tensor)] = slots[key] = to_meta(tensor, name)
-            note_holders(slots[key], stages)
+        if type(tensor) is not Placeholder and not nn.parameter.is_lazy(tensor):
+            now.add(id(tensor))
+            tensor.grad = None
+            become(tensor, placeholder(Look.of(tensor), name))
+            note_holders(tensor, stages)
+        if id(tensor) in now:
             released.append(name)
     return released
 
 
-@torch.no_grad()
-def to_meta(tensor: torch.Tensor, name: str = "a tensor of the module") -> torch.Tensor:
-    """Free a leaf tensor's memory and return it on the meta device: the same object where torch can swap it.
-
-    Also for tensors outside of the module, such as the copies of a weight-averaging callback.
-    """
-    if type(tensor) is Placeholder:
-        return tensor
-    tensor.grad = None
-    become(tensor, placeholder(Look.of(tensor), name))
-    return tensor
-
-
-def _slots(module: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], str, str]]:
-    """Each place of the module that holds a parameter or buffer: the dict, its key, and the dotted name."""
-    for prefix, submodule in module.named_modules(remove_duplicate=False):
-        for slots in (submodule._parameters, submodule._buffers):
-            for key in list(slots):
-                yield slots, key, f"{prefix}.{key}" if prefix else key
+def _tensors(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
+    """Each parameter and buffer of the module, with each of its names."""
+    yield from ((tensor, name) for name, tensor in module.named_parameters(remove_duplicate=False))
+    yield from ((tensor, name) for name, tensor in module.named_buffers(remove_duplicate=False))

@@ -157,8 +157,9 @@ class FailureNotice:
         self.is_watching = False
         self.publish(error)
         with contextlib.suppress(Exception):
-            failure = self.failure or self._failure_in(error)
-            if failure.rank != self.rank and failure.summary == self._failure_in(error).summary:
+            own = self._failure_in(error)
+            failure = self.failure or own
+            if failure.rank != self.rank and (own.rank, own.summary) == (self.rank, failure.summary):
                 show_as_line(error, f"[rank{self.rank}]: {failure.summary}, as on {self._name(failure)}")
             elif failure.rank != self.rank and isinstance(error, RuntimeError):
                 show_as_line(error, f"[rank{self.rank}]: {self._in_one_line(failure, error)}")

@@ -32,7 +32,7 @@ class Overhead:
 
     Attributes:
         action: of each action of a schedule, without messages.
-        event: of each call that a stage replays, its own or an earlier stage's.
+        event: of each call in the user's step, which every rank records.
     """
 
     action: float
@@ -53,7 +53,7 @@ def measure_overhead(transport: Transport, device: torch.device, message: float)
     without, with_events = (max(0.0, mean) / _MICROBATCHES for mean in means)
     messages = 4 * (transport.num_stages - 1) / transport.num_stages  # of a micro-batch, sent and received
     action = max(0.0, without - messages * message) / 2
-    return Overhead(action, max(0.0, with_events - without) / _EVENTS)  # each stage replays those of the first
+    return Overhead(action, max(0.0, with_events - without) / _EVENTS)  # all of them are the first rank's, and recorded by each
 
 
 def _beyond_the_model(transport: Transport, device: torch.device, num_events: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
 from lightning_pipeline.runtime.visit import Visit
 from lightning_pipeline.runtime.work import LiveCount, Work
-from lightning_pipeline.schedules import Schedule, forward_only, lower
+from lightning_pipeline.schedules import Kind, Schedule, forward_only, lower
 
 MAX_STRUCTURES = 64
 """Structures that are remembered; the one that was not seen for longest goes first."""
@@ -252,11 +253,14 @@ class Pipeline:
 
     def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
         """One rank runs the user's steps as they are."""
+        program = self.program(training=work.loss_of is not None, num_microbatches=len(states))
         for state in states:
+            began = time.perf_counter()
             counted = Counted(self._draws, state.seed)
             with counted.running():
                 state.result, state.loss = work.step(state, tree.rebuild(state.layout, state.tensors))
             self._live.add()
+            began = self._tell_alone(state, began, program, is_forward=True)
             if work.loss_of is not None:
                 if state.loss is not None:
                     loss, state.loss = state.loss, state.loss.detach()
@@ -265,8 +269,19 @@ class Pipeline:
                     del loss
                 for stage in self.stages:
                     work.after_backward(stage, state)
+                self._tell_alone(state, began, program, is_forward=False)
             self._live.now -= 1
             state.result = tree.replace(state.result, Tensor.detach)
+
+    def _tell_alone(self, state: Microbatch, began: float, program: Program, *, is_forward: bool) -> float:
+        """Tell of the actions that one rank has done at once; the first of them has taken all the time."""
+        now = time.perf_counter()
+        if self.observe is not None:
+            for action in program.actions:
+                if action.microbatch == state.index and (action.kind is Kind.F) is is_forward:
+                    self.observe((action, began, now))
+                    began = now
+        return now
 
     def _run_in_stages(self, work: Work, states: list[Microbatch]) -> None:
         program = self.program(training=work.loss_of is not None, num_microbatches=len(states))

@@ -262,6 +262,7 @@ def test_consequences_are_shown_as_one_line(store: dist.Store, capfd: pytest.Cap
     try:
         for error, shown in {
             ValueError("of rank 1"): "ValueError: of rank 1",
+            ValueError("the cause"): "[rank1]: ValueError: the cause, as on rank 0",
             RuntimeError("[pair.cc:553] Connection closed by peer [::1]:5"): "; then rank 1 lost its connections",
             RuntimeError("of its own. And more."): "; then rank 1 met RuntimeError: of its own",
             PeerFailedError("rank 0 failed: x\nrank 1 was waiting", Failure(0, "x")): "; rank 1 was waiting",
