@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
@@ -95,7 +95,7 @@ class Outside(TorchFunctionMode):
         in_hook.on, in_hook.is_rank_known, self._gradients = True, False, None
         before = self._num_exchanges
         try:
-            with absent_state_expected(), _ranks_noted(), self:
+            with absent_state_expected(), _ranks_noted(), self._parameters_seen(), self:
                 yield
             if in_hook.is_rank_known:
                 self._first_rank.end()
@@ -155,7 +155,7 @@ class Outside(TorchFunctionMode):
                 return found
         if name == "__deepcopy__":
             with torch._C.DisableTorchFunctionSubclass():
-                return self._copied(func, args)
+                return self._copied(*args)
         if name in ("grad.__get__", "_grad.__get__"):
             return self._gradient(args[0])
         if name in ("grad.__set__", "grad.__delete__", "_grad.__set__"):
@@ -207,7 +207,7 @@ class Outside(TorchFunctionMode):
             if name == "__reduce_ex__":
                 return _reduced(here[0], Look.of(here[0]), args[1])
             if name == "__deepcopy__":
-                copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else func(*args)
+                copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else _copy_of(*args)
                 return copied
             return self._run(func, call, here)
 
@@ -403,10 +403,42 @@ class Outside(TorchFunctionMode):
                 tensor, tensor.look.but(shape=look.shape, stride=look.stride, dtype=look.dtype, device=look.device)
             )
 
-    def _copied(self, func: Any, args: Any) -> Any:
-        tensor, memo = args
+    @contextmanager
+    def _parameters_seen(self) -> Iterator[None]:
+        """While entered, parameters that are made, copied or pickled come here as tensors do: they go past modes."""
+        before = {name: nn.Parameter.__dict__[name] for name in ("__new__", "__deepcopy__", "__reduce_ex__")}
+        new = before["__new__"].__func__
+
+        def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            holders = holders_of(data) if in_hook.on and isinstance(data, Tensor) else None
+            if holders is None:
+                return new(cls, data, requires_grad)
+            if type(data) is Placeholder:
+                look = data.look.but(requires_grad=requires_grad, is_leaf=True, is_parameter=True)
+                return self._note(placeholder(look, data.what), holders)
+            with torch._C.DisableTorchFunction():
+                return self._note(new(cls, data.detach(), requires_grad), holders)
+
+        def through(name: str) -> Callable[..., Any]:
+            def run(tensor: Tensor, argument: Any) -> Any:
+                if in_hook.on and holders_of(tensor) is not None:
+                    return handle_torch_function(getattr(Tensor, name), (tensor,), tensor, argument)
+                return before[name](tensor, argument)
+
+            return run
+
+        nn.Parameter.__new__ = staticmethod(made)  # type: ignore[assignment]
+        nn.Parameter.__deepcopy__ = through("__deepcopy__")  # type: ignore[method-assign]
+        nn.Parameter.__reduce_ex__ = through("__reduce_ex__")  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(nn.Parameter, name, function)
+
+    def _copied(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
-            copied = placeholder(tensor.look, tensor.what) if type(tensor) is Placeholder else func(tensor, memo)
+            copied = placeholder(tensor.look, tensor.what) if type(tensor) is Placeholder else _copy_of(tensor, memo)
             self._note(copied, holders_of(tensor))
             memo[id(tensor)] = copied
         return memo[id(tensor)]
@@ -524,6 +556,15 @@ def _where(held: Sequence[Holders], looks: Sequence[Look], bound: Sequence[int])
     if sum(looks[slot].num_bytes for slot in partial) <= EVERYWHERE_BYTES:
         return None
     return held[max(partial, key=lambda slot: (looks[slot].is_parameter, looks[slot].num_bytes))]
+
+
+def _copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
+    """A copy of a tensor that is here."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+    copied = Tensor.__deepcopy__(tensor, memo)
+    copied.__dict__.pop("_key", None)
+    return copied
 
 
 def _is_number(look: Look) -> bool:
