@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,10 @@ class Asked(NamedTuple):
         )
 
 
+class Told(list[Asked]):
+    """What a stage gives to another one, for each call."""
+
+
 class Messages:
     """What the stages of a pipeline tell one another beside tensors.
 
@@ -59,37 +62,9 @@ class Messages:
             rest = endpoint.receive(torch.empty(size - len(payload), dtype=torch.uint8), what).wait(what)
             payload += rest.numpy().tobytes()
         found = pickle.loads(payload)
-        if type(found) is Asked and what != Asked.__name__:
-            raise RuntimeError(found.of(peer, f"which waits for {what}"))
+        if type(found) is Told and what != Told.__name__:
+            raise RuntimeError(found[0].of(peer, f"stage {self.stage} waits for {what}"))
         return found
-
-    def meet(
-        self, number: int, call: str, line: str, give: Mapping[int, Any] | None = None, hear: Iterable[int] | None = None
-    ) -> dict[int, Any]:
-        """Exchange something for a call that stages have all come to. All of them must call it.
-
-        Args:
-            number: of the exchange, counted alike by all.
-            call: what it is for, alike on all stages.
-            line: of the user's code.
-            give: what each other stage is given; default: nothing for each.
-            hear: the stages that give something to this one; default: all others.
-
-        Returns:
-            What each of them gives.
-        """
-        own = Asked(number, call, line)
-        for peer, given in (dict.fromkeys(self._control) if give is None else give).items():
-            self.send_object(own._replace(given=given), peer)
-        heard = {}
-        for peer in self._control if hear is None else hear:
-            found = self.recv_object(peer, Asked.__name__)
-            if type(found) is not Asked:
-                raise RuntimeError(own.of(self.stage, f"and stage {peer} is elsewhere"))
-            if (found.number, found.call) != (number, call):
-                raise RuntimeError(own.of(self.stage, f"where stage {peer} runs {found.call} ({found.line})"))
-            heard[peer] = found.given
-        return heard
 
     def broadcast_object(self, obj: Any, source: int, what: str) -> Any:
         """`obj` of the stage `source`, on every stage. What the other stages pass is ignored."""

@@ -17,8 +17,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from lightning_pipeline.partition import tree
@@ -31,6 +31,7 @@ from lightning_pipeline.partition.placeholder import Look, Placeholder, become, 
 from lightning_pipeline.partition.recording import Recorder
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.exchanges import Exchanges
 from lightning_pipeline.runtime.first_rank import FirstRank, Wanted
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.visit import conform
@@ -75,7 +76,7 @@ class Outside(TorchFunctionMode):
         self._rank = rank
         self._transport = transport
         self._direct = direct
-        self._num_exchanges = 0
+        self._exchanges = Exchanges(transport)
         self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._num_made = 0
         self._first_rank = FirstRank(direct, transport.num_stages, self._tensor_of)
@@ -93,14 +94,15 @@ class Outside(TorchFunctionMode):
             yield
             return
         in_hook.on, in_hook.is_rank_known, self._gradients = True, False, None
-        before = self._num_exchanges
+        before = self._exchanges.number
         try:
-            with absent_state_expected(), _ranks_noted(), self._parameters_seen(), self:
+            with absent_state_expected(), self._ranks_noted(), self._parameters_seen(), self:
                 yield
+            self._exchanges.send()
             if in_hook.is_rank_known:
                 self._first_rank.end()
-            if self._num_exchanges > before:
-                self._meet_others("the end of a hook")
+            if self._exchanges.number > before:
+                self._exchanges.meet("the end of a hook", users_line())
         finally:
             in_hook.on = False
 
@@ -110,8 +112,9 @@ class Outside(TorchFunctionMode):
         if not in_hook.on:
             yield
             return
+        self._exchanges.send()
         if in_hook.is_rank_known:
-            self._first_rank.meet(("aside", *_lines()), users_line(), ())
+            self._meet_first_rank(("aside", *_lines()), users_line(), ())
         modes = []
         while torch._C._len_torch_function_stack():
             modes.append(torch._C._pop_torch_function_stack())
@@ -132,7 +135,7 @@ class Outside(TorchFunctionMode):
         """The data of tensors, on every rank. All ranks must call it."""
         with torch._C.DisableTorchFunction():
             if in_hook.is_rank_known and _is_partial(tensors):
-                found = self._first_rank.meet(("whole", *_lines()), users_line(), self._wanted(tensors))
+                found = self._meet_first_rank(("whole", *_lines()), users_line(), self._wanted(tensors))
                 if found is not None:
                     return [found.pop(0) if type(one) is Placeholder else one for one in tensors]  # type: ignore[misc]
             return self._whole(tensors, what)
@@ -191,7 +194,7 @@ class Outside(TorchFunctionMode):
         is_gradient = name in ("grad.__get__", "_grad.__get__")
         keys = [self._key_of(tensor) for tensor in call.tensors]
         wanted = self._wanted(call.tensors, gradient=is_gradient)
-        found = self._first_rank.meet((name, *keys, *_lines()), users_line(), wanted)
+        found = self._meet_first_rank((name, *keys, *_lines()), users_line(), wanted)
         if found is None:
             return _TOGETHER
         is_written = kind is Kind.WRITES and holders_of(call.tensors[0]) not in (None, (0,))
@@ -210,6 +213,10 @@ class Outside(TorchFunctionMode):
                 copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else _copy_of(*args)
                 return copied
             return self._run(func, call, here)
+
+    def _meet_first_rank(self, place: Any, line: str, wanted: Sequence[Wanted]) -> list[Tensor | None] | None:
+        self._exchanges.send()
+        return self._first_rank.meet(place, line, wanted)
 
     def _wanted(self, tensors: Iterable[Tensor], *, gradient: bool = False) -> list[Wanted]:
         return [
@@ -370,7 +377,7 @@ class Outside(TorchFunctionMode):
             for index, parameter in enumerate(parameters):
                 if type(parameter) is not Placeholder and parameter.grad is not None:
                     own[index] = 1
-            self._meet_others("grad")
+            self._exchanges.meet("grad", users_line())
             rows = self._transport.all_gather_vector(own, "which parameters have gradients").tolist()
             self._gradients = {
                 id(parameter): bool(rows[(holders_of(parameter) or (0,))[0]][index])
@@ -402,6 +409,24 @@ class Outside(TorchFunctionMode):
             self._look_now(
                 tensor, tensor.look.but(shape=look.shape, stride=look.stride, dtype=look.dtype, device=look.device)
             )
+
+    @contextmanager
+    def _ranks_noted(self) -> Iterator[None]:
+        """While entered, it is noted who asks torch for the rank, and what was put by is sent before collectives of the
+        user's: all of torch's ask whether this rank is in the group."""
+        plain = distributed_c10d._rank_not_in_group
+
+        def seen(group: Any) -> bool:
+            if in_hook.on:
+                in_hook.note_rank()
+                self._exchanges.send()
+            return plain(group)
+
+        distributed_c10d._rank_not_in_group = seen
+        try:
+            yield
+        finally:
+            distributed_c10d._rank_not_in_group = plain
 
     @contextmanager
     def _parameters_seen(self) -> Iterator[None]:
@@ -488,20 +513,14 @@ class Outside(TorchFunctionMode):
             for index, tensor in enumerate(tensors)
         ]
 
-    def _meet_others(self, what: str) -> None:
-        """Wait for all ranks."""
-        self._num_exchanges += 1
-        self._transport.meet(self._num_exchanges, what, users_line())
-
     def _meet_receivers(self, what: str, moves: Sequence[Any], own: Sequence[Tensor | None]) -> dict[int, Any]:
         """Tell the ranks to which something goes, which check that they are at this call, and give them numbers at once.
-        Who gives does not wait. Returns what the ranks give from which something comes.
+        Returns what the ranks give from which something comes.
 
         Args:
             moves: the look, the source and the targets of each.
             own: each where it is given from here.
         """
-        self._num_exchanges += 1
         digest = hashlib.blake2b(repr(moves).encode(), digest_size=4).hexdigest()
         give: dict[int, dict[int, bytes]] = {}
         hear: dict[int, None] = {}
@@ -513,7 +532,10 @@ class Outside(TorchFunctionMode):
                         given[place] = tensor.cpu().reshape(1).resolve_conj().view(torch.uint8).numpy().tobytes()
             elif self._rank in targets:
                 hear[source] = None
-        return self._transport.meet(self._num_exchanges, f"{what} [{digest}]", users_line(), give, hear)
+        found = self._exchanges.exchange(f"{what} [{digest}]", users_line(), give, hear)
+        if not all(_is_number(look) for look, _, _ in moves):
+            self._exchanges.send()  # before what follows it
+        return found
 
 
 class _NoHandle:
@@ -607,19 +629,3 @@ def _lines() -> tuple[int, ...]:
         found.append(frame.f_lineno)
         frame = frame.f_back
     return tuple(found)
-
-
-@contextmanager
-def _ranks_noted() -> Iterator[None]:
-    """While entered, it is noted who asks torch for the rank."""
-    plain = dist.get_rank
-
-    def get_rank(*args: Any, **kwargs: Any) -> int:
-        in_hook.note_rank()
-        return plain(*args, **kwargs)
-
-    dist.get_rank = get_rank
-    try:
-        yield
-    finally:
-        dist.get_rank = plain

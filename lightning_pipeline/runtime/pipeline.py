@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
-from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.matcher import Held
+from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.module_writes import needs_order
 from lightning_pipeline.partition.ownership import holders_of
@@ -37,7 +37,7 @@ from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
-from lightning_pipeline.runtime.visit import Visit
+from lightning_pipeline.runtime.visit import Visit, conform
 from lightning_pipeline.runtime.work import LiveCount, Work
 from lightning_pipeline.schedules import Kind, Schedule, forward_only, lower
 
