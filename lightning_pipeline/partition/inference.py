@@ -30,6 +30,10 @@ _UNKNOWN = (
 )
 
 
+class CallError(NotImplementedError):
+    """A call that cannot be part of a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """What an operation gives.
@@ -67,6 +71,8 @@ class Inference:
         try:
             with self.mode:
                 return _run(function, call, fakes, looks)
+        except CallError:
+            raise
         except _UNKNOWN:
             return None
         except Exception as error:

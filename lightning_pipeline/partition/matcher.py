@@ -7,7 +7,8 @@ is value 17, the weight the module's tensor 5, and the result value 18::
         if function is not F or kwargs or len(args) != 3: return UNLIKE
         a0, a1, a2 = args
         if grad() is not True or inference() is not False or autocast() is not False: return UNLIKE
-        if type(a0) is not Placeholder or a0.value != 17 or a0.look is not L0: return UNLIKE
+        if type(a0) is not Placeholder or a0.value != 17 or a0.recording is not recording or a0.look is not L0:
+            return UNLIKE
         if a1 is not T[5]: return UNLIKE
         if a2 is not None: return UNLIKE
         p0 = pool[0]
@@ -193,7 +194,10 @@ def make_matcher(
             if looks[slot].is_parameter:
                 source.unless(f"{name}.requires_grad is not {looks[slot].requires_grad}")
         else:
-            source.unless(f"type({name}) is not Placeholder or {name}.value != {value} or {name}.look is not {look}")
+            source.unless(
+                f"type({name}) is not Placeholder or {name}.value != {value} or {name}.recording is not recording or "
+                f"{name}.look is not {look}"
+            )
 
     def walk(name: str, template: Template) -> None:
         kind = type(template)

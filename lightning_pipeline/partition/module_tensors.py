@@ -8,6 +8,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.partition.split_calls import SplitCall, split_calls
 from lightning_pipeline.partition.stage_config import StageMap
 
 
@@ -25,6 +26,7 @@ class ModuleTensors:
         holders: the virtual stages that have used each.
         is_buffer: whether it is a buffer rather than a parameter.
         written: the buffers that a stage has written into in a step.
+        split_calls: of the modules of which each rank of a stage has a piece.
     """
 
     def __init__(self, module: nn.Module, stages: StageMap) -> None:
@@ -36,6 +38,7 @@ class ModuleTensors:
         self.holders: list[set[int]] = []
         self.is_buffer: list[bool] = []
         self.written: set[int] = set()
+        self.split_calls: list[SplitCall] = []
         self._partly_held: frozenset[str] = frozenset()
         self._numbers: dict[int, int] = {}
         self._slots: list[tuple[dict[str, Tensor | None], str, int]] = []
@@ -94,6 +97,7 @@ class ModuleTensors:
                         self.is_buffer.append(slots is module._buffers)
                     names[number].append(f"{prefix}.{key}" if prefix else key)
                     self._slots.append((slots, key, number))
+        self.split_calls = split_calls(self._module)
         self._modules = _modules_in(self._module)
         self._num_slots = sum(len(module._parameters) + len(module._buffers) for module in self._modules)
         # In place: matchers know these lists.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import nn
 
-from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
+from lightning_pipeline.partition.placeholder import become_absent, is_absent
 
 
 class Ownership:
@@ -103,10 +103,9 @@ def release(module: nn.Module, ownership: Ownership) -> list[str]:
         if ownership.is_local(name):
             note_holders(tensor, stages if len(stages) < ownership.num_stages else None)
             continue
-        if type(tensor) is not Placeholder and not nn.parameter.is_lazy(tensor):
+        if not is_absent(tensor) and not nn.parameter.is_lazy(tensor):
             now.add(id(tensor))
-            tensor.grad = None
-            become(tensor, placeholder(Look.of(tensor), name))
+            become_absent(tensor, name)
             note_holders(tensor, stages)
         if id(tensor) in now:
             released.append(name)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
 
 from lightning_pipeline.partition.functions import Kind, function_name, kind_of
@@ -18,6 +19,7 @@ skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
 """Whether writes of what a rank does not hold are skipped, as where a state dict is loaded."""
 
 
+_CONVERTING = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "npu", "xpu")
 _FACTORIES = ("zeros_like", "ones_like", "empty_like", "full_like")
 
 
@@ -79,11 +81,13 @@ class Look:
         """That of a tensor, be it a fake one."""
         if type(tensor) is Placeholder:
             return tensor.look
+        # All ranks see a split tensor alike, be it on the meta device or not.
+        device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
         return Look(
             torch.Size(tensor.shape),
             tuple(tensor.stride()) if tensor.layout is torch.strided else None,
             tensor.dtype,
-            tensor.device,
+            device,
             tensor.requires_grad,
             tensor.is_leaf,
             isinstance(tensor, nn.Parameter),
@@ -155,7 +159,17 @@ class Placeholder(Tensor):
                     return func(*args, **(kwargs or {}))
             if name == "__reduce_ex__":
                 return placeholder, (args[0].look, args[0].what)
-            if name == "data.__set__" and args[1] is args[0]:
+            if name in _CONVERTING:
+                with torch._C.DisableTorchFunctionSubclass():
+                    one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+                    one = func(one, *args[1:], **(kwargs or {}))
+                look = args[0].look.but(dtype=one.dtype, device=one.device)
+                return args[0] if look is args[0].look else placeholder(look, args[0].what)
+            if name == "data.__set__" and type(args[1]) is Placeholder and args[1].recording is None:
+                look = args[1].look
+                if look is not args[0].look:
+                    changes = {name: getattr(look, name) for name in ("shape", "stride", "dtype", "device")}
+                    become(args[0], placeholder(args[0].look.but(**changes), args[0].what))
                 return None
             if name == "copy_" and skips_writes.get():
                 return args[0]
@@ -249,6 +263,24 @@ def become(place: Tensor, other: Tensor) -> None:
             place.__dict__.pop(name, None)
     if type(other) is Placeholder:
         place.__dict__.update(other.__dict__)
+
+
+def become_absent(tensor: Tensor, what: str) -> None:
+    """Free a leaf tensor's memory. The object stays, and is a placeholder; a split one is on the meta device."""
+    tensor.grad = None
+    if not isinstance(tensor, DTensor):
+        become(tensor, placeholder(Look.of(tensor), what))
+        return
+    with torch.no_grad():
+        empty = torch.empty_like(tensor, device="meta")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    torch._C._swap_tensor_impl(tensor, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
+    tensor._local_tensor = empty._local_tensor
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Whether this rank does not hold a tensor of the module."""
+    return type(tensor) is Placeholder or (isinstance(tensor, DTensor) and tensor._local_tensor.is_meta)
 
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:

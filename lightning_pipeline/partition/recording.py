@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from lightning_pipeline.partition import tree
@@ -25,8 +26,11 @@ from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
 from lightning_pipeline.partition.ownership import HELD_BY, holders_of
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
+from lightning_pipeline.partition.pure_modules import calls_of, pure_within
+from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
 
 
@@ -57,7 +61,10 @@ class Recorder:
         self.inference = Inference()
         self.has_hooks = False
         """Whether there are hooks on parameters, so that every micro-batch runs in order."""
+        self.current: Recording | None = None
+        """The one that runs."""
         self._beginnings: dict[Any, Event] = {}
+        self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
         self._results: dict[Any, Result | None] = {}
 
     def beginning(self, key: Any, num_values: int) -> Event:
@@ -70,11 +77,32 @@ class Recorder:
     def forget(self) -> None:
         """The module has other tensors now, or other ranks hold them."""
         self._beginnings.clear()
+        self._calls_of_pure = None
         self.calls.forget()
 
     def held(self, ranks: tuple[int, ...]) -> Held:
         """Of a tensor that was made in a hook."""
         return Held(ranks, tuple(stage for stage, rank in enumerate(self.placement) if rank in ranks))
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While entered, steps can be recorded."""
+        if self._calls_of_pure is None:
+            self._calls_of_pure = [(m, calls_of(m, self)) for m in pure_within(self.calls.root)]
+        with ExitStack() as stack:
+            stack.enter_context(self.calls.installed())
+            override = stack.enter_context(overridden())
+            for module, call in self._calls_of_pure:
+                override(module, "_call_impl", call)
+            stack.enter_context(compiled_as_written())
+            stack.enter_context(_function_apply_seen(self))
+            stack.enter_context(checkpoints_noted(self._checkpointed))
+            stack.enter_context(_arrays_seen(self))
+            stack.enter_context(_module_apply_seen())
+            yield
+
+    def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.current is None else self.current.checkpointed(stops_early)
 
     def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
         """What an operation gives; None where only the data tells."""
@@ -116,7 +144,10 @@ class Recording(TorchFunctionMode):
         self._has_run_backward = False
         self._depth = 0  # of checkpointed functions
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
-        self._exposed: set[int] = set()  # memory that numpy knows as well
+        self.exposed: set[int] = set()  # memory that numpy knows as well
+        self.num_modes = 0
+        self.skipped: dict[Event, Event] = {}
+        """Ends of calls that were answered as a whole, with the event before each."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -129,9 +160,13 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        with compiled_as_written(), _function_apply_seen(self), checkpoints_noted(self._checkpointed):
-            with _arrays_seen(self._exposed), _module_apply_seen(), self:
+        self.recorder.current = self
+        try:
+            with split_calls_seen(self._tensors.split_calls), self:
+                self.num_modes = torch._C._len_torch_function_stack()
                 yield
+        finally:
+            self.recorder.current = None
 
     def value_of(self, tensor: Any) -> int | None:
         """The number of the value that a tensor stands for; None for other tensors."""
@@ -165,6 +200,7 @@ class Recording(TorchFunctionMode):
     def take_alive(self) -> list[Placeholder]:
         """Placeholders that the user still refers to, in the order of their values. They are not used again."""
         found: dict[int, Placeholder] = {}
+        skipped = self.skipped
         event: Event | None = self.event
         while event is not None:
             pool = event.pool
@@ -174,7 +210,7 @@ class Recording(TorchFunctionMode):
                     place = pool[index]
                     found[place.value] = place
                     pool[index] = placeholder(place.look, place.what)
-            event = event.parent
+            event = skipped.get(event) or event.parent
         while self._kept:
             place = self._kept.pop()
             if sys.getrefcount(place) > 2:
@@ -189,7 +225,7 @@ class Recording(TorchFunctionMode):
     # -- what matchers ask of it ------------------------------------------------------------------------------------
 
     def capture(self, tensor: Tensor) -> None:
-        if self._exposed and _memory(tensor) in self._exposed:
+        if self.exposed and _memory(tensor) in self.exposed:
             with torch._C.DisableTorchFunction():
                 tensor = tensor.clone()
         self.captured.append(tensor)
@@ -218,7 +254,7 @@ class Recording(TorchFunctionMode):
         """A tensor that every rank had has been written into by a stage: it is a value of that stage now."""
         memory = _memory(tensor)
         others = [reference() for reference in self._views.get(memory, ())]
-        if memory in self._exposed or any(other is not None and other is not tensor for other in others):
+        if memory in self.exposed or any(other is not None and other is not tensor for other in others):
             raise NotImplementedError(
                 f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
                 f"another one, a view or an array, which would not see it ({users_line()}): write into a clone()"
@@ -246,6 +282,8 @@ class Recording(TorchFunctionMode):
             pass  # once more when it is computed again, on its stage
         elif not self._is_ours(args) and not (kwargs and self._is_ours(tuple(kwargs.values()))):
             return self._compute_everywhere(func, kind, args, kwargs)
+        if self._tensors.split_calls and type(func) is not SplitCall:
+            self._refuse_split(func, args, kwargs)
         if kind is Kind.PRINTS or kind is Kind.READS:
             return self._read(func, args, kwargs)
         if is_drawing_of_own(kwargs):
@@ -272,6 +310,11 @@ class Recording(TorchFunctionMode):
         result = self.recorder.result(func, call, looks, state)
         depends = result is None
         if result is None:
+            if type(func) is SplitCall:
+                raise NotImplementedError(
+                    f"what {func.__name__} gives cannot be known before it runs ({users_line()}): give modules that "
+                    f"parallelize_module has split no data that the shapes of their results depend on"
+                )
             result = self._result_on_data(func, call, looks)
             for child in self.event.children:
                 if child.result == result:
@@ -283,7 +326,10 @@ class Recording(TorchFunctionMode):
             visit = self.placing.home(inputs[0])
         else:
             visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
-        draws = kind is Kind.DRAWS and not is_drawing_of_own(kwargs)
+        if type(func) is SplitCall:
+            draws = args[1] in func.drawing
+        else:
+            draws = kind is Kind.DRAWS and not is_drawing_of_own(kwargs)
         event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
         if depends:
             event.match = _never
@@ -399,7 +445,7 @@ class Recording(TorchFunctionMode):
     # -- what else there is -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _checkpointed(self, stops_early: bool) -> Iterator[None]:
+    def checkpointed(self, stops_early: bool) -> Iterator[None]:
         """Around a checkpointed function."""
         self._mark(CHECKPOINT_BEGINS, stops_early)
         self._depth += 1
@@ -442,7 +488,7 @@ class Recording(TorchFunctionMode):
                     with torch._C.DisableTorchFunction():
                         self.captured[index] = captured.clone()
         elif kind is Kind.READS and function_name(func) in ("numpy", "__array__", "untyped_storage", "data_ptr"):
-            self._exposed.add(_memory(args[0]))
+            self.exposed.add(_memory(args[0]))
         found = func(*args, **kwargs)
         if isinstance(found, Tensor) and args and isinstance(args[0], Tensor) and found is not args[0]:
             memory = _memory(found)
@@ -465,6 +511,15 @@ class Recording(TorchFunctionMode):
             data = self._data(call)
         with torch._C.DisableTorchFunction():
             return self.recorder.inference.result_on_data(func, call, data, looks)
+
+    @staticmethod
+    def _refuse_split(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if any(isinstance(tensor, DTensor) for tensor in take_apart(func, args, kwargs).tensors):
+            raise NotImplementedError(
+                f"{function_name(func)} is given a parameter that tensor parallelism has split, outside of the module "
+                f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, or "
+                f"leave the parameter whole"
+            )
 
     def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
         """Data that tells the looks of a result without a read: that of what every rank has, where that is enough."""
@@ -581,13 +636,14 @@ def _memory(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _function_apply_seen(recording: Recording) -> Iterator[None]:
+def _function_apply_seen(recorder: Recorder) -> Iterator[None]:
     """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
     # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
     owner = torch.autograd.function._SingleLevelFunction
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_function_stack() == 0 or not recording._is_ours((args, kwargs)):
+        recording = recorder.current
+        if recording is None or not torch._C._len_torch_function_stack() or not recording._is_ours((args, kwargs)):
             return _applying(cls)(*args, **kwargs)
         # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
         with _pop_mode_temporarily() as mode:
@@ -620,13 +676,14 @@ def _module_apply_seen() -> Iterator[None]:
 
 
 @contextmanager
-def _arrays_seen(exposed: set[int]) -> Iterator[None]:
+def _arrays_seen(recorder: Recorder) -> Iterator[None]:
     """While entered, tensors that share an array's memory are noted; they go past modes."""
     own = torch.from_numpy
 
     def seen(array: Any) -> Tensor:
         found = own(array)
-        exposed.add(_memory(found))
+        if recorder.current is not None:
+            recorder.current.exposed.add(_memory(found))
         return found
 
     torch.from_numpy = seen

@@ -15,7 +15,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.functions import Kind, function_name, kind_of
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.operation import put_together, take_apart
-from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.partition.placeholder import Look, is_absent
 from lightning_pipeline.partition.random import generators
 from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.users_line import users_line
@@ -72,7 +72,7 @@ class HookCalls:
         for hook in self._recording.hooks:
             hook.run = lambda hook, gradients: self._tell(hook.number, gradients)
         for number in self._own:
-            if type(self._tensors.tensors[number]) is Placeholder:
+            if is_absent(self._tensors.tensors[number]):
                 continue
             hooks = self._tensors.tensors[number]._backward_hooks
             assert hooks is not None

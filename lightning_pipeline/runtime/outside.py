@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from lightning_pipeline.partition import tree
@@ -27,7 +28,7 @@ from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.partition.matcher import autocast_state
 from lightning_pipeline.partition.operation import Call, put_together, take_apart
 from lightning_pipeline.partition.ownership import holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Look, Placeholder, become, in_hook, placeholder
+from lightning_pipeline.partition.placeholder import Look, Placeholder, become, in_hook, is_absent, placeholder
 from lightning_pipeline.partition.recording import Recorder
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.direct import Direct
@@ -159,12 +160,18 @@ class Outside(TorchFunctionMode):
         if name == "__deepcopy__":
             with torch._C.DisableTorchFunctionSubclass():
                 return self._copied(*args)
-        if name in ("grad.__get__", "_grad.__get__"):
-            return self._gradient(args[0])
         if name in ("grad.__set__", "grad.__delete__", "_grad.__set__"):
             return self._set_gradient(args[0], args[1] if len(args) > 1 else None)
         if name in ("requires_grad_", "requires_grad.__set__"):
             return func(*args, **kwargs)
+        call = take_apart(func, args, kwargs)
+        if any(isinstance(tensor, DTensor) and is_absent(tensor) for tensor in call.tensors):
+            raise NotImplementedError(
+                f"{name} is given a parameter that tensor parallelism has split, outside of steps ({users_line()}): "
+                f"leave such parameters out, or leave them whole"
+            )
+        if name in ("grad.__get__", "_grad.__get__"):
+            return self._gradient(args[0])
         if name == "data.__set__":
             return self._set_data(*args)
         if kind is Kind.HOOKS:
@@ -176,7 +183,6 @@ class Outside(TorchFunctionMode):
             )
         if name.startswith("_foreach_"):
             return self._each(func, args, kwargs)
-        call = take_apart(func, args, kwargs)
         if kind is Kind.READS or kind is Kind.PRINTS:
             here = self._read(call, name)
             if kind is Kind.PRINTS and Look.of(call.tensors[0]).is_leaf and type(call.tensors[0]) is Placeholder:

@@ -6,7 +6,7 @@ import gc
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +156,8 @@ class Pipeline:
         if self._tensors.refresh():
             self.recorder.forget()
         self.recorder.has_hooks = self.num_ranks > 1 and bool(hooks_of_parameters(self._tensors))
-        with self._draws.kept(), _no_collection(), self.recorder.calls.installed(), over_all_refused():
+        installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
+        with self._draws.kept(), _no_collection(), installed, over_all_refused():
             self._deliver(states, tensors)
             if self.num_ranks == 1:
                 self._run_alone(work, states)

@@ -36,7 +36,7 @@ def fault_of_cut(module: LightningModule, plan: StagePlan, step: Step, microbatc
         with torch.set_grad_enabled(module.training), draws.kept():
             recording = Recording(recorder, recorder.beginning("trial", 0), data, lambda number: draws.seed(0, number))
             state.recording = recording
-            with recorder.calls.installed(), recording.running():
+            with recorder.installed(), recording.running():
                 step(tree.rebuild(layout, [tensor.clone() for tensor in given]))
         program = Program(recording.event)
     except Exception as error:  # whatever a user's code makes of tensors that are not there

@@ -15,6 +15,7 @@ from lightning_pipeline.partition.leaves import certain_stages, find_leaves
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.ownership import Ownership, release
+from lightning_pipeline.partition.placeholder import Placeholder, become, placeholder
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.replicas import Replicas
@@ -131,6 +132,9 @@ class HeldModule:
             self._move(torch.device("cpu"))
 
     def _move(self, device: torch.device) -> None:
+        for _, tensor in _tensors(self._module):
+            if type(tensor) is Placeholder and tensor.device != device:  # it is where it would be if it were here
+                become(tensor, placeholder(tensor.look.but(device=device), tensor.what))
         self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
         note_device(self._module, device)
 

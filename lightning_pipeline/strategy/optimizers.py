@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.runtime.fully_sharded import slice_like
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
 from lightning_pipeline.strategy.checkpoint_io import read_into_memory
@@ -92,7 +92,7 @@ class OptimizerLayout:
             (name, parameter)
             for names, group in zip(self.groups, self.optimizer.param_groups, strict=True)
             for name, parameter in zip(names, group["params"], strict=True)
-            if type(parameter) is not Placeholder
+            if not is_absent(parameter)
         ]
 
     def forget_remote(self) -> None:
@@ -100,7 +100,7 @@ class OptimizerLayout:
 
         The parameters stay in their groups, so that these are as in one process: without a gradient they are passed over.
         """
-        for parameter in [parameter for parameter in self.optimizer.state if type(parameter) is Placeholder]:
+        for parameter in [parameter for parameter in self.optimizer.state if is_absent(parameter)]:
             del self.optimizer.state[parameter]
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -211,7 +211,7 @@ class OptimizerLayout:
     def _keep_kinds_apart(self) -> None:
         """Kernels over lists of tensors take no mixture of sharded and whole ones."""
         for group, given in zip(self.optimizer.param_groups, self._given, strict=True):
-            held = (parameter for parameter in group["params"] if type(parameter) is not Placeholder)
+            held = (parameter for parameter in group["params"] if not is_absent(parameter))
             if len({isinstance(parameter, DTensor) for parameter in held}) > 1:
                 for option in ("foreach", "fused"):
                     if option in group and group[option] is not False:

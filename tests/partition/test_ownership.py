@@ -78,3 +78,14 @@ def test_release_frees_the_memory_and_the_gradient():
     assert layer.weight.grad is None and layer.weight.is_meta
     assert storage() is None
     assert layer.bias.grad is not None and not layer.bias.is_meta
+
+
+def test_what_is_released_is_converted_with_its_module():
+    layer = nn.Linear(4, 4)
+    held = layer.weight
+    release(layer, Ownership(2, 0, {"weight": (1,), "bias": (0,)}))
+    layer.double()
+    assert layer.weight is held and held.dtype is layer.bias.dtype is torch.float64
+    assert isinstance(held, nn.Parameter) and held.requires_grad
+    layer.to("cpu", torch.bfloat16)
+    assert held.dtype is torch.bfloat16 and held.is_meta

@@ -132,14 +132,15 @@ def write_by_callback(world: int, folder: Path, layout: dict[str, Any]) -> tuple
     options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [AsyncCheckpointIO()]}
     trainer = trainer_of(world, layout, callbacks=[best], **options)
     fit(trainer, layout)
+    held = [parameter for parameter in trainer.lightning_module.parameters() if not parameter.is_meta]
     with held_writes():
         trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
         in_background = not (folder / "weights.ckpt").exists()
-        for parameter in trainer.lightning_module.parameters():  # training goes on
+        for parameter in held:  # training goes on
             parameter.data.add_(1)
     trainer.strategy.remove_checkpoint(folder / "absent.ckpt")  # waits for the folder
     assert (folder / "weights.ckpt").exists()
-    for parameter in trainer.lightning_module.parameters():
+    for parameter in held:
         parameter.data.sub_(1)
     [metrics] = trainer.validate(ckpt_path="best", dataloaders=loader(trainer, layout), verbose=False)
     last = trainer_of(world, layout, callbacks=[ModelCheckpoint(folder, save_last=True)], enable_checkpointing=True)
