@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot
 from lightning_pipeline.partition.placeholder import Look, Placeholder, placeholder
 
@@ -38,6 +39,18 @@ UNLIKE = object()
 CAPTURED = None
 """In place of a value's number: the argument is a tensor that every rank has, and is taken along as it is."""
 
+
+class Held(NamedTuple):
+    """In place of a value's number: the argument was made in a hook of what some ranks hold, and so do they hold it. It
+    is taken along as it is.
+
+    Attributes:
+        ranks: that hold it.
+        stages: the virtual stages on these ranks.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
 
 
 class Foreign(NamedTuple):
@@ -161,13 +174,17 @@ def make_matcher(
         if value is CAPTURED:
             l0 = looks[slot]
             source.unless(
-                f"type({name}) is Placeholder or not isinstance({name}, Tensor) or "
+                f"type({name}) is Placeholder or not isinstance({name}, Tensor) or {HELD_BY!r} in {name}.__dict__ or "
                 f"{name}.shape != {source.constant(l0.shape)} or {name}.dtype is not {source.constant(l0.dtype)} or "
                 f"{name}.stride() != {l0.stride!r} or {name}.requires_grad is not {l0.requires_grad} or "
                 f"{name}.device != {source.constant(l0.device)}"
             )
             captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.capture({name})")
+        elif type(value) is Held:
+            source.unless(f"not {source.constant(is_held_alike)}({name}, {source.constant(value.ranks)}, {look})")
+            captured_tensors[slot] = len(source.captures)
+            source.captures.append(f"recording.captured.append({name})")
         elif type(value) is Foreign:
             source.unless(
                 f"type({name}) is not Placeholder or {name}.recording is recording or {name}.recording is None or "
@@ -245,6 +262,16 @@ def make_matcher(
                 source.lines.append(f"    recording.change({names[slot]}, {source.constant(look)})")
     source.lines.append(f"    return {_result(source, layout, found)}")
     return Matcher(source.function("match"), pool, captured_tensors, captured_numbers, len(source.captures))
+
+
+def is_held_alike(tensor: Any, ranks: tuple[int, ...], look: Look) -> bool:
+    """Whether an argument is held by these ranks, and looks like this."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.__dict__.get(HELD_BY) == ranks
+        and Look.of(tensor) is look
+        and getattr(tensor, "recording", None) is None
+    )
 
 
 def renewed(old: Placeholder, look: Look, what: str) -> Placeholder:

@@ -24,9 +24,18 @@ _FACTORIES = ("zeros_like", "ones_like", "empty_like", "full_like")
 
 
 class _InHook:
-    """Whether code of the user's runs between steps, to which all tensors look as in one process."""
+    """Whether code of the user's runs between steps, to which all tensors look as in one process.
+
+    Attributes:
+        is_rank_known: the code has asked which rank runs it, so that it may do something else on each.
+    """
 
     on = False
+    is_rank_known = False
+
+    def note_rank(self) -> None:
+        """The rank is asked for."""
+        self.is_rank_known |= self.on
 
 
 in_hook = _InHook()

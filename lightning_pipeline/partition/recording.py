@@ -23,9 +23,10 @@ from lightning_pipeline.partition.functions import Kind, function_name, is_drawi
 from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
 from lightning_pipeline.partition.inference import NOTHING, Inference, Result
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
-from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, autocast_state
+from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
+from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
@@ -44,8 +45,8 @@ class Reads(Protocol):
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
         """The data of values that a stage computes, on every rank."""
 
-    def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
-        """The data of tensors of the module."""
+    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The data of tensors that some ranks hold, of the module or made in hooks."""
 
     def finish_before(self, recording: Recording, *, with_own: bool) -> None:
         """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
@@ -60,7 +61,7 @@ class Recorder:
     Args:
         tensors: the module's.
         calls: tells the stage of the module that runs.
-        num_stages: virtual stages along the data.
+        placement: the rank of each virtual stage along the data.
 
     Attributes:
         recordings: of the step that runs.
@@ -69,10 +70,11 @@ class Recorder:
         used: memory of buffers that all ranks have and stages use, with the buffers' numbers.
     """
 
-    def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, num_stages: int) -> None:
+    def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, placement: Sequence[int]) -> None:
         self.tensors = tensors
         self.calls = calls
-        self.num_stages = num_stages
+        self.placement = placement
+        self.num_stages = len(placement)
         self.inference = Inference()
         self.has_hooks = False
         """Whether there are hooks on parameters, so that every micro-batch runs in order."""
@@ -102,6 +104,10 @@ class Recorder:
     def forget_paths(self) -> None:
         """Micro-batches to come begin anew."""
         self._beginnings.clear()
+
+    def held(self, ranks: tuple[int, ...]) -> Held:
+        """Of a tensor that was made in a hook."""
+        return Held(ranks, tuple(stage for stage, rank in enumerate(self.placement) if rank in ranks))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -370,6 +376,8 @@ class Recording(TorchFunctionMode):
     def _follow(self, func: Any, call: Call, inputs: Any, looks: Any, state: Any, result: Result, **how: Any) -> Event:
         """A new event after the one so far."""
         call_tensors = call.tensors
+        for slot, _ in result.writes:
+            self._check_written(inputs[slot])
         event = self.event.followed_by(
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
@@ -382,6 +390,24 @@ class Recording(TorchFunctionMode):
             self._tensors.written |= written
             self.recorder.forget_paths()
         return event
+
+    def _check_written(self, value: Any) -> None:
+        """What was made in a hook is not written into, be it through a view: a step is over on one rank before others."""
+        if type(value) is int and value >= 0:
+            maker = next((one for one in self.event.path() if value in one.made()), None)
+            if maker is None:
+                return
+            if value in maker.outputs:
+                slots: Sequence[int] = maker.result.shares[maker.outputs.index(value)]
+            else:
+                slots = [slot for slot, _, number in maker.writes if number == value]
+            for slot in slots:
+                self._check_written(maker.inputs[slot])
+        elif isinstance(value, Held):
+            raise NotImplementedError(
+                f"a tensor that was made in a hook of what one stage holds is written into in a step ({users_line()}): "
+                f"make it a buffer of the module, or write into it in a hook"
+            )
 
     def _answer(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
         found = event.matcher.match(func, args, kwargs, self)
@@ -595,22 +621,22 @@ class Recording(TorchFunctionMode):
         """The data of a call's tensors."""
         inputs = [self._input(tensor) for tensor in call.tensors]
         values = [value for value in inputs if type(value) is int and value >= 0]
-        numbers = [
-            -1 - value
-            for value in inputs
-            if type(value) is int and value < 0 and not self._tensors.is_replicated(-1 - value)
-        ]
+        held = {
+            id(tensor): tensor
+            for tensor, value in zip(call.tensors, inputs, strict=True)
+            if isinstance(value, Held)
+            or (type(value) is int and value < 0 and not self._tensors.is_replicated(-1 - value))
+        }
         found: dict[Any, Tensor] = {}
         for tensor, value in zip(call.tensors, inputs, strict=True):
             if type(value) is Foreign:
                 [found[id(tensor)]] = self._reads.read(tensor.recording, [tensor.value])  # type: ignore[attr-defined]
         if values:
             found.update(zip(values, self._reads.read(self, values), strict=True))
-        if numbers:
-            read = self._reads.read_module_tensors(numbers)
-            found.update((-1 - number, tensor) for number, tensor in zip(numbers, read, strict=True))
+        if held:
+            found.update(zip(held, self._reads.read_held(list(held.values())), strict=True))
         return [
-            found.get(id(tensor) if type(value) is Foreign else value, tensor)
+            found.get(value if type(value) is int and value >= 0 else id(tensor), tensor)
             for tensor, value in zip(call.tensors, inputs, strict=True)
         ]
 
@@ -621,7 +647,7 @@ class Recording(TorchFunctionMode):
                 return True
             if isinstance(value, Tensor):
                 number = self._tensors.number_of(value)
-                if number is not None and not self._tensors.is_replicated(number):
+                if HELD_BY in value.__dict__ if number is None else not self._tensors.is_replicated(number):
                     return True
             elif type(value) in (list, tuple) and depth < 3:
                 if self._is_ours(value, depth + 1):
@@ -634,18 +660,26 @@ class Recording(TorchFunctionMode):
         """Whether a write is into a tensor of the module."""
         return bool(args) and isinstance(args[0], Tensor) and self._tensors.number_of(args[0]) is not None
 
-    def _input(self, tensor: Tensor) -> int | Foreign | None:
+    def _input(self, tensor: Tensor) -> int | Held | Foreign | None:
         number = self._tensors.number_of(tensor)
         if number is not None:
             is_copied = self._tensors.is_replicated(number) and _memory(tensor) in self._copied
             return CAPTURED if is_copied else -1 - number
+        if type(tensor) is Placeholder and tensor.recording is self:
+            return tensor.value
+        ranks = holders_of(tensor)
+        if ranks is not None:
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"a tensor that was made in a hook of what one stage holds requires a gradient, and is used in a "
+                    f"step ({users_line()}): make it a parameter of the module, or detach it"
+                )
+            return self.recorder.held(ranks)
         if type(tensor) is Placeholder:
-            if tensor.recording is self:
-                return tensor.value
             if tensor.recording is None:
                 raise NotImplementedError(
-                    f"{tensor.what} was made in a hook from what one stage holds, and is used in a step ({users_line()}): "
-                    f"make it in the step, or a buffer of the module"
+                    f"{tensor.what} is not on this rank, and is used in a step ({users_line()}): make it a parameter or "
+                    f"buffer of the module"
                 )
             if tensor.look.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(

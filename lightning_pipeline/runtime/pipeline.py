@@ -16,9 +16,11 @@ from torch import Tensor
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.contents import contents
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
+from lightning_pipeline.partition.matcher import Held
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.module_writes import needs_order
+from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.random import mix
@@ -112,7 +114,7 @@ class Pipeline:
         """The most activations of virtual stages that were live on this rank at once in the last step."""
         self.stages = [stage for stage, place in enumerate(placement) if place == rank]
         """This rank's virtual stages, ascending."""
-        self.recorder = Recorder(tensors, calls, len(placement))
+        self.recorder = Recorder(tensors, calls, self.placement)
         self._tensors = tensors
         self._holders = holders
         self._device = device
@@ -238,15 +240,14 @@ class Pipeline:
         owner = self.placement[program.homes[value] % len(self.placement)]
         return self._direct.spread(state.kept.get(value), program.looks[value], owner)
 
-    def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
-        """The data of tensors of the module, on every rank."""
+    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The data of tensors that some ranks hold, on every rank."""
         found = []
-        if self._direct is None:
-            return [self._tensors.tensors[number].detach() for number in numbers]
+        assert self._direct is not None
         with set_aside():
-            for number in numbers:
-                owner = self._holders(number)[0]
-                tensor = self._tensors.tensors[number]
+            for tensor in tensors:
+                number = self._tensors.number_of(tensor)
+                owner = (self._holders(number) if number is not None else holders_of(tensor) or (0,))[0]
                 own = tensor.detach() if owner == self.rank else None
                 found.append(self._direct.spread(own, Look.of(tensor), owner))
         return found
@@ -397,7 +398,8 @@ class Pipeline:
 
     def _own(self, tensor: Tensor) -> Tensor:
         """A tensor that a step returns; for one of the module, which may not be on this rank, a value of its own."""
-        return tensor.detach() if self._tensors.number_of(tensor) is not None else tensor
+        is_held = self._tensors.number_of(tensor) is not None or holders_of(tensor) is not None
+        return tensor.detach() if is_held else tensor
 
     def _give_results(self, states: Sequence[Microbatch], rank: int) -> None:
         """Give a rank what the steps have returned."""
@@ -466,10 +468,11 @@ class Pipeline:
         found = self._held.get(program)
         if found is None:
             found = self._held[program] = all(
-                self.placement[event.visit % len(self.placement)] in self._holders(-1 - value)
+                self.placement[event.visit % len(self.placement)]
+                in (value.ranks if isinstance(value, Held) else self._holders(-1 - value))
                 for event in program.events
                 for value in event.inputs
-                if type(value) is int and value < 0
+                if isinstance(value, Held) or (type(value) is int and value < 0)
             )
         return found
 
