@@ -41,12 +41,13 @@ class Event:
         num_values, num_captured: of the path up to here.
         line: where in the user's code it was first met.
         digest: of the path up to here, alike on all ranks.
+        shortcuts: where calls of whole modules lead from here (see `pure_modules`).
     """
 
     __slots__ = (
         "call", "children", "digest", "draws", "first_captured", "function", "inputs", "line", "looks", "match",
-        "matcher", "num_captured", "num_values", "outputs", "parent", "pool", "program", "result", "state", "visit",
-        "writes",
+        "matcher", "num_captured", "num_values", "outputs", "parent", "pool", "program", "result", "shortcuts", "state",
+        "visit", "writes",
     )  # fmt: skip
 
     call: Call
@@ -70,12 +71,14 @@ class Event:
     match: Callable[..., Any]
     pool: list[Placeholder]
     matcher: Matcher
+    shortcuts: dict[Any, Any] | None
 
     @staticmethod
     def beginning(num_values: int, digest: bytes) -> Event:
         """Where paths begin, with so many values that are there before."""
         made = Event()
         made.parent, made.children, made.visit = None, [], -1
+        made.shortcuts = None
         made.num_values, made.num_captured = num_values, 0
         made.digest, made.pool, made.program = digest, [], None
         return made
@@ -96,7 +99,7 @@ class Event:
     ) -> Event:
         """A new child."""
         made = Event()
-        made.parent, made.children, made.program = self, [], None
+        made.parent, made.children, made.program, made.shortcuts = self, [], None, None
         made.function, made.call, made.inputs, made.looks = function, call, tuple(inputs), tuple(looks)
         made.state, made.result, made.visit, made.draws, made.line = state, result, visit, draws, line
         count = self.num_values

@@ -13,6 +13,10 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.stage_config import StageMap
 
 
+IS_KEYED = "is_keyed"
+"""Marks what is put around the forward of a module with a key."""
+
+
 class KeyedCalls:
     """Notes, while steps run, the calls of modules that have keys.
 
@@ -26,7 +30,7 @@ class KeyedCalls:
         self.stage: tuple[int | None, int] = (None, 0)
         self.name = ""
         self.stages = stages
-        self._root = root
+        self.root = root
         self._thread = 0
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] | None = None
 
@@ -47,7 +51,7 @@ class KeyedCalls:
 
     def _made(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
         found = []
-        modules = dict(self._root.named_modules(remove_duplicate=False))
+        modules = dict(self.root.named_modules(remove_duplicate=False))
         for name in {*self.stages.exact, *self.stages.minimum}:
             module = modules.get(name)
             if module is not None and type(module).forward is not nn.Module.forward:
@@ -67,4 +71,5 @@ class KeyedCalls:
             finally:
                 self.stage, self.name = before
 
+        vars(noted)[IS_KEYED] = True
         return noted

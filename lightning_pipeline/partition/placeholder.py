@@ -24,9 +24,18 @@ _FACTORIES = ("zeros_like", "ones_like", "empty_like", "full_like")
 
 
 class _InHook:
-    """Whether code of the user's runs between steps, to which all tensors look as in one process."""
+    """Whether code of the user's runs between steps, to which all tensors look as in one process.
+
+    Attributes:
+        is_rank_known: the code has asked which rank runs it, so that it may do something else on each.
+    """
 
     on = False
+    is_rank_known = False
+
+    def note_rank(self) -> None:
+        """The rank is asked for."""
+        self.is_rank_known |= self.on
 
 
 in_hook = _InHook()
@@ -175,7 +184,7 @@ class Placeholder(Tensor):
         _refuse(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if in_hook.on and torch._C._len_torch_function_stack():
+        if torch._C._len_torch_function_stack():
             text: str = handle_torch_function(Tensor.__repr__, (self,), self, tensor_contents=tensor_contents)
             return f"Parameter containing:\n{text}" if self.look.is_parameter else text
         return f"Placeholder({self.what}: {self.look})"

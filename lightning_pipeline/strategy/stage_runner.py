@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.ownership import Ownership
@@ -232,7 +233,7 @@ class StageRunner:
         if self._is_alone or not training:
             return
         if is_new or not self._is_settled:
-            self._check_reached()
+            self._warn_of_unreached()
             self._is_settled = True
             self.held.placement.settle()
             self.held.agree()
@@ -244,21 +245,16 @@ class StageRunner:
         self.pipeline.note_release()
         self._gradients.settle(self.held.ownership)
 
-    def _check_reached(self) -> None:
-        """Make sure that each stage has something to do.
-
-        Raises:
-            ValueError: a stage has nothing.
-        """
+    def _warn_of_unreached(self) -> None:
+        """Say which stages have had nothing to do: a mistake in the stage_config, or modules that are called later."""
         placement = self.pipeline.placement
         if self.pipeline.num_ranks == 1:  # which records nothing
             return
-        missing = [stage for stage in range(len(placement)) if stage not in self.pipeline.reached]
-        if missing:
-            stage = missing[0]
-            names = [repr(name) for name, own in self._cut.stages.exact.items() if own == stage]
-            raise ValueError(
-                f"{stage_term(placement)} {stage} is never reached: nothing of this training step ran on it, and "
-                f"stage_config gives it {', '.join(names) or 'no module'}; name the first module there that the step "
-                f"calls"
-            )
+        for stage in range(len(placement)):
+            if stage not in self.pipeline.reached:
+                names = [repr(name) for name, own in self._cut.stages.exact.items() if own == stage]
+                rank_zero_warn(
+                    f"{stage_term(placement)} {stage} is never reached by the first training step: nothing ran on it, "
+                    f"and stage_config gives it {', '.join(names) or 'no module'}. Where this is not to change later, "
+                    f"name the first module there that the step calls"
+                )
