@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot, put_together
-from lightning_pipeline.partition.matcher import Foreign
 from lightning_pipeline.partition.program import Fork, Program, Region, Strand
 from lightning_pipeline.partition.recomputed import recomputed
 
@@ -199,7 +198,7 @@ class _Writer:
         kind = type(template)
         if kind is TensorSlot:
             value = event.inputs[template.number]
-            if value is None or isinstance(value, Foreign):
+            if type(value) is not int:
                 return f"captured[{event.first_captured + event.matcher.captured_tensors[template.number]}]"
             return f"tensors[{-1 - value}]" if value < 0 else self._operand(number, value)
         if kind is NumberSlot:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot
 from lightning_pipeline.partition.placeholder import Look, Placeholder, placeholder
 
@@ -39,6 +40,18 @@ CAPTURED = None
 """In place of a value's number: the argument is a tensor that every rank has, and is taken along as it is."""
 
 
+class Held(NamedTuple):
+    """In place of a value's number: the argument was made in a hook of what some ranks hold, and so do they hold it. It
+    is taken along as it is.
+
+    Attributes:
+        ranks: that hold it.
+        stages: the virtual stages on these ranks.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+
 
 class Foreign(NamedTuple):
     """In place of a value's number: the argument is a value of an earlier micro-batch, which has its home on a visit."""
@@ -46,6 +59,7 @@ class Foreign(NamedTuple):
     visit: int
 
 
+_GETTER = type(Tensor.data.__get__)
 _UNIQUE = (bool, type(None), type(Ellipsis), torch.dtype, torch.memory_format, torch.layout)
 
 
@@ -134,7 +148,9 @@ def make_matcher(
     names: dict[int, str] = {}
     source.lines.append("def match(function, args, kwargs, recording):")
     count = len(args)
-    source.unless(f"function is not {source.constant(function)} or len(args) != {count}")
+    # A property's getter is another object each time.
+    other = "is not" if type(function) is not _GETTER else "!="
+    source.unless(f"function {other} {source.constant(function)} or len(args) != {count}")
     if kwargs:
         source.unless(f"not kwargs or len(kwargs) != {len(kwargs)}")
     else:
@@ -158,13 +174,17 @@ def make_matcher(
         if value is CAPTURED:
             l0 = looks[slot]
             source.unless(
-                f"type({name}) is Placeholder or not isinstance({name}, Tensor) or "
+                f"type({name}) is Placeholder or not isinstance({name}, Tensor) or {HELD_BY!r} in {name}.__dict__ or "
                 f"{name}.shape != {source.constant(l0.shape)} or {name}.dtype is not {source.constant(l0.dtype)} or "
                 f"{name}.stride() != {l0.stride!r} or {name}.requires_grad is not {l0.requires_grad} or "
                 f"{name}.device != {source.constant(l0.device)}"
             )
             captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.capture({name})")
+        elif type(value) is Held:
+            source.unless(f"not {source.constant(is_held_alike)}({name}, {source.constant(value.ranks)}, {look})")
+            captured_tensors[slot] = len(source.captures)
+            source.captures.append(f"recording.captured.append({name})")
         elif type(value) is Foreign:
             source.unless(
                 f"type({name}) is not Placeholder or {name}.recording is recording or {name}.recording is None or "
@@ -242,6 +262,16 @@ def make_matcher(
                 source.lines.append(f"    recording.change({names[slot]}, {source.constant(look)})")
     source.lines.append(f"    return {_result(source, layout, found)}")
     return Matcher(source.function("match"), pool, captured_tensors, captured_numbers, len(source.captures))
+
+
+def is_held_alike(tensor: Any, ranks: tuple[int, ...], look: Look) -> bool:
+    """Whether an argument is held by these ranks, and looks like this."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.__dict__.get(HELD_BY) == ranks
+        and Look.of(tensor) is look
+        and getattr(tensor, "recording", None) is None
+    )
 
 
 def renewed(old: Placeholder, look: Look, what: str) -> Placeholder:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.inference import Result
-from lightning_pipeline.partition.matcher import Foreign
+from lightning_pipeline.partition.matcher import Foreign, Held
 
 
 class Placing:
@@ -41,7 +41,9 @@ class Placing:
             floor: the lowest visit that there may be.
         """
         needed = [
-            value.visit if isinstance(value, Foreign) else self._ready(value) for value in inputs if value is not None
+            value.visit if isinstance(value, Foreign) else self._ready(value)
+            for value in inputs
+            if value is not None and not isinstance(value, Held)
         ]
         written = [self._memory_of(inputs[slot]).read for slot, _ in result.writes if type(inputs[slot]) is int]
         known = [visit for visit in needed if visit >= 0]
@@ -50,8 +52,10 @@ class Placing:
         if fixed is None:
             if after >= 0:
                 fixed = max(after % self._num_stages, lowest, self._stage_of_keys(inputs))
+                fixed = self._stage_of_users(inputs, fixed)
             else:
                 fixed = self._stage_of_tensors(inputs, lowest)
+            fixed = self._stage_of_held(inputs, fixed)
         return self._next(max(after, floor, 0), fixed)
 
     def home(self, value: Any) -> int:
@@ -98,12 +102,31 @@ class Placing:
                     return self._tensors.homes[number]  # type: ignore[return-value]
                 if self._tensors.holders[number]:
                     return min(self._tensors.holders[number])
+        if any(isinstance(value, Held) for value in inputs):
+            return lowest
         return max(self.latest % self._num_stages, lowest)
+
+    @staticmethod
+    def _stage_of_held(inputs: Sequence[Any], lowest: int) -> int:
+        """The first stage from `lowest` on that has what was made in a hook."""
+        for value in inputs:
+            if isinstance(value, Held):
+                lowest = next((stage for stage in value.stages if stage >= lowest), lowest)
+        return lowest
 
     def _stage_of_keys(self, inputs: Sequence[Any]) -> int:
         """The latest stage that a key gives one of the module's tensors; 0 without."""
         homes = [self._tensors.homes[-1 - value] for value in inputs if type(value) is int and value < 0]
         return max((home for home in homes if home is not None), default=0)
+
+    def _stage_of_users(self, inputs: Sequence[Any], lowest: int) -> int:
+        """From `lowest` on, the first stage that has used all of the module's tensors without a key among the inputs,
+        as a head on the stage of the last layer that ran; `lowest` without."""
+        for value in inputs:
+            if type(value) is int and value < 0 and self._tensors.homes[-1 - value] is None:
+                later = [stage for stage in self._tensors.holders[-1 - value] if stage >= lowest]
+                lowest = min(later, default=lowest)
+        return lowest
 
     def _memory_of(self, value: int | None) -> _Memory:
         found = self._memory.get(value)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.keyed_calls import IS_KEYED
 from lightning_pipeline.partition.matcher import CAPTURED, renewed
+from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 
 _FILES = ("activation", "container", "conv", "dropout", "flatten", "linear", "normalization", "pooling", "sparse")
@@ -165,7 +166,8 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         argument = args[0]
         kind = type(argument)
         is_value = kind is Placeholder and argument.recording is recording
-        if not (is_value or kind is Tensor) or num_modes() != recording.num_modes:
+        is_plain = kind is Tensor and HELD_BY not in argument.__dict__
+        if not (is_value or is_plain) or num_modes() != recording.num_modes:
             return plain(module, argument)
         begin = recording.event
         with unseen():

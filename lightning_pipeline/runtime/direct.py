@@ -34,6 +34,10 @@ class Direct:
             if peer != self.rank:
                 self._transport.send_object(what, peer)
 
+    def tell_first(self, what: Any) -> None:
+        """Give the first rank an object."""
+        self._transport.send_object(what, 0)
+
     def hear(self, peer: int, what: str) -> Any:
         """The next object from a rank."""
         return self._transport.recv_object(peer, what)
@@ -44,12 +48,12 @@ class Direct:
         if tensor.numel():
             self._transport.send_on_control(tensor.cpu().clone(), peer)
 
-    def receive(self, look: Look, peer: int) -> Tensor:
-        """The next tensor from a rank."""
+    def receive(self, look: Look, peer: int, what: str = "a value of a step") -> Tensor:
+        """The next tensor from a rank; `what` is what an error calls it."""
         meta = wire(look)
         buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         if buffer.numel():
-            self._transport.receive_on_control(buffer, peer, "a value of a step")
+            self._transport.receive_on_control(buffer, peer, what)
         return buffer.to(self._device)
 
     def spread(self, tensor: Tensor | None, look: Look, owner: int) -> Tensor:

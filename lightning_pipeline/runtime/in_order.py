@@ -19,6 +19,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.engine import backward_from
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.execution import run_event
+from lightning_pipeline.partition.matcher import Held
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.module_writes import ModuleWrites
 from lightning_pipeline.partition.placeholder import Look
@@ -150,8 +151,11 @@ class InOrder:
                 self._backward_of(visit, transfers, gradients, work)
             for index, one in reversed(list(enumerate(transfers))):
                 if one.destination == visit:
-                    gradients[index] = self._return(one, is_mine)
-            if is_mine:
+                    gradient = gradients[index] = self._return(one, is_mine)
+                    if one.source > visit and gradient is not None:  # a parameter's, which no visit to come gives
+                        backward_from([one.sent], [gradient])
+        for visit in range(last, -1, -1):
+            if self._rank_of(visit) == self._rank:
                 work.after_backward(visit % len(self._placement), state)
         state.gradients = [(place, self._retained(value)) for value, place in state.recording.retained]
 
@@ -222,7 +226,11 @@ class InOrder:
                 recording = self._state.recording
                 assert recording is not None
                 content = recording.captured[event.first_captured + place]
-                operands.append(self._earlier(*content) if isinstance(content, tuple) else content)
+                if isinstance(content, tuple):
+                    content = self._earlier(*content)
+                elif isinstance(value, Held):
+                    content = self._held(content, value.ranks, visit)
+                operands.append(content)
             elif value < 0:
                 operands.append(self._module_tensor(-1 - value, visit))
             else:
@@ -316,6 +324,15 @@ class InOrder:
             self._here[key] = _NOTHING if moved is None else moved
         return self._here[key]
 
+    def _held(self, tensor: Tensor, holders: Sequence[int], visit: int) -> Tensor:
+        """What was made in a hook, on the rank of a visit."""
+        rank = self._rank_of(visit)
+        if rank in holders or self._direct is None:
+            return tensor
+        if holders[0] == self._rank:
+            self._direct.send(conform(tensor, Look.of(tensor)), rank)
+        return self._direct.receive(Look.of(tensor), holders[0]) if rank == self._rank else tensor
+
     def _move(self, value: int, source: int, destination: int, look: Look, own: Tensor | None) -> Tensor | None:
         """Give a visit a value of another one. Returns it on the rank of that visit."""
         sender, receiver = self._rank_of(source), self._rank_of(destination)
@@ -335,7 +352,7 @@ class InOrder:
                 self._direct.send(conform(own, look), receiver)
         elif receiver == self._rank:
             assert self._direct is not None
-            arrived = self._direct.receive(look, sender)
+            arrived = self._direct.receive(look, sender, f"an activation of micro-batch {self._state.index}")
         if arrived is None:
             return None
         if returns:
@@ -362,7 +379,7 @@ class InOrder:
             return gradient
         if sender == self._rank:
             assert self._direct is not None
-            return self._direct.receive(look, receiver)
+            return self._direct.receive(look, receiver, f"a gradient of micro-batch {self._state.index}")
         return None
 
 

@@ -23,12 +23,17 @@ class Asked(NamedTuple):
     number: int
     call: str
     line: str
+    given: Any = None
 
     def of(self, stage: int, elsewhere: str) -> str:
         return (
             f"stage {stage} runs {self.call} ({self.line}), which takes data of another stage, and this is not run by all "
             f"of them ({elsewhere}): let every rank run the line, as without `if self.global_rank == 0` or rank_zero_only"
         )
+
+
+class Told(list[Asked]):
+    """What a stage gives to another one, for each call."""
 
 
 class Messages:
@@ -57,27 +62,9 @@ class Messages:
             rest = endpoint.receive(torch.empty(size - len(payload), dtype=torch.uint8), what).wait(what)
             payload += rest.numpy().tobytes()
         found = pickle.loads(payload)
-        if type(found) is Asked and what != Asked.__name__:
-            raise RuntimeError(found.of(peer, f"which waits for {what}"))
+        if type(found) is Told and what != Told.__name__:
+            raise RuntimeError(found[0].of(peer, f"stage {self.stage} waits for {what}"))
         return found
-
-    def meet(self, number: int, call: str, line: str) -> None:
-        """Make sure that all stages are about to exchange tensors for the same call. All of them must call it.
-
-        Args:
-            number: of the exchange, counted alike by all.
-            call: what it is for, alike on all stages.
-            line: of the user's code.
-        """
-        own = Asked(number, call, line)
-        for peer in self._control:
-            self.send_object(own, peer)
-        for peer in self._control:
-            found = self.recv_object(peer, Asked.__name__)
-            if type(found) is not Asked:
-                raise RuntimeError(own.of(self.stage, f"and stage {peer} is elsewhere"))
-            if (found.number, found.call) != (number, call):
-                raise RuntimeError(own.of(self.stage, f"where stage {peer} runs {found.call} ({found.line})"))
 
     def broadcast_object(self, obj: Any, source: int, what: str) -> Any:
         """`obj` of the stage `source`, on every stage. What the other stages pass is ignored."""

@@ -7,16 +7,20 @@ compute at once. Numbers that Python asks for are the same on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
@@ -28,11 +32,17 @@ from lightning_pipeline.partition.placeholder import Look, Placeholder, become, 
 from lightning_pipeline.partition.recording import Recorder
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.exchanges import Exchanges
+from lightning_pipeline.runtime.first_rank import FirstRank, Wanted
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.visit import conform
 
 Holders = tuple[int, ...] | None
 """The ranks that hold a tensor; None for all."""
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_TOGETHER = object()
+"""In place of a result: all ranks run the call."""
 
 EVERYWHERE_BYTES = 1 << 16
 """Up to this size operands of different holders go to every rank, which then has the result."""
@@ -67,7 +77,10 @@ class Outside(TorchFunctionMode):
         self._rank = rank
         self._transport = transport
         self._direct = direct
-        self._num_exchanges = 0
+        self._exchanges = Exchanges(transport)
+        self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._num_made = 0
+        self._first_rank = FirstRank(direct, transport.num_stages, self._tensor_of)
         self._gradients: dict[int, bool] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,10 +94,16 @@ class Outside(TorchFunctionMode):
         if in_hook.on:
             yield
             return
-        in_hook.on, self._gradients = True, None
+        in_hook.on, in_hook.is_rank_known, self._gradients = True, False, None
+        before = self._exchanges.number
         try:
-            with absent_state_expected(), self:
+            with absent_state_expected(), self._ranks_noted(), self._parameters_seen(), self:
                 yield
+            self._exchanges.send()
+            if in_hook.is_rank_known:
+                self._first_rank.end()
+            if self._exchanges.number > before:
+                self._exchanges.meet("the end of a hook", users_line())
         finally:
             in_hook.on = False
 
@@ -94,6 +113,9 @@ class Outside(TorchFunctionMode):
         if not in_hook.on:
             yield
             return
+        self._exchanges.send()
+        if in_hook.is_rank_known:
+            self._meet_first_rank(("aside", *_lines()), users_line(), ())
         modes = []
         while torch._C._len_torch_function_stack():
             modes.append(torch._C._pop_torch_function_stack())
@@ -112,17 +134,32 @@ class Outside(TorchFunctionMode):
 
     def whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """The data of tensors, on every rank. All ranks must call it."""
+        with torch._C.DisableTorchFunction():
+            if in_hook.is_rank_known and _is_partial(tensors):
+                found = self._meet_first_rank(("whole", *_lines()), users_line(), self._wanted(tensors))
+                if found is not None:
+                    return [found.pop(0) if type(one) is Placeholder else one for one in tensors]  # type: ignore[misc]
+            return self._whole(tensors, what)
+
+    def _whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         return self._gather(tensors, [None] * len(tensors), what)  # type: ignore[return-value]
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kind, name = kind_of(func), function_name(func)
-        if kind is Kind.DESCRIBES or name == "__deepcopy__":
+        if kind is Kind.DESCRIBES:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs) if kind is Kind.DESCRIBES else self._copied(func, args)
+                return func(*args, **kwargs)
         if kind is Kind.GRAD_MODE or kind is Kind.ENTERED:
             return func(*args, **kwargs)
+        if in_hook.is_rank_known:
+            found = self._alone(func, kind, name, args, kwargs)
+            if found is not _TOGETHER:
+                return found
+        if name == "__deepcopy__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._copied(*args)
         if name in ("grad.__set__", "grad.__delete__", "_grad.__set__"):
             return self._set_gradient(args[0], args[1] if len(args) > 1 else None)
         if name in ("requires_grad_", "requires_grad.__set__"):
@@ -150,10 +187,71 @@ class Outside(TorchFunctionMode):
             here = self._read(call, name)
             if kind is Kind.PRINTS and Look.of(call.tensors[0]).is_leaf and type(call.tensors[0]) is Placeholder:
                 here[0] = here[0].detach().requires_grad_(Look.of(call.tensors[0]).requires_grad)
+            if name == "__reduce_ex__":
+                return _reduced(here[0], Look.of(call.tensors[0]), args[1])
             return self._run(func, call, here)
         if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
             return self._draw(func, call, name)
         return self._compute(func, call, name, kind)
+
+    def _alone(self, func: Any, kind: Kind, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a call gives on the first rank where it alone runs it, on what the others give it."""
+        call = take_apart(func, args, kwargs)
+        is_gradient = name in ("grad.__get__", "_grad.__get__")
+        keys = [self._key_of(tensor) for tensor in call.tensors]
+        wanted = self._wanted(call.tensors, gradient=is_gradient)
+        found = self._meet_first_rank((name, *keys, *_lines()), users_line(), wanted)
+        if found is None:
+            return _TOGETHER
+        is_written = kind is Kind.WRITES and holders_of(call.tensors[0]) not in (None, (0,))
+        if is_written or kind is Kind.HOOKS or kind is Kind.BACKWARD:
+            raise NotImplementedError(
+                f"{name} changes what another stage holds, in code that the first rank alone runs ({users_line()}): let "
+                f"every rank run it"
+            )
+        with torch._C.DisableTorchFunction():
+            if is_gradient:
+                return found[0] if found else args[0].grad
+            here = [found.pop(0) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
+            if name == "__reduce_ex__":
+                return _reduced(here[0], Look.of(here[0]), args[1])
+            if name == "__deepcopy__":
+                copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else _copy_of(*args)
+                return copied
+            return self._run(func, call, here)
+
+    def _meet_first_rank(self, place: Any, line: str, wanted: Sequence[Wanted]) -> list[Tensor | None] | None:
+        self._exchanges.send()
+        return self._first_rank.meet(place, line, wanted)
+
+    def _wanted(self, tensors: Iterable[Tensor], *, gradient: bool = False) -> list[Wanted]:
+        return [
+            Wanted(self._key_of(tensor), (holders_of(tensor) or (0,))[0], gradient)
+            for tensor in tensors
+            if type(tensor) is Placeholder
+        ]
+
+    def _key_of(self, tensor: Tensor) -> int | None:
+        """What a tensor that not every rank holds is called on all of them; None for other tensors."""
+        if holders_of(tensor) is None:
+            return None
+        number = self._recorder.tensors.number_of(tensor)
+        return tensor.__dict__.get("_key") if number is None else -1 - number
+
+    def _tensor_of(self, key: int) -> Tensor | None:
+        return self._made.get(key) if key >= 0 else self._recorder.tensors.tensors[-1 - key]
+
+    def _note(self, tensor: Tensor, holders: Holders) -> Tensor:
+        """What was made now, on all ranks."""
+        note_holders(tensor, holders)
+        if holders is not None:
+            tensor.__dict__["_key"] = self._num_made
+            self._made[self._num_made] = tensor
+            self._num_made += 1
+        return tensor
+
+    def _absent(self, look: Look, holders: Holders, name: str) -> Tensor:
+        return self._note(placeholder(look, name), holders)
 
     def _compute(self, func: Any, call: Call, name: str, kind: Kind) -> Any:
         """The holders compute; the others get placeholders."""
@@ -184,14 +282,14 @@ class Outside(TorchFunctionMode):
                 elif made[index].shape != known.shape or made[index].dtype is not known.dtype:
                     raise RuntimeError(f"{name} gave {Look.of(made[index])} where {known} was expected ({users_line()})")
                 else:
-                    note_holders(made[index], where)
+                    self._note(made[index], where)
             return tree.rebuild(layout, made)
         for slot, look in result.writes:
             self._look_now(call.tensors[slot], look)
         return tree.rebuild(
             result.layout,
             [
-                call.tensors[known] if isinstance(known, int) else _absent(known, where, name)
+                call.tensors[known] if isinstance(known, int) else self._absent(known, where, name)
                 for known in result.tensors
             ],
         )
@@ -204,9 +302,7 @@ class Outside(TorchFunctionMode):
 
     def _read(self, call: Call, name: str) -> list[Tensor]:
         """The data of a call's tensors, for what every rank is to know."""
-        if _is_rank_zero_only() and not any(type(tensor) is Placeholder for tensor in call.tensors):
-            return call.tensors  # nobody else asks
-        found = self.whole(call.tensors, name)
+        found = self._whole(call.tensors, name)
         # The holders read what the others do, and nobody's memory is changed by what is made of it.
         return [
             tensor if type(tensor) is not Placeholder and holders_of(tensor) is None else data
@@ -219,7 +315,7 @@ class Outside(TorchFunctionMode):
         if name in _BY_LOOKS:
             here = [_room(tensor) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
         else:
-            here = self.whole(call.tensors, name)
+            here = self._whole(call.tensors, name)
             here = [tensor if type(tensor) is not Placeholder else data for tensor, data in zip(call.tensors, here)]
         made, layout = tree.flatten(self._run(func, call, here))
         for index, tensor in enumerate(made):
@@ -227,9 +323,9 @@ class Outside(TorchFunctionMode):
             if slot is not None:
                 made[index] = call.tensors[slot]
             elif name in _BY_LOOKS and held[0] is not None:
-                note_holders(tensor, held[0])
                 if not self._is_among(held[0]):
-                    made[index] = _absent(Look.of(tensor), held[0], name)
+                    made[index] = tensor = placeholder(Look.of(tensor), name)
+                self._note(tensor, held[0])
         return tree.rebuild(layout, made)
 
     def _each(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -272,13 +368,12 @@ class Outside(TorchFunctionMode):
         if type(tensor) is not Placeholder:
             gradient = tensor.grad
             assert gradient is not None
-            note_holders(gradient, held)
-            return gradient
+            return self._note(gradient, held)
         look = tensor.look.but(requires_grad=False, is_leaf=True, is_parameter=False)
         kept = tensor.__dict__.get("_gradient")
         if kept is None or kept.look is not look:
-            kept = tensor.__dict__["_gradient"] = _absent(look, held, f"the gradient of {tensor.what}")
-        return kept
+            kept = tensor.__dict__["_gradient"] = placeholder(look, f"the gradient of {tensor.what}")
+        return self._note(kept, held)
 
     def _has_gradient(self, tensor: Tensor) -> bool:
         """Asked of the parameters' holders, once for a hook."""
@@ -288,7 +383,7 @@ class Outside(TorchFunctionMode):
             for index, parameter in enumerate(parameters):
                 if type(parameter) is not Placeholder and parameter.grad is not None:
                     own[index] = 1
-            self._meet_others("grad")
+            self._exchanges.meet("grad", users_line())
             rows = self._transport.all_gather_vector(own, "which parameters have gradients").tolist()
             self._gradients = {
                 id(parameter): bool(rows[(holders_of(parameter) or (0,))[0]][index])
@@ -321,11 +416,61 @@ class Outside(TorchFunctionMode):
                 tensor, tensor.look.but(shape=look.shape, stride=look.stride, dtype=look.dtype, device=look.device)
             )
 
-    def _copied(self, func: Any, args: Any) -> Any:
-        tensor, memo = args
+    @contextmanager
+    def _ranks_noted(self) -> Iterator[None]:
+        """While entered, it is noted who asks torch for the rank, and what was put by is sent before collectives of the
+        user's: all of torch's ask whether this rank is in the group."""
+        plain = distributed_c10d._rank_not_in_group
+
+        def seen(group: Any) -> bool:
+            if in_hook.on:
+                in_hook.note_rank()
+                self._exchanges.send()
+            return plain(group)
+
+        distributed_c10d._rank_not_in_group = seen
+        try:
+            yield
+        finally:
+            distributed_c10d._rank_not_in_group = plain
+
+    @contextmanager
+    def _parameters_seen(self) -> Iterator[None]:
+        """While entered, parameters that are made, copied or pickled come here as tensors do: they go past modes."""
+        before = {name: nn.Parameter.__dict__[name] for name in ("__new__", "__deepcopy__", "__reduce_ex__")}
+        new = before["__new__"].__func__
+
+        def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            holders = holders_of(data) if in_hook.on and isinstance(data, Tensor) else None
+            if holders is None:
+                return new(cls, data, requires_grad)
+            if type(data) is Placeholder:
+                look = data.look.but(requires_grad=requires_grad, is_leaf=True, is_parameter=True)
+                return self._note(placeholder(look, data.what), holders)
+            with torch._C.DisableTorchFunction():
+                return self._note(new(cls, data.detach(), requires_grad), holders)
+
+        def through(name: str) -> Callable[..., Any]:
+            def run(tensor: Tensor, argument: Any) -> Any:
+                if in_hook.on and holders_of(tensor) is not None:
+                    return handle_torch_function(getattr(Tensor, name), (tensor,), tensor, argument)
+                return before[name](tensor, argument)
+
+            return run
+
+        nn.Parameter.__new__ = staticmethod(made)  # type: ignore[assignment]
+        nn.Parameter.__deepcopy__ = through("__deepcopy__")  # type: ignore[method-assign]
+        nn.Parameter.__reduce_ex__ = through("__reduce_ex__")  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(nn.Parameter, name, function)
+
+    def _copied(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
-            copied = placeholder(tensor.look, tensor.what) if type(tensor) is Placeholder else func(tensor, memo)
-            note_holders(copied, holders_of(tensor))
+            copied = placeholder(tensor.look, tensor.what) if type(tensor) is Placeholder else _copy_of(tensor, memo)
+            self._note(copied, holders_of(tensor))
             memo[id(tensor)] = copied
         return memo[id(tensor)]
 
@@ -350,18 +495,20 @@ class Outside(TorchFunctionMode):
             targets = [rank for rank in (everybody if ranks is None else ranks) if held is not None and rank not in held]
             if targets and held is not None:
                 moves.append((index, held[0], targets))
-        if moves:
-            self._meet_others(what, [(source, targets, repr(Look.of(tensors[index]))) for index, source, targets in moves])
         arrived: dict[int, Tensor] = {}
-        for index, source, targets in moves:
+        numbers = self._meet_receivers(what, [(Look.of(tensors[index]), *move) for index, *move in moves], [
+            tensors[index].detach() if source == self._rank else None for index, source, _ in moves
+        ]) if moves else {}
+        for place, (index, source, targets) in enumerate(moves):
             tensor = tensors[index]
             look = Look.of(tensor)
             if source == self._rank:
-                dense = conform(tensor.detach(), look)
-                for rank in targets:
-                    self._direct.send(dense, rank)
+                if not _is_number(look):
+                    dense = conform(tensor.detach(), look)
+                    for rank in targets:
+                        self._direct.send(dense, rank)
             elif self._rank in targets:
-                data = self._direct.receive(look, source)
+                data = _number_of(numbers[source][place], look) if _is_number(look) else self._direct.receive(look, source)
                 if look.requires_grad and torch.is_grad_enabled():
                     data.requires_grad_().register_hook(_refuse_gradient(users_line()))
                     with torch.enable_grad():
@@ -372,16 +519,29 @@ class Outside(TorchFunctionMode):
             for index, tensor in enumerate(tensors)
         ]
 
-    def _meet_others(self, what: str, moves: Any = ()) -> None:
-        line = users_line()
-        if _is_rank_zero_only():
-            raise RuntimeError(
-                f"{what} takes data of another stage in code that the first rank alone runs, by rank_zero_only ({line}): "
-                f"read it where every rank does, and pass on the number"
-            )
-        self._num_exchanges += 1
+    def _meet_receivers(self, what: str, moves: Sequence[Any], own: Sequence[Tensor | None]) -> dict[int, Any]:
+        """Tell the ranks to which something goes, which check that they are at this call, and give them numbers at once.
+        Returns what the ranks give from which something comes.
+
+        Args:
+            moves: the look, the source and the targets of each.
+            own: each where it is given from here.
+        """
         digest = hashlib.blake2b(repr(moves).encode(), digest_size=4).hexdigest()
-        self._transport.meet(self._num_exchanges, f"{what} [{digest}]", line)
+        give: dict[int, dict[int, bytes]] = {}
+        hear: dict[int, None] = {}
+        for place, ((look, source, targets), tensor) in enumerate(zip(moves, own, strict=True)):
+            if tensor is not None:
+                for rank in targets:
+                    given = give.setdefault(rank, {})
+                    if _is_number(look):
+                        given[place] = tensor.cpu().reshape(1).resolve_conj().view(torch.uint8).numpy().tobytes()
+            elif self._rank in targets:
+                hear[source] = None
+        found = self._exchanges.exchange(f"{what} [{digest}]", users_line(), give, hear)
+        if not all(_is_number(look) for look, _, _ in moves):
+            self._exchanges.send()  # before what follows it
+        return found
 
 
 class _NoHandle:
@@ -426,10 +586,28 @@ def _where(held: Sequence[Holders], looks: Sequence[Look], bound: Sequence[int])
     return held[max(partial, key=lambda slot: (looks[slot].is_parameter, looks[slot].num_bytes))]
 
 
-def _absent(look: Look, holders: Holders, name: str) -> Placeholder:
-    made = placeholder(look, name)
-    note_holders(made, holders)
-    return made
+def _copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
+    """A copy of a tensor that is here."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+    copied = Tensor.__deepcopy__(tensor, memo)
+    copied.__dict__.pop("_key", None)
+    return copied
+
+
+def _is_number(look: Look) -> bool:
+    return look.shape.numel() == 1
+
+
+def _number_of(content: bytes, look: Look) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=look.dtype).reshape(look.shape).to(look.device)
+
+
+def _reduced(data: Tensor, look: Look, protocol: Any) -> Any:
+    """What pickles a tensor, of a parameter as a parameter."""
+    with torch._C.DisableTorchFunction():
+        whole = nn.Parameter(data.detach(), look.requires_grad) if look.is_parameter else data.detach()
+        return whole.__reduce_ex__(protocol)
 
 
 def _room(place: Tensor) -> Tensor:
@@ -447,11 +625,13 @@ def _refuse_gradient(line: str) -> Callable[[Tensor], None]:
     return refuse
 
 
-def _is_rank_zero_only() -> bool:
-    """Whether the running code is inside a function that `rank_zero_only` keeps to the first rank."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("rank_zero.py") and frame.f_code.co_name == "wrapped_fn":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+def _lines() -> tuple[int, ...]:
+    """Where the hook that runs has come to: the lines of its functions, from the inside."""
+    found = []
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+        frame = frame.f_back
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        found.append(frame.f_lineno)
+        frame = frame.f_back
+    return tuple(found)

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.contents import contents
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
+from lightning_pipeline.partition.matcher import Held
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.module_writes import needs_order
+from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.random import mix
@@ -35,7 +38,7 @@ from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
-from lightning_pipeline.runtime.visit import Visit
+from lightning_pipeline.runtime.visit import Visit, conform
 from lightning_pipeline.runtime.work import LiveCount, Work
 from lightning_pipeline.schedules import Kind, Schedule, forward_only, lower
 
@@ -111,7 +114,7 @@ class Pipeline:
         """The most activations of virtual stages that were live on this rank at once in the last step."""
         self.stages = [stage for stage, place in enumerate(placement) if place == rank]
         """This rank's virtual stages, ascending."""
-        self.recorder = Recorder(tensors, calls, len(placement))
+        self.recorder = Recorder(tensors, calls, self.placement)
         self._tensors = tensors
         self._holders = holders
         self._device = device
@@ -151,6 +154,7 @@ class Pipeline:
         self._work, self._live, self._in_order = work, LiveCount(), {}
         self._microbatches = states = self._states(work, announcement)
         self.learning = False
+        self.recorder.recordings.clear()
         if self._tensors.refresh():
             self.recorder.forget()
         self.recorder.has_hooks = self.num_ranks > 1 and bool(hooks_of_parameters(self._tensors))
@@ -236,18 +240,44 @@ class Pipeline:
         owner = self.placement[program.homes[value] % len(self.placement)]
         return self._direct.spread(state.kept.get(value), program.looks[value], owner)
 
-    def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
-        """The data of tensors of the module, on every rank."""
+    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The data of tensors that some ranks hold, on every rank."""
         found = []
-        if self._direct is None:
-            return [self._tensors.tensors[number].detach() for number in numbers]
+        assert self._direct is not None
         with set_aside():
-            for number in numbers:
-                owner = self._holders(number)[0]
-                tensor = self._tensors.tensors[number]
+            for tensor in tensors:
+                number = self._tensors.number_of(tensor)
+                owner = (self._holders(number) if number is not None else holders_of(tensor) or (0,))[0]
                 own = tensor.detach() if owner == self.rank else None
                 found.append(self._direct.spread(own, Look.of(tensor), owner))
         return found
+
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
+        state = next(one for one in self._microbatches if one.recording is recording)
+        assert self._run is not None
+        with set_aside():
+            if with_own:
+                self._begin_in_order(state).run_up_to(recording.event)
+            else:
+                self._run.go_on(below=state.index)
+
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        """The text of a value, or of a tensor of the module, with what autograd knows of it."""
+        state = next(one for one in self._microbatches if one.recording is recording)
+        with set_aside():
+            run = self._begin_in_order(state)
+            run.run_up_to(recording.event)
+            if value < 0:
+                owner, tensor = self._holders(-1 - value)[0], self._tensors.tensors[-1 - value]
+            else:
+                owner, tensor = self.placement[run.homes[value] % len(self.placement)], run.value(value)  # type: ignore[assignment]
+            if owner != self.rank:
+                return self._direct.hear(owner, "the text of a tensor")  # type: ignore[union-attr]
+            text = show(tensor)
+            if self._direct is not None:
+                self._direct.tell(text)
+            return text
 
     # -- details ----------------------------------------------------------------------------------------------------
 
@@ -337,6 +367,7 @@ class Pipeline:
         ] if self.rank == self.placement[0] else []  # fmt: skip
         state.tensors = []
         batch = tree.rebuild(state.layout, tensors)
+        delivered = [tensor for tensor in tensors if type(tensor) is not Placeholder]
         del tensors
         with recording.running():
             result, state.loss = work.step(state, batch)
@@ -346,6 +377,8 @@ class Pipeline:
             # Not the placeholders: what nobody else refers to need not come to every rank.
             state.result = _Result.of(state.result, recording)
         del result
+        alike = {id(tensor) for tensor in delivered if not tensor._version}
+        state.contents = [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
         self._end_recording(state, recording, large, work)
 
     def _end(
@@ -365,7 +398,8 @@ class Pipeline:
 
     def _own(self, tensor: Tensor) -> Tensor:
         """A tensor that a step returns; for one of the module, which may not be on this rank, a value of its own."""
-        return tensor.detach() if self._tensors.number_of(tensor) is not None else tensor
+        is_held = self._tensors.number_of(tensor) is not None or holders_of(tensor) is not None
+        return tensor.detach() if is_held else tensor
 
     def _give_results(self, states: Sequence[Microbatch], rank: int) -> None:
         """Give a rank what the steps have returned."""
@@ -421,6 +455,7 @@ class Pipeline:
             self.reached.add(event.visit % len(self.placement))
             for value in event.inputs:
                 if type(value) is int and value < 0 and not self._stays_everywhere(-1 - value):
+                    self._tensors.holders[-1 - value].add(event.visit % len(self.placement))
                     for name in self._tensors.names[-1 - value]:
                         self._uses.setdefault(name, set()).add(event.visit % len(self.placement))
 
@@ -433,10 +468,11 @@ class Pipeline:
         found = self._held.get(program)
         if found is None:
             found = self._held[program] = all(
-                self.placement[event.visit % len(self.placement)] in self._holders(-1 - value)
+                self.placement[event.visit % len(self.placement)]
+                in (value.ranks if isinstance(value, Held) else self._holders(-1 - value))
                 for event in program.events
                 for value in event.inputs
-                if type(value) is int and value < 0
+                if isinstance(value, Held) or (type(value) is int and value < 0)
             )
         return found
 
@@ -480,8 +516,8 @@ class Pipeline:
         """Give every rank the tensors that all compute with."""
         if tensors is not None:
             for state, own in zip(states, tensors, strict=True):
-                # Parts of one tensor count writes together, though no micro-batch writes into what another one uses.
-                state.tensors = [tensor.data if _is_everywhere(Look.of(tensor)) else tensor for tensor in own]
+                # As on the other ranks: no parts of one tensor.
+                state.tensors = [t.detach().clone() if _is_everywhere(Look.of(t)) else t for t in own]
             for peer in range(1, self.num_ranks):
                 assert self._transport is not None
                 for packed in _packed(states, self._structures):

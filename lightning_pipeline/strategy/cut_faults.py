@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
@@ -29,7 +29,7 @@ def fault_of_cut(module: LightningModule, plan: StagePlan, step: Step, microbatc
         stages = resolve(module, plan.stage_config, num_stages)
         tensors = ModuleTensors(module, stages)
         draws = Draws(module.device)
-        recorder = Recorder(tensors, KeyedCalls(module, stages), num_stages)
+        recorder = Recorder(tensors, KeyedCalls(module, stages), range(num_stages))
         given, layout = tree.flatten(microbatch)
         state = Microbatch(0, 0, layout, 1, 1.0, 1, True, 0)
         data = _OnOneRank(state, tensors, num_stages, draws)
@@ -53,7 +53,6 @@ class _OnOneRank:
     """Gives a recording data of a module that is whole here."""
 
     def __init__(self, state: Microbatch, tensors: ModuleTensors, num_stages: int, draws: Draws) -> None:
-        self._tensors = tensors
         self._run = InOrder(
             state,
             (),
@@ -72,8 +71,16 @@ class _OnOneRank:
             self._run.run_up_to(recording.event)
             return self._run.data_of(values)
 
-    def read_module_tensors(self, numbers: Sequence[int]) -> list[Tensor]:
-        return [self._tensors.tensors[number].detach() for number in numbers]
+    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.detach() for tensor in tensors]
+
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        with set_aside():
+            self._run.run_up_to(recording.event)
+
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        [tensor] = self.read_held([self._tensors.tensors[-1 - value]]) if value < 0 else self.read(recording, [value])
+        return show(tensor)
 
 
 def _nothing_is_earlier(recording: object, value: int) -> Tensor:

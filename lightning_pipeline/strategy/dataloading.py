@@ -39,6 +39,12 @@ def set_random_states(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8))
 
 
+def _drawn_since(before: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The states of the generators, where something was drawn."""
+    states = random_states()
+    return states if states != before else None
+
+
 class SharedLoader:
     """A loader whose batches the stages share. Everything but its iteration is that of the loader it wraps, and a copy,
     or what comes out of a pickle, is that loader alone: connections stay here.
@@ -73,14 +79,18 @@ class AnnouncedLoader(SharedLoader):
         self._replicas = replicas
 
     def __iter__(self) -> Iterator[Any]:
-        told: dict[Any, int] = {}
+        # At once, as a loader's iterator draws the seed of its workers when it is made, before hooks that follow.
         before = random_states()
         iterator = iter(self._loader)
+        self._tell(_drawn_since(before))
+        return self._batches(iterator)
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        told: dict[Any, int] = {}
         for number in itertools.count():
+            before = random_states()
             batch = next(iterator, _END)
-            drawn = random_states()
-            if drawn == before:
-                drawn = None
+            drawn = _drawn_since(before)
             if self._replicas is not None:
                 _check_even(self._replicas, number, has_more=batch is not _END)
             if batch is _END:
@@ -89,7 +99,6 @@ class AnnouncedLoader(SharedLoader):
             tensors, description = _describe(batch, told)
             self._tell(((description, indices and indices[number]), drawn), tensors if self._whole else ())
             yield batch
-            before = random_states()
         self._tell((_END, drawn))
 
     def _tell(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
@@ -115,6 +124,13 @@ class FollowingLoader(SharedLoader):
     reads no data."""
 
     def __iter__(self) -> Iterator[Any]:
+        assert self._transport is not None
+        drawn = self._transport.recv_object(0, "the first stage's iterator")
+        if drawn is not None:
+            set_random_states(drawn)
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
         assert self._transport is not None
         known: list[Any] = []
         seen: list[list[int]] = []

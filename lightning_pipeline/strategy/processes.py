@@ -26,6 +26,7 @@ from lightning_pipeline.accelerators.rank_table_environment import (
     check_processes,
     with_rank_table,
 )
+from lightning_pipeline.partition.placeholder import in_hook
 from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.all_gather import all_gather
@@ -75,6 +76,20 @@ class ProcessStrategy(ParallelStrategy):
         self._failed = False
         self._agreement: Agreement | None = None
         self._started: set[str] = set()
+
+    # A hook that asks may do something else on each rank.
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        in_hook.note_rank()
+        return super().global_rank
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        in_hook.note_rank()
+        return super().local_rank
 
     @property
     @override
@@ -142,7 +157,7 @@ class ProcessStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = _NotedRank(self.global_rank)  # type: ignore[attr-defined]
 
     @override
     def setup_environment(self) -> None:
@@ -296,3 +311,13 @@ class ProcessStrategy(ParallelStrategy):
         with waiting_for(f"what rank {src} tells all ranks"):
             dist.broadcast_object_list(objects, src)
         return objects[0]
+
+
+class _NotedRank(int):
+    """A rank of which it is noted that somebody compares it, as `rank_zero_only` does."""
+
+    def __eq__(self, other: object) -> bool:
+        in_hook.note_rank()
+        return int.__eq__(self, other) is True  # type: ignore[arg-type]
+
+    __hash__ = int.__hash__

@@ -1,0 +1,136 @@
+"""Code in hooks that the first rank alone runs, as below `if self.trainer.is_global_zero`.
+
+Where a hook has asked which rank runs it, ranks may do different things till it ends. From there on the first rank tells the
+the others of each call on what not every rank holds. Those that have come to the same call go on with it; the others,
+which are further on, give the first rank what it takes, and wait for its next call, at the latest where the hook ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor, nn
+
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.visit import conform
+
+
+class Wanted(NamedTuple):
+    """A tensor that the first rank needs, if it is alone.
+
+    Attributes:
+        key: alike on all ranks; None where there is none.
+        owner: the rank that gives it.
+        gradient: of it, rather than the tensor.
+    """
+
+    key: int | None
+    owner: int
+    gradient: bool
+
+
+class _Call(NamedTuple):
+    """The first rank is at this call."""
+
+    place: Any
+    line: str
+    wanted: tuple[Wanted, ...]
+
+
+class _Over(NamedTuple):
+    """The first rank is through with the hook."""
+
+
+class _Answer(NamedTuple):
+    """Whether a rank is at the same call, and the looks of what it gives; None for a gradient that is not there."""
+
+    is_there: bool
+    looks: tuple[Look | None, ...] = ()
+
+
+class FirstRank:
+    """Follows the first rank through hooks in which ranks may part.
+
+    Args:
+        num_ranks: of the pipeline.
+        tensor_of: the tensor of a key; None where it is gone.
+    """
+
+    def __init__(self, direct: Direct, num_ranks: int, tensor_of: Callable[[int], Tensor | None]) -> None:
+        self._direct = direct
+        self._num_ranks = num_ranks
+        self._tensor_of = tensor_of
+
+    def meet(self, place: Any, line: str, wanted: Sequence[Wanted]) -> list[Tensor | None] | None:
+        """Come to a call. Returns None where all ranks do, else the first rank, which is alone, has what it wants.
+
+        Raises:
+            RuntimeError: some of the others run this call, and not all of them.
+        """
+        if self._direct.rank:
+            while (call := self._next_call(line)).place != place:
+                self._give(call)
+            self._direct.tell_first(_Answer(is_there=True))
+            return None
+        self._direct.tell(_Call(place, line, tuple(wanted)))
+        answers = {peer: self._direct.hear(peer, "its place in a hook") for peer in range(1, self._num_ranks)}
+        there = [peer for peer, answer in answers.items() if answer.is_there]
+        if len(there) == len(answers):
+            return None
+        if there:
+            _refuse_part(f"stages 0 and {', '.join(map(str, there))} run", line)
+        found: list[Tensor | None] = []
+        looks = {peer: list(answer.looks) for peer, answer in answers.items()}
+        for one in wanted:
+            look = looks[one.owner].pop(0)
+            found.append(None if look is None else _like(self._direct.receive(look, one.owner), look))
+        if any(one.key is None for one in wanted):
+            raise NotImplementedError(
+                f"the first rank alone takes what another stage holds and no name is known for ({line}): let every "
+                f"rank run the line"
+            )
+        return found
+
+    def end(self) -> None:
+        """The hook ends."""
+        if not self._direct.rank:
+            self._direct.tell(_Over())
+            return
+        while type(call := self._direct.hear(0, "the end of a hook on the first rank")) is not _Over:
+            if type(call) is not _Call:
+                raise RuntimeError(
+                    f"the first rank alone went on to what all ranks do together ({type(call).__name__}), in a hook "
+                    f"that asks for the rank: let every rank run it, as trainer.save_checkpoint"
+                )
+            self._give(call)
+
+    def _next_call(self, line: str) -> _Call:
+        call = self._direct.hear(0, "the first rank's next call in a hook")
+        if type(call) is not _Call:
+            _refuse_part(f"stage {self._direct.rank} runs", line)
+        return call
+
+    def _give(self, call: _Call) -> None:
+        """Answer the first rank, which is elsewhere."""
+        given: list[Tensor | None] = []
+        for one in call.wanted:
+            if one.owner == self._direct.rank:
+                tensor = None if one.key is None else self._tensor_of(one.key)
+                given.append(tensor.grad if one.gradient and tensor is not None else tensor)
+        looks = [None if tensor is None else Look.of(tensor) for tensor in given]
+        self._direct.tell_first(_Answer(is_there=False, looks=tuple(looks)))
+        for tensor, look in zip(given, looks, strict=True):
+            if tensor is not None and look is not None:
+                self._direct.send(conform(tensor.detach(), look), 0)
+
+
+def _refuse_part(who: str, line: str) -> NoReturn:
+    raise RuntimeError(
+        f"{who} this alone ({line}), on what one stage holds: let every rank run it, or the first rank alone"
+    )
+
+
+def _like(data: Tensor, look: Look) -> Tensor:
+    return nn.Parameter(data, look.requires_grad) if look.is_parameter else data.requires_grad_(look.requires_grad)
