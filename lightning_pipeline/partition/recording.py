@@ -639,6 +639,8 @@ class Recording(TorchFunctionMode):
         if values:
             found.update(zip(values, self._reads.read(self, values), strict=True))
         if held:
+            if not self._tensors.written.isdisjoint(map(self._tensors.number_of, held.values())):
+                self._reads.finish_before(self, with_own=True)
             found.update(zip(held, self._reads.read_held(list(held.values())), strict=True))
         return [
             found.get(value if type(value) is int and value >= 0 else id(tensor), tensor)
