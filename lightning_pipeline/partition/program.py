@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
-from lightning_pipeline.partition.matcher import Foreign
+from lightning_pipeline.partition.matcher import CAPTURED, Foreign
 from lightning_pipeline.partition.placeholder import Look
 
 
@@ -115,6 +115,8 @@ class Program:
         self.visits = [VisitPlan() for _ in range(1 + max((event.visit for event in self.events), default=0))]
         self.foreign: list[list[int]] = [[] for _ in self.visits]
         """By visit: places among what is captured of values of earlier micro-batches."""
+        self.leaves: list[int] = []
+        """Places among what is captured of tensors that require gradients."""
         self.comes_back = False
         self.needs_order = False
         """Whether a value of an earlier micro-batch comes from another visit."""
@@ -129,6 +131,8 @@ class Program:
             if number in self.regions:
                 self.writes_again |= any(type(event.inputs[w[0]]) is int and event.inputs[w[0]] < 0 for w in event.writes)
             for slot, value in enumerate(event.inputs):
+                if value is CAPTURED and event.looks[slot].requires_grad:
+                    self.leaves.append(event.first_captured + event.matcher.captured_tensors[slot])
                 if isinstance(value, Foreign):
                     self.foreign[event.visit].append(event.first_captured + event.matcher.captured_tensors[slot])
                     self.comes_back |= value.visit != event.visit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -144,6 +145,8 @@ class Recording(TorchFunctionMode):
         self._has_run_backward = False
         self._depth = 0  # of checkpointed functions
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
+        self.batch: set[int] = set()
+        """The memory of the batch's tensors, which are parts of larger ones that no step sees."""
         self.exposed: set[int] = set()  # memory that numpy knows as well
         self.num_modes = 0
         self.skipped: dict[Event, Event] = {}
@@ -222,6 +225,10 @@ class Recording(TorchFunctionMode):
         self.captured, self._kept = [], []
         self._is_over = True
 
+    def note_batch(self, tensors: Sequence[Tensor]) -> None:
+        """Take in what the step is given."""
+        self.batch.update(_memory(tensor) for tensor in tensors if type(tensor) is not Placeholder)
+
     # -- what matchers ask of it ------------------------------------------------------------------------------------
 
     def capture(self, tensor: Tensor) -> None:
@@ -254,7 +261,8 @@ class Recording(TorchFunctionMode):
         """A tensor that every rank had has been written into by a stage: it is a value of that stage now."""
         memory = _memory(tensor)
         others = [reference() for reference in self._views.get(memory, ())]
-        if memory in self.exposed or any(other is not None and other is not tensor for other in others):
+        is_seen = any(other is not None and other is not tensor for other in others)
+        if memory in self.exposed or is_seen or (memory not in self.batch and _is_view_of_kept(tensor)):
             raise NotImplementedError(
                 f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
                 f"another one, a view or an array, which would not see it ({users_line()}): write into a clone()"
@@ -339,6 +347,8 @@ class Recording(TorchFunctionMode):
         """A new event after the one so far."""
         for slot, _ in result.writes:
             self._check_written(inputs[slot])
+            if inputs[slot] is CAPTURED and _memory(call.tensors[slot]) not in self.batch:
+                self._views.setdefault(_memory(call.tensors[slot]), []).extend(map(weakref.ref, _views_of(call.tensors[slot])))
         event = self.event.followed_by(
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
@@ -478,6 +488,11 @@ class Recording(TorchFunctionMode):
 
     def _compute_everywhere(self, func: Any, kind: Kind, args: Any, kwargs: dict[str, Any]) -> Any:
         """What is made of what every rank has is computed on every rank."""
+        if kind is Kind.HOOKS and args[0].requires_grad and function_name(func) != "retain_grad":
+            raise NotImplementedError(
+                f"a hook is registered on the gradient of a tensor that every rank has, which one stage computes "
+                f"({users_line()}): register it on what the first module gives, or read the tensor's grad after the step"
+            )
         if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
             self._seed_draw(self.num_draws)
             self.num_draws += 1
@@ -623,6 +638,19 @@ def _never(*_: Any) -> Any:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [one for one in value if isinstance(one, Tensor)]
+
+
+def _is_view_of_kept(tensor: Tensor) -> bool:
+    """Whether somebody refers to the tensor of which this is a view."""
+    with torch._C.DisableTorchFunction():
+        base = tensor._base
+        return base is not None and sys.getrefcount(base) > 2
+
+
+def _views_of(tensor: Tensor) -> list[Tensor]:
+    """What shares a tensor's memory as a view of it, wherever it was made."""
+    with torch._C.DisableTorchFunction():
+        return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]
 
 
 def _memory(tensor: Tensor) -> int:
