@@ -59,6 +59,7 @@ class Foreign(NamedTuple):
     visit: int
 
 
+_GETTER = type(Tensor.data.__get__)
 _UNIQUE = (bool, type(None), type(Ellipsis), torch.dtype, torch.memory_format, torch.layout)
 
 
@@ -147,7 +148,9 @@ def make_matcher(
     names: dict[int, str] = {}
     source.lines.append("def match(function, args, kwargs, recording):")
     count = len(args)
-    source.unless(f"function is not {source.constant(function)} or len(args) != {count}")
+    # A property's getter is another object each time.
+    other = "is not" if type(function) is not _GETTER else "!="
+    source.unless(f"function {other} {source.constant(function)} or len(args) != {count}")
     if kwargs:
         source.unless(f"not kwargs or len(kwargs) != {len(kwargs)}")
     else:

@@ -138,6 +138,12 @@ class Placeholder(Tensor):
                 return func(*args, **(kwargs or {}))
         if kind is Kind.PRINTS:
             return cls.__repr__(args[0])
+        if function_name(func) in _CONVERTING and args and type(args[0]) is Placeholder:  # also after a step that failed
+            with torch._C.DisableTorchFunctionSubclass():
+                one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+                one = func(one, *args[1:], **(kwargs or {}))
+            look = args[0].look.but(dtype=one.dtype, device=one.device)
+            return args[0] if look is args[0].look else placeholder(look, args[0].what)
         if args and type(args[0]) is Placeholder and args[0].recording is None:
             name = function_name(func)
             if name in ("grad.__get__", "_grad.__get__"):
@@ -159,12 +165,6 @@ class Placeholder(Tensor):
                     return func(*args, **(kwargs or {}))
             if name == "__reduce_ex__":
                 return placeholder, (args[0].look, args[0].what)
-            if name in _CONVERTING:
-                with torch._C.DisableTorchFunctionSubclass():
-                    one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-                    one = func(one, *args[1:], **(kwargs or {}))
-                look = args[0].look.but(dtype=one.dtype, device=one.device)
-                return args[0] if look is args[0].look else placeholder(look, args[0].what)
             if name == "data.__set__" and type(args[1]) is Placeholder and args[1].recording is None:
                 look = args[1].look
                 if look is not args[0].look:
@@ -184,7 +184,7 @@ class Placeholder(Tensor):
         _refuse(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if in_hook.on and torch._C._len_torch_function_stack():
+        if torch._C._len_torch_function_stack():
             text: str = handle_torch_function(Tensor.__repr__, (self,), self, tensor_contents=tensor_contents)
             return f"Parameter containing:\n{text}" if self.look.is_parameter else text
         return f"Placeholder({self.what}: {self.look})"

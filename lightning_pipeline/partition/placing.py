@@ -52,6 +52,7 @@ class Placing:
         if fixed is None:
             if after >= 0:
                 fixed = max(after % self._num_stages, lowest, self._stage_of_keys(inputs))
+                fixed = self._stage_of_users(inputs, fixed)
             else:
                 fixed = self._stage_of_tensors(inputs, lowest)
             fixed = self._stage_of_held(inputs, fixed)
@@ -117,6 +118,15 @@ class Placing:
         """The latest stage that a key gives one of the module's tensors; 0 without."""
         homes = [self._tensors.homes[-1 - value] for value in inputs if type(value) is int and value < 0]
         return max((home for home in homes if home is not None), default=0)
+
+    def _stage_of_users(self, inputs: Sequence[Any], lowest: int) -> int:
+        """From `lowest` on, the first stage that has used all of the module's tensors without a key among the inputs,
+        as a head on the stage of the last layer that ran; `lowest` without."""
+        for value in inputs:
+            if type(value) is int and value < 0 and self._tensors.homes[-1 - value] is None:
+                later = [stage for stage in self._tensors.holders[-1 - value] if stage >= lowest]
+                lowest = min(later, default=lowest)
+        return lowest
 
     def _memory_of(self, value: int | None) -> _Memory:
         found = self._memory.get(value)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -35,6 +36,10 @@ from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
 
 
+MAX_CHANGING = 256
+"""Tensors of which is remembered that steps change them."""
+
+
 class Reads(Protocol):
     """Brings data to a recording that asks for it."""
 
@@ -44,6 +49,12 @@ class Reads(Protocol):
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The data of tensors that some ranks hold, of the module or made in hooks."""
 
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
+
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        """The text of a value, or of a tensor of the module, with what autograd knows of it."""
+
 
 class Recorder:
     """What the recordings of a module's steps have in common.
@@ -52,6 +63,12 @@ class Recorder:
         tensors: the module's.
         calls: tells the stage of the module that runs.
         placement: the rank of each virtual stage along the data.
+
+    Attributes:
+        recordings: of the step that runs.
+        changing: memory that all ranks have, and write into in steps while stages may still have to use it, with a
+            tensor that has it: what is taken along of it are copies.
+        used: memory of buffers that all ranks have and stages use, with the buffers' numbers.
     """
 
     def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, placement: Sequence[int]) -> None:
@@ -62,6 +79,9 @@ class Recorder:
         self.inference = Inference()
         self.has_hooks = False
         """Whether there are hooks on parameters, so that every micro-batch runs in order."""
+        self.recordings: list[Recording] = []
+        self.changing: OrderedDict[int, Tensor] = OrderedDict()
+        self.used: dict[int, int] = {}
         self.current: Recording | None = None
         """The one that runs."""
         self._beginnings: dict[Any, Event] = {}
@@ -77,9 +97,14 @@ class Recorder:
 
     def forget(self) -> None:
         """The module has other tensors now, or other ranks hold them."""
-        self._beginnings.clear()
+        self.forget_paths()
+        self.used.clear()
         self._calls_of_pure = None
         self.calls.forget()
+
+    def forget_paths(self) -> None:
+        """Micro-batches to come begin anew."""
+        self._beginnings.clear()
 
     def held(self, ranks: tuple[int, ...]) -> Held:
         """Of a tensor that was made in a hook."""
@@ -119,6 +144,8 @@ class Recording(TorchFunctionMode):
     Attributes:
         event: the last one so far.
         captured: tensors and numbers that events have taken along.
+        seeds: of the generators of the user's that were drawn from.
+        overwritten: ids of captured tensors that a stage writes into; what was in them may never have been set.
         seed: from which its random numbers derive.
         hooks: on gradients of its values, in the order in which they were registered.
         retained: values of which the gradient is retained.
@@ -131,6 +158,8 @@ class Recording(TorchFunctionMode):
         self.recorder = recorder
         self.event = beginning
         self.captured: list[Any] = []
+        self.seeds: list[int] = []
+        self.overwritten: set[int] = set()
         self.num_draws = 0
         self.is_simple = not recorder.has_hooks
         self.floor = 0
@@ -148,6 +177,10 @@ class Recording(TorchFunctionMode):
         self.batch: set[int] = set()
         """The memory of the batch's tensors, which are parts of larger ones that no step sees."""
         self.exposed: set[int] = set()  # memory that numpy knows as well
+        self._copied = frozenset(memory for memory, tensor in recorder.changing.items() if _memory(tensor) == memory)
+        self._places: dict[int, list[int]] = {}  # among what is captured, by memory, as far as it was looked through
+        self._num_looked_through = 0
+        recorder.recordings.append(self)
         self.num_modes = 0
         self.skipped: dict[Event, Event] = {}
         """Ends of calls that were answered as a whole, with the event before each."""
@@ -232,7 +265,7 @@ class Recording(TorchFunctionMode):
     # -- what matchers ask of it ------------------------------------------------------------------------------------
 
     def capture(self, tensor: Tensor) -> None:
-        if self.exposed and _memory(tensor) in self.exposed:
+        if (self.exposed or self._copied) and _memory(tensor) in (self.exposed | self._copied):
             with torch._C.DisableTorchFunction():
                 tensor = tensor.clone()
         self.captured.append(tensor)
@@ -270,6 +303,7 @@ class Recording(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             # The stage needs what it was before, in an object of its own.
             before = tensor.detach()
+        self.overwritten.add(id(before))
         for index, captured in enumerate(self.captured):
             if captured is tensor:
                 self.captured[index] = before
@@ -324,6 +358,10 @@ class Recording(TorchFunctionMode):
                     f"parallelize_module has split no data that the shapes of their results depend on"
                 )
             result = self._result_on_data(func, call, looks)
+        for slot, _ in result.writes:
+            if inputs[slot] is CAPTURED and (number := self._tensors.number_of(call.tensors[slot])) is not None:
+                inputs[slot] = -1 - number
+        if depends:
             for child in self.event.children:
                 if child.result == result:
                     found = child.matcher.match(func, args, kwargs, self)
@@ -345,6 +383,7 @@ class Recording(TorchFunctionMode):
 
     def _follow(self, func: Any, call: Call, inputs: Any, looks: Any, state: Any, result: Result, **how: Any) -> Event:
         """A new event after the one so far."""
+        call_tensors = call.tensors
         for slot, _ in result.writes:
             self._check_written(inputs[slot])
             if inputs[slot] is CAPTURED and _memory(call.tensors[slot]) not in self.batch:
@@ -353,7 +392,13 @@ class Recording(TorchFunctionMode):
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
         self.placing.note(event)
-        self._tensors.written.update(-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot]))
+        for value, tensor in zip(inputs, call_tensors, strict=True):
+            if _is_module_tensor(value) and self._tensors.is_replicated(-1 - value):
+                self.recorder.used[_memory(tensor)] = -1 - value
+        written = {-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot])}
+        if not written <= self._tensors.written:
+            self._tensors.written |= written
+            self.recorder.forget_paths()
         return event
 
     def _check_written(self, value: Any) -> None:
@@ -493,16 +538,15 @@ class Recording(TorchFunctionMode):
                 f"a hook is registered on the gradient of a tensor that every rank has, which one stage computes "
                 f"({users_line()}): register it on what the first module gives, or read the tensor's grad after the step"
             )
+        if kind is Kind.WRITES or "out" in kwargs or (kind is Kind.DRAWS and function_name(func).endswith("_")):
+            self._before_write([*_tensors_in(args[0] if args else ()), *_tensors_in(kwargs.get("out"))])
         if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
             self._seed_draw(self.num_draws)
             self.num_draws += 1
-        elif kind is Kind.WRITES and args and isinstance(args[0], Tensor) and self.captured:
-            memory = _memory(args[0])
-            for index, captured in enumerate(self.captured):
-                if isinstance(captured, Tensor) and _memory(captured) == memory:
-                    with torch._C.DisableTorchFunction():
-                        self.captured[index] = captured.clone()
+        elif kind is Kind.DRAWS:
+            self.seeds.append(kwargs["generator"].initial_seed())
         elif kind is Kind.READS and function_name(func) in ("numpy", "__array__", "untyped_storage", "data_ptr"):
+            self._before_write(args[:1])
             self.exposed.add(_memory(args[0]))
         found = func(*args, **kwargs)
         if isinstance(found, Tensor) and args and isinstance(args[0], Tensor) and found is not args[0]:
@@ -511,9 +555,45 @@ class Recording(TorchFunctionMode):
                 self._views.setdefault(memory, []).extend((weakref.ref(found), weakref.ref(args[0])))
         return found
 
+    def _before_write(self, tensors: Sequence[Tensor]) -> None:
+        """Every rank is about to write into its own, which stages may have yet to use as they are."""
+        for tensor in tensors:
+            memory = _memory(tensor)
+            if memory in self._copied:
+                continue
+            earlier = [one for one in self.recorder.recordings if one is not self]
+            number = self.recorder.used.get(memory)
+            is_buffer = number is not None and _memory(self._tensors.tensors[number]) == memory
+            if is_buffer or any(one.places_of(memory) for one in earlier):
+                self.recorder.changing[memory] = tensor
+                if len(self.recorder.changing) > MAX_CHANGING:
+                    self.recorder.changing.popitem(last=False)
+                self.recorder.forget_paths()
+                is_used = is_buffer and any(-1 - number in event.inputs for event in self.event.path())  # type: ignore[operator]
+                self.is_simple &= not is_used
+                self._reads.finish_before(self, with_own=is_used)
+                self.recorder.recordings[:] = [self]
+                self._copied |= {memory}
+                self.event.children.clear()  # which take a buffer as it is
+                self.event.shortcuts = None
+            for place in self.places_of(memory):
+                with torch._C.DisableTorchFunction():
+                    self.captured[place] = self.captured[place].clone()
+            self._places.pop(memory, None)
+
+    def places_of(self, memory: int) -> list[int]:
+        """Where among what is captured tensors of a memory are."""
+        for place in range(self._num_looked_through, len(self.captured)):
+            if isinstance(self.captured[place], Tensor):
+                self._places.setdefault(_memory(self.captured[place]), []).append(place)
+        self._num_looked_through = len(self.captured)
+        return self._places.get(memory, [])
+
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.is_simple = False
         call = take_apart(func, args, kwargs)
+        if kind_of(func) is Kind.PRINTS and type(value := self._input(args[0])) is int:
+            return self._reads.shown(self, value, lambda tensor: func(tensor, *args[1:], **kwargs))
         data = self._data(call)
         with torch._C.DisableTorchFunction():
             return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
@@ -598,7 +678,8 @@ class Recording(TorchFunctionMode):
     def _input(self, tensor: Tensor) -> int | Held | Foreign | None:
         number = self._tensors.number_of(tensor)
         if number is not None:
-            return -1 - number
+            is_copied = self._tensors.is_replicated(number) and _memory(tensor) in self._copied
+            return CAPTURED if is_copied else -1 - number
         if type(tensor) is Placeholder and tensor.recording is self:
             return tensor.value
         ranks = holders_of(tensor)
@@ -637,7 +718,9 @@ def _never(*_: Any) -> Any:
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [one for one in value if isinstance(one, Tensor)]
+    if isinstance(value, (tuple, list)):
+        return [one for one in value if isinstance(one, Tensor)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def _is_view_of_kept(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.contents import digests
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.microbatch import Microbatch
@@ -131,9 +132,16 @@ def digest_of(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], befo
     for state in microbatches:
         assert state.recording is not None
         made.update(state.recording.event.digest)
+        made.update(repr(digests(state.contents)).encode())
     for one in wanted:
         made.update(repr((one.place.value, one.look)).encode())
     return float(int.from_bytes(made.digest(), "little"))
+
+
+_WAY_OUT = (
+    "Every rank runs the whole step, and has to come to the same: draw random numbers from global generators, or from "
+    "own ones seeded alike, and let nothing depend on the rank"
+)
 
 
 def _tell_difference(microbatches: Sequence[Microbatch], transport: Transport) -> None:
@@ -141,16 +149,22 @@ def _tell_difference(microbatches: Sequence[Microbatch], transport: Transport) -
     own = []
     for state in microbatches:
         assert state.recording is not None
-        own.append([(event.digest, event.name, event.line) for event in state.recording.event.path()])
+        events = [(event.digest, event.name, event.line, event.num_captured) for event in state.recording.event.path()]
+        own.append((events, digests(state.contents)))
     told = [transport.broadcast_object(own, rank, "what a rank ran") for rank in range(transport.num_stages)]
-    for index, paths in enumerate(zip(*told, strict=True)):
+    for index, ran in enumerate(zip(*told, strict=True)):
+        paths = [path for path, _ in ran]
         for number in range(max(map(len, paths))):
-            found = [path[number] if number < len(path) else (b"", "nothing more", "its end") for path in paths]
-            if len({digest for digest, _, _ in found}) > 1:
-                shown = "; ".join(f"stage {rank} ran {name} at {line}" for rank, (_, name, line) in enumerate(found))
+            found = [path[number] if number < len(path) else (b"", "nothing more", "its end", 0) for path in paths]
+            if len({digest for digest, *_ in found}) > 1:
+                shown = "; ".join(f"stage {rank} ran {name} at {line}" for rank, (_, name, line, _) in enumerate(found))
+                raise RuntimeError(f"the ranks did not run the same code in micro-batch {index}: {shown}. {_WAY_OUT}")
+        for place, taken in enumerate(zip(*(taken for _, taken in ran), strict=False)):
+            if len(set(taken)) > 1:
+                users = (f"{name} at {line}" for _, name, line, end in paths[0] if place < end)
+                user = next(users, "a generator of its own, with a seed that is another one on each,")
                 raise RuntimeError(
-                    f"the ranks did not run the same code in micro-batch {index}: {shown}. Every rank runs the whole "
-                    f"step, and has to come to the same: draw random numbers from global generators seeded alike, and "
-                    f"let nothing depend on the rank"
+                    f"the ranks did not compute with the same numbers in micro-batch {index}: the first call that was "
+                    f"given others is {user}. {_WAY_OUT}"
                 )
     raise RuntimeError("the ranks keep different values of a step: something in it depends on the rank")

@@ -151,8 +151,11 @@ class InOrder:
                 self._backward_of(visit, transfers, gradients, work)
             for index, one in reversed(list(enumerate(transfers))):
                 if one.destination == visit:
-                    gradients[index] = self._return(one, is_mine)
-            if is_mine:
+                    gradient = gradients[index] = self._return(one, is_mine)
+                    if one.source > visit and gradient is not None:  # a parameter's, which no visit to come gives
+                        backward_from([one.sent], [gradient])
+        for visit in range(last, -1, -1):
+            if self._rank_of(visit) == self._rank:
                 work.after_backward(visit % len(self._placement), state)
         state.gradients = [(place, self._retained(value)) for value, place in state.recording.retained]
 
@@ -349,7 +352,7 @@ class InOrder:
                 self._direct.send(conform(own, look), receiver)
         elif receiver == self._rank:
             assert self._direct is not None
-            arrived = self._direct.receive(look, sender)
+            arrived = self._direct.receive(look, sender, f"an activation of micro-batch {self._state.index}")
         if arrived is None:
             return None
         if returns:
@@ -376,7 +379,7 @@ class InOrder:
             return gradient
         if sender == self._rank:
             assert self._direct is not None
-            return self._direct.receive(look, receiver)
+            return self._direct.receive(look, receiver, f"a gradient of micro-batch {self._state.index}")
         return None
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from lightning_pipeline.partition.contents import Content
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.program import Program, Strand
 from lightning_pipeline.partition.recording import Recording
@@ -69,6 +70,7 @@ class Microbatch:
         recording: of the user's step, once it has run.
         result: what that returned; placeholders until the step's end.
         loss: of a training step: the value that backward starts from, or a tensor that every rank has.
+        contents: of what the recording has taken along, in brief.
         gradients: what `retain_grad` was called on, with its gradient.
         kept: data of values that are asked for after the step, on the rank that has computed them.
     """
@@ -88,6 +90,7 @@ class Microbatch:
     result: Any = None
     loss: Any = None
     loss_value: int = -1
+    contents: Content = ()
     logged: list[Any] = field(default_factory=list)
     asked: tuple[int, ...] = ()
     kept: dict[int, Tensor] = field(default_factory=dict)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.contents import contents
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import Held
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
@@ -157,6 +158,7 @@ class Pipeline:
         self._work, self._live, self._in_order = work, LiveCount(), {}
         self._microbatches = states = self._states(work, announcement)
         self.learning = False
+        self.recorder.recordings.clear()
         if self._tensors.refresh():
             self.recorder.forget()
         self.recorder.has_hooks = self.num_ranks > 1 and bool(hooks_of_parameters(self._tensors))
@@ -257,6 +259,33 @@ class Pipeline:
                 found.append(self._direct.spread(own, Look.of(tensor), owner))
         return found
 
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
+        state = next(one for one in self._microbatches if one.recording is recording)
+        assert self._run is not None
+        with set_aside():
+            if with_own:
+                self._begin_in_order(state).run_up_to(recording.event)
+            else:
+                self._run.go_on(below=state.index)
+
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        """The text of a value, or of a tensor of the module, with what autograd knows of it."""
+        state = next(one for one in self._microbatches if one.recording is recording)
+        with set_aside():
+            run = self._begin_in_order(state)
+            run.run_up_to(recording.event)
+            if value < 0:
+                owner, tensor = self._holders(-1 - value)[0], self._tensors.tensors[-1 - value]
+            else:
+                owner, tensor = self.placement[run.homes[value] % len(self.placement)], run.value(value)  # type: ignore[assignment]
+            if owner != self.rank:
+                return self._direct.hear(owner, "the text of a tensor")  # type: ignore[union-attr]
+            text = show(tensor)
+            if self._direct is not None:
+                self._direct.tell(text)
+            return text
+
     # -- details ----------------------------------------------------------------------------------------------------
 
     def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
@@ -350,7 +379,8 @@ class Pipeline:
         ] if self.rank == self.placement[0] else []  # fmt: skip
         state.tensors = []
         batch = tree.rebuild(state.layout, tensors)
-        recording.note_batch(tensors)
+        delivered = [tensor for tensor in tensors if type(tensor) is not Placeholder]
+        recording.note_batch(delivered)
         del tensors
         with recording.running():
             result, state.loss = work.step(state, batch)
@@ -360,6 +390,8 @@ class Pipeline:
             # Not the placeholders: what nobody else refers to need not come to every rank.
             state.result = _Result.of(state.result, recording)
         del result
+        alike = {id(tensor) for tensor in delivered if not tensor._version}
+        state.contents = [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
         self._end_recording(state, recording, large, work)
 
     def _end(
@@ -445,6 +477,7 @@ class Pipeline:
             self.reached.add(event.visit % len(self.placement))
             for value in event.inputs:
                 if type(value) is int and value < 0 and not self._stays_everywhere(-1 - value):
+                    self._tensors.holders[-1 - value].add(event.visit % len(self.placement))
                     for name in self._tensors.names[-1 - value]:
                         self._uses.setdefault(name, set()).add(event.visit % len(self.placement))
 
@@ -505,8 +538,8 @@ class Pipeline:
         """Give every rank the tensors that all compute with."""
         if tensors is not None:
             for state, own in zip(states, tensors, strict=True):
-                # Parts of one tensor count writes together, though no micro-batch writes into what another one uses.
-                state.tensors = [tensor.data if _is_everywhere(Look.of(tensor)) else tensor for tensor in own]
+                # As on the other ranks: no parts of one tensor.
+                state.tensors = [t.detach().clone() if _is_everywhere(Look.of(t)) else t for t in own]
             for peer in range(1, self.num_ranks):
                 assert self._transport is not None
                 for packed in _packed(states, self._structures):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
@@ -73,6 +73,14 @@ class _OnOneRank:
 
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.detach() for tensor in tensors]
+
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        with set_aside():
+            self._run.run_up_to(recording.event)
+
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        [tensor] = self.read_held([self._tensors.tensors[-1 - value]]) if value < 0 else self.read(recording, [value])
+        return show(tensor)
 
 
 def _nothing_is_earlier(recording: object, value: int) -> Tensor:
