@@ -21,7 +21,7 @@ from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.differentiation import Graph
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, is_laid_out_by_others, kind_of
 from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
-from lightning_pipeline.partition.inference import NOTHING, Inference, Result
+from lightning_pipeline.partition.inference import NOTHING, Inference, Result, written_by_array
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
@@ -179,6 +179,7 @@ class Recording(TorchFunctionMode):
         self._num_looked_through = 0
         recorder.recordings.append(self)
         self.num_modes = 0
+        self._arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, Event] = {}
         """Ends of calls that were answered as a whole, with the event before each."""
 
@@ -198,6 +199,7 @@ class Recording(TorchFunctionMode):
             with split_calls_seen(self._tensors.split_calls), self:
                 self.num_modes = torch._C._len_torch_function_stack()
                 yield
+            self._note_written_arrays()
         finally:
             self.recorder.current = None
 
@@ -360,8 +362,13 @@ class Recording(TorchFunctionMode):
                     if found is not UNLIKE:
                         self.event = child
                         return found
-        if func in REGISTERING:
+        if func in REGISTERING or func is written_by_array:
             visit = self.placing.home(inputs[0])
+            if func is written_by_array and self.placing.last_read(inputs[0]) > visit:
+                raise NotImplementedError(
+                    f"an array that shares its memory with what a stage computes is written into, when a later stage has "
+                    f"used that already (before {users_line()}): write into .numpy().copy()"
+                )
         else:
             visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
         if type(func) is SplitCall:
@@ -581,7 +588,27 @@ class Recording(TorchFunctionMode):
             return self._reads.shown(self, value, lambda tensor: func(tensor, *args[1:], **kwargs))
         data = self._data(call)
         with torch._C.DisableTorchFunction():
-            return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+            found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+        value = self.value_of(args[0]) if args else None
+        if value is not None and args[0].device.type == "cpu" and function_name(func) in ("numpy", "__array__"):
+            place = self.placeholder_for(value, args[0].look, args[0].what)
+            self._arrays.append((found, found.tobytes(), place))
+            self.__class__ = _Watching
+            self.num_modes = -1
+        return found
+
+    def _note_written_arrays(self) -> None:
+        """Have stages follow what was written into arrays that share memory with their values in one process."""
+        arrays, self._arrays = self._arrays, []
+        while arrays:
+            array, before, place = arrays.pop()
+            now = array.tobytes()
+            if now != before:
+                with torch._C.DisableTorchFunction():
+                    content = torch.tensor(array)
+                Recording.__torch_function__(self, written_by_array, (), (place, content))
+            if sys.getrefcount(array) > 2:  # this variable's and the call's
+                self._arrays.append((array, now, place))
 
     def _result_on_data(self, func: Any, call: Call, looks: Sequence[Look]) -> Result:
         """What a function gives whose result's looks depend on data."""
@@ -688,6 +715,14 @@ class Recording(TorchFunctionMode):
                 )
             return Foreign(tensor.recording.home_of(tensor.value))
         return CAPTURED
+
+
+class _Watching(Recording):
+    """A recording from which the user has got arrays."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note_written_arrays()
+        return Recording.__torch_function__(self, func, types, args, kwargs)
 
 
 def _is_module_tensor(value: Any) -> bool:
