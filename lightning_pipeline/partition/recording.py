@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -35,6 +36,8 @@ from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
 
 
+MAX_EVENTS = 100_000
+"""Calls that are remembered, each some kilobytes, until those that were not met for longest are forgotten."""
 MAX_CHANGING = 256
 """Tensors of which is remembered that steps change them."""
 
@@ -83,6 +86,8 @@ class Recorder:
         self.used: dict[int, int] = {}
         self.current: Recording | None = None
         """The one that runs."""
+        self.num_events: dict[Event, int] = {}
+        """That follow each beginning, the one that was met last at the end."""
         self._beginnings: dict[Any, Event] = {}
         self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
         self._results: dict[Any, Result | None] = {}
@@ -92,7 +97,20 @@ class Recorder:
         found = self._beginnings.get(key)
         if found is None:
             found = self._beginnings[key] = Event.beginning(num_values, repr(num_values).encode())
+        self.num_events[found] = self.num_events.pop(found, 0)
         return found
+
+    def trim(self) -> bool:
+        """Forget what was not met for long where there is too much, as where data tells the path. On all ranks alike,
+        between steps. Returns whether there was anything."""
+        if sum(self.num_events.values()) <= MAX_EVENTS:
+            return False
+        while self.num_events and sum(self.num_events.values()) > MAX_EVENTS // 2:
+            oldest = next(iter(self.num_events))
+            del self.num_events[oldest]
+            self._beginnings = {key: one for key, one in self._beginnings.items() if one is not oldest}
+        self._results.clear()
+        return True
 
     def forget(self) -> None:
         """The module has other tensors now, or other ranks hold them."""
@@ -104,6 +122,7 @@ class Recorder:
     def forget_paths(self) -> None:
         """Micro-batches to come begin anew."""
         self._beginnings.clear()
+        self.num_events.clear()
 
     def held(self, ranks: tuple[int, ...]) -> Held:
         """Of a tensor that was made in a hook."""
@@ -121,6 +140,7 @@ class Recorder:
                 override(module, "_call_impl", call)
             stack.enter_context(compiled_as_written())
             stack.enter_context(_function_apply_seen(self))
+            stack.enter_context(_scripted_seen(self))
             stack.enter_context(checkpoints_noted(self._checkpointed))
             stack.enter_context(_arrays_seen(self))
             stack.enter_context(_module_apply_seen())
@@ -155,7 +175,7 @@ class Recording(TorchFunctionMode):
     def __init__(self, recorder: Recorder, beginning: Event, reads: Reads, seed_draw: Callable[[int], None]) -> None:
         super().__init__()
         self.recorder = recorder
-        self.event = beginning
+        self.event = self._beginning = beginning
         self.captured: list[Any] = []
         self.seeds: list[int] = []
         self.overwritten: set[int] = set()
@@ -292,7 +312,8 @@ class Recording(TorchFunctionMode):
         if memory in self.exposed or any(other is not None and other is not tensor for other in others):
             raise NotImplementedError(
                 f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
-                f"another one, a view or an array, which would not see it ({users_line()}): write into a clone()"
+                f"another one, a view or an array, which would not see it ({users_line()}): write into a clone(), or "
+                f"where it is a view or the .data of a buffer of the module, into the buffer itself under no_grad"
             )
         with torch._C.DisableTorchFunction():
             # The stage needs what it was before, in an object of its own.
@@ -389,6 +410,8 @@ class Recording(TorchFunctionMode):
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
         self.placing.note(event)
+        if self._beginning in self.recorder.num_events:
+            self.recorder.num_events[self._beginning] += 1
         for value, tensor in zip(inputs, call_tensors, strict=True):
             if _is_module_tensor(value) and self._tensors.is_replicated(-1 - value):
                 self.recorder.used[_memory(tensor)] = -1 - value
@@ -760,18 +783,45 @@ def _function_apply_seen(recorder: Recorder) -> Iterator[None]:
     owner = torch.autograd.function._SingleLevelFunction
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        recording = recorder.current
-        if recording is None or not torch._C._len_torch_function_stack() or not recording._is_ours((args, kwargs)):
-            return _applying(cls)(*args, **kwargs)
-        # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
-        with _pop_mode_temporarily() as mode:
-            return mode.__torch_function__(_applying(cls), (), args, kwargs)
+        return _as_function(recorder, _applying(cls), args, kwargs)
 
     owner.apply = classmethod(seen)
     try:
         yield
     finally:
         del owner.apply
+
+
+@contextmanager
+def _scripted_seen(recorder: Recorder) -> Iterator[None]:
+    """So do functions that were scripted or traced."""
+    owner = torch._C.ScriptFunction
+    plain = owner.__call__
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called = _SCRIPTED.get(self)
+        if called is None:
+            called = _SCRIPTED[self] = partial(plain, self)
+        return _as_function(recorder, called, args, kwargs)
+
+    owner.__call__ = seen
+    try:
+        yield
+    finally:
+        owner.__call__ = plain
+
+
+_SCRIPTED: dict[Any, Callable[..., Any]] = {}
+
+
+def _as_function(recorder: Recorder, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what torch does not give to modes as if it did."""
+    recording = recorder.current
+    if recording is None or not torch._C._len_torch_function_stack() or not recording._is_ours((args, kwargs)):
+        return function(*args, **kwargs)
+    # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
+    with _pop_mode_temporarily() as mode:
+        return mode.__torch_function__(function, (), args, kwargs)
 
 
 @contextmanager
