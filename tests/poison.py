@@ -9,6 +9,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.placeholder import Placeholder
+
 
 class Poison(L.Callback):
     """Overwrites on each stage what other stages hold, before the first step, and sees that it is let go after it.
@@ -30,21 +32,21 @@ class Poison(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, tensor in self._remote(pl_module):
-            if not tensor.is_meta:
+            if is_here(tensor):
                 spoil(tensor)
                 self.poisoned.append(name)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step != 1:
             return
-        self.faults += [f"{name} is still here" for name, tensor in self._remote(pl_module) if not tensor.is_meta]
+        self.faults += [f"{name} is still here" for name, tensor in self._remote(pl_module) if is_here(tensor)]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, tensor in tensors(pl_module):
             if trainer.strategy.ownership.is_local(name):
-                if tensor.is_meta:
+                if not is_here(tensor):
                     self.faults.append(f"{name} is gone")
-                elif not torch.isfinite(tensor).all():
+                elif not is_finite(tensor):
                     self.faults.append(f"{name} is not finite")
 
     def _remote(self, module: L.LightningModule) -> Iterator[tuple[str, Tensor]]:
@@ -55,6 +57,17 @@ def tensors(module: L.LightningModule) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by name."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def is_here(tensor: Tensor) -> bool:
+    """Whether this rank has its data; in a hook, all tensors look as in one process."""
+    return type(tensor) is not Placeholder
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Asked of this rank's own, past the modes that ask every rank."""
+    with torch._C.DisableTorchFunction():
+        return bool(torch.isfinite(tensor).all())
 
 
 @torch.no_grad()

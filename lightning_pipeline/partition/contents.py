@@ -55,4 +55,4 @@ def _sample(tensor: Tensor) -> int | Tensor:
 
 
 def _digest(flat: Tensor) -> int:
-    return zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]

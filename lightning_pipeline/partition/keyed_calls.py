@@ -12,7 +12,6 @@ from torch import nn
 from lightning_pipeline.partition.overrides import has_forward, overridden
 from lightning_pipeline.partition.stage_config import StageMap
 
-
 IS_KEYED = "is_keyed"
 """Marks what is put around the forward of a module with a key."""
 

@@ -74,7 +74,7 @@ class Placing:
         for value in event.inputs:
             if type(value) is int:
                 self._memory_of(value).read = max(self._memory_of(value).read, visit)
-        for look, value, shares in zip(event.result.tensors, event.outputs, event.result.shares, strict=True):
+        for value, shares in zip(event.outputs, event.result.shares, strict=True):
             if value is None:
                 continue
             self.visits[value] = visit
@@ -103,7 +103,7 @@ class Placing:
             if type(value) is int and value < 0:
                 number = -1 - value
                 if self._tensors.homes[number] is not None:
-                    return self._tensors.homes[number]  # type: ignore[return-value]
+                    return self._tensors.homes[number]
                 if self._tensors.holders[number]:
                     return min(self._tensors.holders[number])
         if any(isinstance(value, Held) for value in inputs):

@@ -12,7 +12,6 @@ from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_END
 from lightning_pipeline.partition.matcher import Foreign
 from lightning_pipeline.partition.placeholder import Look
 
-
 VisitFunction = Callable[..., Any]
 
 
@@ -127,7 +126,8 @@ class Program:
                 continue
             self.visits[event.visit].events.append(number)
             if number in self.regions:
-                self.writes_again |= any(type(event.inputs[w[0]]) is int and event.inputs[w[0]] < 0 for w in event.writes)
+                written = [event.inputs[slot] for slot, _, _ in event.writes]
+                self.writes_again |= any(type(value) is int and value < 0 for value in written)
             for slot, value in enumerate(event.inputs):
                 if isinstance(value, Foreign):
                     self.foreign[event.visit].append(event.first_captured + event.matcher.captured_tensors[slot])
@@ -154,8 +154,8 @@ class Program:
                 for (other, value), strand in plan.operands.items():
                     if other < number and plan.operands.get((number, value), strand) != strand:
                         raise NotImplementedError(
-                            f"torch.autograd.grad with respect to what an earlier stage computes, which is also used on "
-                            f"that stage later ({event.line}): clone it for the part that is differentiated"
+                            f"torch.autograd.grad with respect to what an earlier stage computes, which is also used "
+                            f"on that stage later ({event.line}): clone it for the part that is differentiated"
                         )
 
     def with_gradients(self, loss: int) -> frozenset[int]:
@@ -172,7 +172,7 @@ class Program:
         return found
 
     def returning(self, visit: int, loss: int) -> list[Strand]:
-        """What the visit receives and gives gradients of, in the order in which they go back. Without a loss, nothing."""
+        """What the visit receives and gives gradients of, in the order in which they go back; without a loss, none."""
         if loss < 0:
             return []
         wanted = self.with_gradients(loss)

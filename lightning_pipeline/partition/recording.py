@@ -6,8 +6,8 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,24 +17,29 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.checkpoints import checkpoints_noted
-from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.differentiation import Graph
-from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, is_laid_out_by_others, kind_of
+from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.partition.functions import (
+    Kind,
+    function_name,
+    is_drawing_of_own,
+    is_laid_out_by_others,
+    kind_of,
+)
 from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
 from lightning_pipeline.partition.inference import NOTHING, Inference, Result, written_by_array
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
-from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.pure_modules import calls_of, pure_within
 from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
-
 
 MAX_EVENTS = 100_000
 """Calls that are remembered, each some kilobytes, until those that were not met for longest are forgotten."""
@@ -345,9 +350,9 @@ class Recording(TorchFunctionMode):
             return self._read(func, args, kwargs)
         if is_drawing_of_own(kwargs):
             raise NotImplementedError(
-                f"{function_name(func)} draws from a generator of the user's for what a stage computes, where the other "
-                f"ranks' generators would not advance ({users_line()}): draw with torch.rand or torch.randn of that "
-                f"shape and generator, which all ranks do alike, and compute with it, or use the global generator"
+                f"{function_name(func)} draws from a generator of the user's for what a stage computes, where the "
+                f"other ranks' generators would not advance ({users_line()}): draw with torch.rand or torch.randn of "
+                f"that shape and generator, which all ranks do alike, and compute with it, or use the global generator"
             )
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise NotImplementedError(
@@ -422,7 +427,7 @@ class Recording(TorchFunctionMode):
         return event
 
     def _check_written(self, value: Any) -> None:
-        """What was made in a hook is not written into, be it through a view: a step is over on one rank before others."""
+        """What was made in a hook is not written into, nor through a view: a step is over on one rank before others."""
         if type(value) is int and value >= 0:
             maker = next((one for one in self.event.path() if value in one.made()), None)
             if maker is None:
@@ -468,7 +473,9 @@ class Recording(TorchFunctionMode):
             )
         return self.register(hook_of_tensor, tensor, hook)
 
-    def register(self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]) -> Handle:
+    def register(
+        self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]
+    ) -> Handle:
         """Have a hook run when the gradient of a value comes."""
         self.is_simple = False
         hook = Hook(function, len(self.hooks))
@@ -647,8 +654,8 @@ class Recording(TorchFunctionMode):
         if any(isinstance(tensor, DTensor) for tensor in take_apart(func, args, kwargs).tensors):
             raise NotImplementedError(
                 f"{function_name(func)} is given a parameter that tensor parallelism has split, outside of the module "
-                f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, or "
-                f"leave the parameter whole"
+                f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, "
+                f"or leave the parameter whole"
             )
 
     def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
@@ -728,8 +735,8 @@ class Recording(TorchFunctionMode):
         if type(tensor) is Placeholder:
             if tensor.recording is None:
                 raise NotImplementedError(
-                    f"{tensor.what} is not on this rank, and is used in a step ({users_line()}): make it a parameter or "
-                    f"buffer of the module"
+                    f"{tensor.what} is not on this rank, and is used in a step ({users_line()}): make it a parameter "
+                    f"or buffer of the module"
                 )
             if tensor.look.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
@@ -780,7 +787,7 @@ def _memory(tensor: Tensor) -> int:
 def _function_apply_seen(recorder: Recorder) -> Iterator[None]:
     """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
     # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
-    owner = torch.autograd.function._SingleLevelFunction
+    owner: Any = torch.autograd.function._SingleLevelFunction
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _as_function(recorder, _applying(cls), args, kwargs)
@@ -854,7 +861,7 @@ def _arrays_seen(recorder: Recorder) -> Iterator[None]:
             recorder.current.exposed.add(_memory(found))
         return found
 
-    torch.from_numpy = seen
+    torch.from_numpy = seen  # type: ignore[assignment]
     try:
         yield
     finally:

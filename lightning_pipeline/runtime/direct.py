@@ -48,12 +48,12 @@ class Direct:
         if tensor.numel():
             self._transport.send_on_control(tensor.cpu().clone(), peer)
 
-    def receive(self, look: Look, peer: int) -> Tensor:
-        """The next tensor from a rank."""
+    def receive(self, look: Look, peer: int, what: str = "a value of a step") -> Tensor:
+        """The next tensor from a rank; `what` is what an error calls it."""
         meta = wire(look)
         buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         if buffer.numel():
-            self._transport.receive_on_control(buffer, peer, "a value of a step")
+            self._transport.receive_on_control(buffer, peer, what)
         return buffer.to(self._device)
 
     def spread(self, tensor: Tensor | None, look: Look, owner: int) -> Tensor:

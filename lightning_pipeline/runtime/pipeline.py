@@ -189,8 +189,8 @@ class Pipeline:
             told = [self._transport.broadcast_object(digest, rank, "what ran") for rank in range(self.num_ranks)]
             if len(set(told)) > 1:
                 raise RuntimeError(
-                    "the ranks did not run the same code in steps whose outputs stay on the last stage: every rank runs "
-                    "the whole step, and has to come to the same; output_broadcast=True finds the first difference"
+                    "the ranks did not run the same code in steps whose outputs stay on the last stage: every rank "
+                    "runs the whole step, and has to come to the same; output_broadcast=True finds the first difference"
                 )
 
     def use(self, schedule: Callable[[int], Schedule]) -> None:

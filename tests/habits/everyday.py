@@ -162,8 +162,8 @@ class ContrastiveQueue(Layers):
 
     def __init__(self) -> None:
         super().__init__()
-        keys = torch.randn(WIDTH, 12, generator=torch.Generator().manual_seed(1))
-        self.register_buffer("queue", F.normalize(keys, dim=0))
+        drawn = torch.randn(WIDTH, 12, generator=torch.Generator().manual_seed(1))
+        self.register_buffer("queue", F.normalize(drawn, dim=0))
         self.register_buffer("place", torch.zeros(1, dtype=torch.long))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

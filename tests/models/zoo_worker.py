@@ -26,7 +26,7 @@ from lightning_pipeline import PipelineStrategy
 from tests.launching import PATIENCE_S
 from tests.models.habits import EarlyFeatures
 from tests.models.zoo import CASES, NUM_MICROBATCHES, Case, blocks, vectors
-from tests.poison import Poison
+from tests.poison import Poison, is_here
 
 EARLY = "early_features"
 VIRTUAL_SCHEDULES = ("zbv", "interleaved_zero_bubble", "interleaved_1f1b")
@@ -64,9 +64,8 @@ class Recorder(L.Callback):
         self.result = Result()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        self.result.gradients.append(
-            {name: p.grad.clone() for name, p in pl_module.named_parameters() if p.grad is not None}
-        )
+        found = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+        self.result.gradients.append({name: own.clone() for name, own in found.items() if is_here(own)})
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         self.result.losses.append(float(outputs["loss"]))
