@@ -172,10 +172,15 @@ def _result(
     return Result(layout, tuple(tensors), tuple(shares), writes)
 
 
+def written_by_array(tensor: Tensor, content: Tensor) -> None:
+    """What numpy does to a tensor whose memory it shares: autograd does not hear of it."""
+    tensor.data.copy_(content)
+
+
 def writes_beside(function: Any, call: Call) -> frozenset[int]:
     """Arguments that a function writes into without a word to autograd: a batch norm's running statistics, and what
     `.data` is set of."""
-    if function_name(function) == "data.__set__":
+    if function_name(function) == "data.__set__" or function is written_by_array:
         return frozenset([call.args[0].number])
     if function_name(function) not in ("batch_norm", "instance_norm"):
         return frozenset()

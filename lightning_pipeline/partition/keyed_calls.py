@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.overrides import has_forward, overridden
 from lightning_pipeline.partition.stage_config import StageMap
 
 IS_KEYED = "is_keyed"
@@ -53,7 +53,7 @@ class KeyedCalls:
         modules = dict(self.root.named_modules(remove_duplicate=False))
         for name in {*self.stages.exact, *self.stages.minimum}:
             module = modules.get(name)
-            if module is not None and type(module).forward is not nn.Module.forward:
+            if module is not None and has_forward(module):
                 stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
                 found.append((module, self._noted(name, stage, module.forward)))
         return found

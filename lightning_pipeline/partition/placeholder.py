@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -289,6 +290,11 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     absent = next((item for item in leaves if isinstance(item, Placeholder)), None)
     what = absent.what if absent is not None else "a value"
+    if any("/torch/_functorch/" in frame.filename.replace("\\", "/") for frame in traceback.extract_stack()):
+        raise NotImplementedError(
+            f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage computes, {what}, "
+            f"within a step ({users_line()}): write it for the whole batch, or take torch.autograd.grad"
+        )
     raise AbsentDataError(
         f"{function_name(func)} needs the data of {what}, which this rank does not hold ({users_line()})"
     )

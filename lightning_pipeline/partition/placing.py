@@ -62,6 +62,10 @@ class Placing:
         """The visit that makes a value."""
         return max(self.visits.get(value, 0), 0)
 
+    def last_read(self, value: int) -> int:
+        """The latest visit that has read a value's memory."""
+        return self._memory_of(value).read
+
     def note(self, event: Event) -> None:
         """Take in an event that has been placed."""
         visit = event.visit

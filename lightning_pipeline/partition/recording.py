@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ from lightning_pipeline.partition.functions import (
     kind_of,
 )
 from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
-from lightning_pipeline.partition.inference import NOTHING, Inference, Result
+from lightning_pipeline.partition.inference import NOTHING, Inference, Result, written_by_array
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
@@ -41,6 +42,8 @@ from lightning_pipeline.partition.pure_modules import calls_of, pure_within
 from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
 
+MAX_EVENTS = 100_000
+"""Calls that are remembered, each some kilobytes, until those that were not met for longest are forgotten."""
 MAX_CHANGING = 256
 """Tensors of which is remembered that steps change them."""
 
@@ -89,6 +92,8 @@ class Recorder:
         self.used: dict[int, int] = {}
         self.current: Recording | None = None
         """The one that runs."""
+        self.num_events: dict[Event, int] = {}
+        """That follow each beginning, the one that was met last at the end."""
         self._beginnings: dict[Any, Event] = {}
         self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
         self._results: dict[Any, Result | None] = {}
@@ -98,7 +103,20 @@ class Recorder:
         found = self._beginnings.get(key)
         if found is None:
             found = self._beginnings[key] = Event.beginning(num_values, repr(num_values).encode())
+        self.num_events[found] = self.num_events.pop(found, 0)
         return found
+
+    def trim(self) -> bool:
+        """Forget what was not met for long where there is too much, as where data tells the path. On all ranks alike,
+        between steps. Returns whether there was anything."""
+        if sum(self.num_events.values()) <= MAX_EVENTS:
+            return False
+        while self.num_events and sum(self.num_events.values()) > MAX_EVENTS // 2:
+            oldest = next(iter(self.num_events))
+            del self.num_events[oldest]
+            self._beginnings = {key: one for key, one in self._beginnings.items() if one is not oldest}
+        self._results.clear()
+        return True
 
     def forget(self) -> None:
         """The module has other tensors now, or other ranks hold them."""
@@ -110,6 +128,7 @@ class Recorder:
     def forget_paths(self) -> None:
         """Micro-batches to come begin anew."""
         self._beginnings.clear()
+        self.num_events.clear()
 
     def held(self, ranks: tuple[int, ...]) -> Held:
         """Of a tensor that was made in a hook."""
@@ -127,6 +146,7 @@ class Recorder:
                 override(module, "_call_impl", call)
             stack.enter_context(compiled_as_written())
             stack.enter_context(_function_apply_seen(self))
+            stack.enter_context(_scripted_seen(self))
             stack.enter_context(checkpoints_noted(self._checkpointed))
             stack.enter_context(_arrays_seen(self))
             stack.enter_context(_module_apply_seen())
@@ -161,7 +181,7 @@ class Recording(TorchFunctionMode):
     def __init__(self, recorder: Recorder, beginning: Event, reads: Reads, seed_draw: Callable[[int], None]) -> None:
         super().__init__()
         self.recorder = recorder
-        self.event = beginning
+        self.event = self._beginning = beginning
         self.captured: list[Any] = []
         self.seeds: list[int] = []
         self.overwritten: set[int] = set()
@@ -187,6 +207,7 @@ class Recording(TorchFunctionMode):
         self._num_looked_through = 0
         recorder.recordings.append(self)
         self.num_modes = 0
+        self._arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, Event] = {}
         """Ends of calls that were answered as a whole, with the event before each."""
 
@@ -206,6 +227,7 @@ class Recording(TorchFunctionMode):
             with split_calls_seen(self._tensors.split_calls), self:
                 self.num_modes = torch._C._len_torch_function_stack()
                 yield
+            self._note_written_arrays()
         finally:
             self.recorder.current = None
 
@@ -303,7 +325,8 @@ class Recording(TorchFunctionMode):
         if memory in self.exposed or is_seen or (memory not in self.batch and _is_view_of_kept(tensor)):
             raise NotImplementedError(
                 f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
-                f"another one, a view or an array, which would not see it ({users_line()}): write into a clone()"
+                f"another one, a view or an array, which would not see it ({users_line()}): write into a clone(), or "
+                f"where it is a view or the .data of a buffer of the module, into the buffer itself under no_grad"
             )
         with torch._C.DisableTorchFunction():
             # The stage needs what it was before, in an object of its own.
@@ -373,8 +396,13 @@ class Recording(TorchFunctionMode):
                     if found is not UNLIKE:
                         self.event = child
                         return found
-        if func in REGISTERING:
+        if func in REGISTERING or func is written_by_array:
             visit = self.placing.home(inputs[0])
+            if func is written_by_array and self.placing.last_read(inputs[0]) > visit:
+                raise NotImplementedError(
+                    f"an array that shares its memory with what a stage computes is written into, when a later stage has "
+                    f"used that already (before {users_line()}): write into .numpy().copy()"
+                )
         else:
             visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
         if type(func) is SplitCall:
@@ -397,6 +425,8 @@ class Recording(TorchFunctionMode):
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
         self.placing.note(event)
+        if self._beginning in self.recorder.num_events:
+            self.recorder.num_events[self._beginning] += 1
         for value, tensor in zip(inputs, call_tensors, strict=True):
             if _is_module_tensor(value) and self._tensors.is_replicated(-1 - value):
                 self.recorder.used[_memory(tensor)] = -1 - value
@@ -603,7 +633,27 @@ class Recording(TorchFunctionMode):
             return self._reads.shown(self, value, lambda tensor: func(tensor, *args[1:], **kwargs))
         data = self._data(call)
         with torch._C.DisableTorchFunction():
-            return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+            found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+        value = self.value_of(args[0]) if args else None
+        if value is not None and args[0].device.type == "cpu" and function_name(func) in ("numpy", "__array__"):
+            place = self.placeholder_for(value, args[0].look, args[0].what)
+            self._arrays.append((found, found.tobytes(), place))
+            self.__class__ = _Watching
+            self.num_modes = -1
+        return found
+
+    def _note_written_arrays(self) -> None:
+        """Have stages follow what was written into arrays that share memory with their values in one process."""
+        arrays, self._arrays = self._arrays, []
+        while arrays:
+            array, before, place = arrays.pop()
+            now = array.tobytes()
+            if now != before:
+                with torch._C.DisableTorchFunction():
+                    content = torch.tensor(array)
+                Recording.__torch_function__(self, written_by_array, (), (place, content))
+            if sys.getrefcount(array) > 2:  # this variable's and the call's
+                self._arrays.append((array, now, place))
 
     def _result_on_data(self, func: Any, call: Call, looks: Sequence[Look]) -> Result:
         """What a function gives whose result's looks depend on data."""
@@ -712,6 +762,14 @@ class Recording(TorchFunctionMode):
         return CAPTURED
 
 
+class _Watching(Recording):
+    """A recording from which the user has got arrays."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note_written_arrays()
+        return Recording.__torch_function__(self, func, types, args, kwargs)
+
+
 def _is_module_tensor(value: Any) -> bool:
     return type(value) is int and value < 0
 
@@ -760,18 +818,45 @@ def _function_apply_seen(recorder: Recorder) -> Iterator[None]:
     owner: Any = torch.autograd.function._SingleLevelFunction
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        recording = recorder.current
-        if recording is None or not torch._C._len_torch_function_stack() or not recording._is_ours((args, kwargs)):
-            return _applying(cls)(*args, **kwargs)
-        # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
-        with _pop_mode_temporarily() as mode:
-            return mode.__torch_function__(_applying(cls), (), args, kwargs)
+        return _as_function(recorder, _applying(cls), args, kwargs)
 
     owner.apply = classmethod(seen)
     try:
         yield
     finally:
         del owner.apply
+
+
+@contextmanager
+def _scripted_seen(recorder: Recorder) -> Iterator[None]:
+    """So do functions that were scripted or traced."""
+    owner = torch._C.ScriptFunction
+    plain = owner.__call__
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called = _SCRIPTED.get(self)
+        if called is None:
+            called = _SCRIPTED[self] = partial(plain, self)
+        return _as_function(recorder, called, args, kwargs)
+
+    owner.__call__ = seen
+    try:
+        yield
+    finally:
+        owner.__call__ = plain
+
+
+_SCRIPTED: dict[Any, Callable[..., Any]] = {}
+
+
+def _as_function(recorder: Recorder, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what torch does not give to modes as if it did."""
+    recording = recorder.current
+    if recording is None or not torch._C._len_torch_function_stack() or not recording._is_ours((args, kwargs)):
+        return function(*args, **kwargs)
+    # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
+    with _pop_mode_temporarily() as mode:
+        return mode.__torch_function__(function, (), args, kwargs)
 
 
 @contextmanager

@@ -161,6 +161,8 @@ class Pipeline:
         self.recorder.recordings.clear()
         if self._tensors.refresh():
             self.recorder.forget()
+        if self.recorder.trim():
+            self._held.clear()
         self.recorder.has_hooks = self.num_ranks > 1 and bool(hooks_of_parameters(self._tensors))
         installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
         with self._draws.kept(), _no_collection(), installed, over_all_refused():
