@@ -15,11 +15,11 @@ from lightning_pipeline.partition.operation import Call, shown
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 
 
-def CHECKPOINT_BEGINS(stops_early: bool) -> None:  # noqa: N802
+def CHECKPOINT_BEGINS(stops_early: bool) -> None:
     """In a path: what follows is computed again in backward."""
 
 
-def CHECKPOINT_ENDS() -> None:  # noqa: N802
+def CHECKPOINT_ENDS() -> None:
     """In a path: so much for that."""
 
 

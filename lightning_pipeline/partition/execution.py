@@ -245,7 +245,8 @@ class _Writer:
                     last[names[value]] = number
         needed = {names.get(s.value, f"v{s.value}") if o is None else _of(o) for s, o in self._plan.sends.items()}
         needed |= {names.get(value, f"v{value}") for value in self._kept}
-        needed |= {_of(fork.source) if fork.source else names.get(fork.strand.value, f"v{fork.strand.value}") for fork in self._plan.forks}
+        for fork in self._plan.forks:
+            needed.add(_of(fork.source) if fork.source else names.get(fork.strand.value, f"v{fork.strand.value}"))
         found: dict[int, set[str]] = {}
         for name, number in last.items():
             if name not in needed and not name.startswith("batch"):

@@ -1,4 +1,4 @@
-"""What torch's functions do, as far as a recording has to know: read data, draw random numbers, write, or none of it."""
+"""What torch's functions do, as far as a recording has to know: read data, draw random numbers, write, or none."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.partition.overrides import has_forward
+
 _expected: ContextVar[bool] = ContextVar("_expected", default=False)
 
 
@@ -36,8 +38,8 @@ def guard_forward(name: str, leaf: nn.Module) -> None:
     Within steps these calls do not come here; those of modules around leaves do.
     """
     for inner, module in leaf.named_modules(prefix=name):
-        has_forward = type(module).forward is not nn.Module.forward and "forward" not in vars(module)
-        if has_forward and _has_absent(module) and not isinstance(module, torch.jit.ScriptModule):
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        if not is_scripted and has_forward(module) and "forward" not in vars(module) and _has_absent(module):
             vars(module)["forward"] = _Guarded(module, inner)
 
 

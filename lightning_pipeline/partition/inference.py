@@ -1,4 +1,4 @@
-"""What an operation gives, found out on fake tensors: looks of the result, what it shares memory with, what it writes."""
+"""What an operation gives, learnt on fake tensors: looks of the result, what it shares memory with, what it writes."""
 
 from __future__ import annotations
 
@@ -106,14 +106,15 @@ class Inference:
 
 def _made(look: Look, content: Tensor | float | None = None) -> Tensor:
     """A tensor of this look."""
-    assert look.stride is not None
+    stride = look.stride
+    assert stride is not None
 
     def made_anew() -> Tensor:
         if content is None:
-            return torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device)
-        repeated = [stride == 0 and size > 1 for size, stride in zip(look.shape, look.stride, strict=True)]
+            return torch.empty_strided(look.shape, stride, dtype=look.dtype, device=look.device)
+        repeated = [step == 0 and size > 1 for size, step in zip(look.shape, stride, strict=True)]
         shape = [1 if one else size for one, size in zip(repeated, look.shape, strict=True)]
-        made = torch.empty_strided(shape, look.stride, dtype=look.dtype, device=look.device)
+        made = torch.empty_strided(shape, stride, dtype=look.dtype, device=look.device)
         if isinstance(content, Tensor):
             places = tuple(slice(0, 1) if one else slice(None) for one in repeated)
             made.copy_(content.detach()[places])
@@ -171,14 +172,19 @@ def _result(
     return Result(layout, tuple(tensors), tuple(shares), writes)
 
 
+def written_by_array(tensor: Tensor, content: Tensor) -> None:
+    """What numpy does to a tensor whose memory it shares: autograd does not hear of it."""
+    tensor.data.copy_(content)
+
+
 def writes_beside(function: Any, call: Call) -> frozenset[int]:
     """Arguments that a function writes into without a word to autograd: a batch norm's running statistics, and what
     `.data` is set of."""
-    if function_name(function) == "data.__set__":
+    if function_name(function) == "data.__set__" or function is written_by_array:
         return frozenset([call.args[0].number])
     if function_name(function) not in ("batch_norm", "instance_norm"):
         return frozenset()
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    names: tuple[str, ...] = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     if function in (torch.batch_norm, torch.instance_norm):
         names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn")
     if function is torch.nn.functional.instance_norm:

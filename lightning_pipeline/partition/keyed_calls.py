@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.overrides import has_forward, overridden
 from lightning_pipeline.partition.stage_config import StageMap
-
 
 IS_KEYED = "is_keyed"
 """Marks what is put around the forward of a module with a key."""
@@ -54,7 +53,7 @@ class KeyedCalls:
         modules = dict(self.root.named_modules(remove_duplicate=False))
         for name in {*self.stages.exact, *self.stages.minimum}:
             module = modules.get(name)
-            if module is not None and type(module).forward is not nn.Module.forward:
+            if module is not None and has_forward(module):
                 stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
                 noted = self._noted(name, stage, module.forward)
                 found.append(_Forward(module, vars(module).get("forward"), type(module).forward, noted))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_pipeline.partition.compiled import is_compiled
+from lightning_pipeline.partition.overrides import has_forward
 from lightning_pipeline.partition.stage_config import StageMap, places
 
 
@@ -115,4 +116,4 @@ def _leaf(name: str, module: nn.Module, stages: StageMap, names: Sequence[str]) 
 
 
 def _callable(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or is_compiled(module)
+    return has_forward(module) or is_compiled(module)

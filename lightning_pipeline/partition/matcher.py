@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot
+from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import Look, Placeholder, placeholder
 
 UNLIKE = object()
@@ -54,12 +54,12 @@ class Held(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """In place of a value's number: the argument is a value of an earlier micro-batch, which has its home on a visit."""
+    """In place of a value's number: the argument is a value of an earlier micro-batch, with its home on a visit."""
 
     visit: int
 
 
-_GETTER = type(Tensor.data.__get__)
+_GETTER = type(Tensor.data.__get__)  # type: ignore[attr-defined]
 _UNIQUE = (bool, type(None), type(Ellipsis), torch.dtype, torch.memory_format, torch.layout)
 
 
@@ -115,7 +115,7 @@ def make_matcher(
     args: Sequence[Template],
     kwargs: dict[str, Template],
     state: tuple[bool, bool, Any],
-    inputs: Sequence[int | Foreign | None],
+    inputs: Sequence[Any],
     looks: Sequence[Look],
     module_tensors: Sequence[Tensor],
     tensors: Sequence[Look | int],
@@ -248,7 +248,8 @@ def make_matcher(
         found.append(name)
         source.lines += [
             f"    {name} = pool[{place}]",
-            f"    if refs({name}) != 3 or {name}.look is not {own}: {name} = pool[{place}] = renewed({name}, {own}, {shown})",
+            f"    if refs({name}) != 3 or {name}.look is not {own}:",
+            f"        {name} = pool[{place}] = renewed({name}, {own}, {shown})",
             f"    {name}.value = {value}; {name}.recording = recording",
         ]
     for slot, look, value in writes:
@@ -256,7 +257,7 @@ def make_matcher(
             source.lines.append(f"    recording.adopt({names[slot]}, {source.constant(look)}, {value})")
         elif inputs[slot] is CAPTURED:
             source.lines.append(f"    recording.absorb({names[slot]}, {source.constant(look)}, {value}, {shown})")
-        elif inputs[slot] >= 0:  # type: ignore[operator]
+        elif inputs[slot] >= 0:
             source.lines.append(f"    {names[slot]}.value = {value}")
             if look is not looks[slot]:
                 source.lines.append(f"    recording.change({names[slot]}, {source.constant(look)})")

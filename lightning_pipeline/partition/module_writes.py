@@ -28,11 +28,11 @@ class ModuleWrites:
                 is_replaced = event.name == "data.__set__"
                 found[number] = is_replaced
                 self.number_of[value] = number
-        for value, slots in zip(event.outputs, event.result.shares, strict=True):
+        for output, slots in zip(event.outputs, event.result.shares, strict=True):
             for slot in slots:
                 number = self.behind(event.inputs[slot])
-                if number is not None and value is not None:
-                    self.number_of[value] = number
+                if number is not None and output is not None:
+                    self.number_of[output] = number
         return found
 
     def behind(self, value: object) -> int | None:

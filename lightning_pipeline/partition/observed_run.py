@@ -12,7 +12,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.compiled import is_compiled, uncompiled
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.overrides import has_forward, overridden
 
 Step = Callable[[Any], Tensor | None]
 """Runs the user's step on a micro-batch and returns the loss that backward starts from; None without a backward."""
@@ -85,8 +85,7 @@ def called_through(root: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
         for name, module in root.named_modules():
             if is_compiled(module):
                 override(module, *uncompiled(module))
-            has_forward = type(module).forward is not nn.Module.forward
-            if name and has_forward and not isinstance(module, torch.jit.ScriptModule):
+            if name and not isinstance(module, torch.jit.ScriptModule) and has_forward(module):
                 override(module, "forward", through(name, module.forward))
         yield
 

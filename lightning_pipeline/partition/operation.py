@@ -7,7 +7,7 @@ data by their type. What a call gives is found out once, on fake tensors.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_pipeline.partition.functions import function_name
 from lightning_pipeline.partition.hooks import Hook
-from lightning_pipeline.partition.placeholder import Look
 
 
 class TensorSlot(NamedTuple):
@@ -36,7 +35,10 @@ Template = Any
 """Nested arguments with slots in the places of tensors and numbers."""
 
 _SHAPED_BY_NUMBERS = frozenset(
-    ("arange", "linspace", "logspace", "range", "interpolate", "upsample", "affine_grid", "grid_sample", "fold", "unfold")
+    (
+        *("arange", "linspace", "logspace", "range", "interpolate", "upsample", "affine_grid", "grid_sample"),
+        *("fold", "unfold"),
+    )
 )
 """Functions whose result's shape may depend on a float."""
 
@@ -54,6 +56,7 @@ _SCALED_BY_INTS = frozenset(
 """Functions for which an int is a number like any other."""
 
 _ATOMS = (
+    *(bool, int, float, torch.Size),
     *(str, bytes, type(None), complex, range, type, type(Ellipsis), types.BuiltinFunctionType, types.FunctionType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
@@ -136,7 +139,7 @@ def key_of(template: Template) -> Hashable:
         return (kind, *map(key_of, (template.start, template.stop, template.step)))
     if kind is dict:
         return (kind, *((name, key_of(item)) for name, item in template.items()))
-    if isinstance(template, (bool, int, float, torch.Size)) or isinstance(template, _ATOMS):
+    if isinstance(template, _ATOMS):
         return kind, template
     return "object", id(template)
 
@@ -154,6 +157,6 @@ def shown(template: Template) -> Hashable:
         return (kind, *((shown(name), shown(item)) for name, item in template.items()))
     if isinstance(template, (types.BuiltinFunctionType, types.FunctionType)):
         return kind, template.__qualname__
-    if isinstance(template, (bool, int, float, torch.Size)) or isinstance(template, _ATOMS):
+    if isinstance(template, _ATOMS):
         return kind, template
     return kind.__module__, kind.__qualname__

@@ -6,10 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 Override = Callable[[nn.Module, str, Any], None]
 _NONE = object()
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called."""
+    # A scripted module's class cannot be asked.
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
 
 
 @contextmanager

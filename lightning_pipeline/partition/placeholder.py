@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -13,7 +14,6 @@ from torch.overrides import handle_torch_function
 from lightning_pipeline.partition.functions import Kind, function_name, kind_of
 from lightning_pipeline.partition.hooks import NodeOf
 from lightning_pipeline.partition.users_line import users_line
-
 
 skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
 """Whether writes of what a rank does not hold are skipped, as where a state dict is loaded."""
@@ -65,7 +65,7 @@ class Look:
     is_leaf: bool
     is_parameter: bool
 
-    _known: dict[Any, Look] = {}  # noqa: RUF012  interned for the whole process
+    _known: dict[Any, Look] = {}
 
     def __new__(cls, *key: Any) -> Look:
         found = cls._known.get(key)
@@ -112,8 +112,8 @@ class Look:
 class Placeholder(Tensor):
     """A tensor without data.
 
-    While a step is recorded, a mode answers torch's functions for it. Whatever gets past the mode, or comes when nothing
-    is recorded, says so: no operation on it is silent.
+    While a step is recorded, a mode answers torch's functions for it. Whatever gets past the mode, or comes when
+    nothing is recorded, says so: no operation on it is silent.
 
     Attributes:
         look: what is known of it.
@@ -138,7 +138,8 @@ class Placeholder(Tensor):
                 return func(*args, **(kwargs or {}))
         if kind is Kind.PRINTS:
             return cls.__repr__(args[0])
-        if function_name(func) in _CONVERTING and args and type(args[0]) is Placeholder:  # also after a step that failed
+        # Also after a step that failed.
+        if function_name(func) in _CONVERTING and args and type(args[0]) is Placeholder:
             with torch._C.DisableTorchFunctionSubclass():
                 one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
                 one = func(one, *args[1:], **(kwargs or {}))
@@ -159,7 +160,8 @@ class Placeholder(Tensor):
                     args[1][id(args[0])] = made
                 return made
             if name in _FACTORIES and not args[2:] and (kwargs or {}).keys() <= {"memory_format", "fill_value"}:
-                return placeholder(args[0].look.but(requires_grad=False, is_leaf=True, is_parameter=False), args[0].what)
+                look = args[0].look.but(requires_grad=False, is_leaf=True, is_parameter=False)
+                return placeholder(look, args[0].what)
             if name == "register_hook":  # runs where the data is, and with it on every rank
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
@@ -177,7 +179,7 @@ class Placeholder(Tensor):
                 value = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
                 args[0].look = args[0].look.but(requires_grad=bool(value))
                 return args[0]
-        _refuse(func, args, kwargs)
+        return _refuse(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -185,7 +187,8 @@ class Placeholder(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if torch._C._len_torch_function_stack():
-            text: str = handle_torch_function(Tensor.__repr__, (self,), self, tensor_contents=tensor_contents)
+            show: Any = Tensor.__repr__
+            text: str = handle_torch_function(show, (self,), self, tensor_contents=tensor_contents)
             return f"Parameter containing:\n{text}" if self.look.is_parameter else text
         return f"Placeholder({self.what}: {self.look})"
 
@@ -214,7 +217,7 @@ class Placeholder(Tensor):
     def dim(self) -> int:
         return len(self.look.shape)
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         return self.look.shape if dim is None else self.look.shape[dim]
 
     @property
@@ -226,7 +229,7 @@ class Placeholder(Tensor):
         return NodeOf(self) if self.look.requires_grad and not self.look.is_leaf else None
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return self.look.requires_grad
 
     @requires_grad.setter
@@ -234,7 +237,7 @@ class Placeholder(Tensor):
         handle_torch_function(Tensor.requires_grad_, (self,), self, value)
 
 
-_wrap = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_wrap = Tensor._make_wrapper_subclass
 
 
 def placeholder(look: Look, what: str = "a value") -> Placeholder:
@@ -258,7 +261,7 @@ def become(place: Tensor, other: Tensor) -> None:
     change. Attributes that others have set on it stay."""
     torch._C._swap_tensor_impl(place, other)
     if type(place) is not type(other):
-        place.__class__ = type(other)  # type: ignore[assignment]
+        place.__class__ = type(other)
         for name in ("look", "value", "recording", "what"):
             place.__dict__.pop(name, None)
     if type(other) is Placeholder:
@@ -275,7 +278,7 @@ def become_absent(tensor: Tensor, what: str) -> None:
         empty = torch.empty_like(tensor, device="meta")
     is_parameter = isinstance(tensor, nn.Parameter)
     torch._C._swap_tensor_impl(tensor, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
-    tensor._local_tensor = empty._local_tensor
+    tensor._local_tensor = empty._local_tensor  # type: ignore[attr-defined]
 
 
 def is_absent(tensor: Tensor) -> bool:
@@ -287,6 +290,11 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     absent = next((item for item in leaves if isinstance(item, Placeholder)), None)
     what = absent.what if absent is not None else "a value"
+    if any("/torch/_functorch/" in frame.filename.replace("\\", "/") for frame in traceback.extract_stack()):
+        raise NotImplementedError(
+            f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage computes, {what}, "
+            f"within a step ({users_line()}): write it for the whole batch, or take torch.autograd.grad"
+        )
     raise AbsentDataError(
         f"{function_name(func)} needs the data of {what}, which this rank does not hold ({users_line()})"
     )

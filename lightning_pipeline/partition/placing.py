@@ -27,6 +27,7 @@ class Placing:
         self.visits: dict[int, int] = {}
         self.latest = 0
         self._memory: dict[int, _Memory] = {}
+        self._first_uses: dict[int, int] = {}  # of the module's tensors, the visit
         self.end = until
         for event in until.path():
             self.note(event)
@@ -62,6 +63,10 @@ class Placing:
         """The visit that makes a value."""
         return max(self.visits.get(value, 0), 0)
 
+    def last_read(self, value: int) -> int:
+        """The latest visit that has read a value's memory."""
+        return self._memory_of(value).read
+
     def note(self, event: Event) -> None:
         """Take in an event that has been placed."""
         visit = event.visit
@@ -70,7 +75,9 @@ class Placing:
         for value in event.inputs:
             if type(value) is int:
                 self._memory_of(value).read = max(self._memory_of(value).read, visit)
-        for look, value, shares in zip(event.result.tensors, event.outputs, event.result.shares, strict=True):
+                if value < 0:
+                    self._first_uses.setdefault(value, visit)
+        for value, shares in zip(event.outputs, event.result.shares, strict=True):
             if value is None:
                 continue
             self.visits[value] = visit
@@ -99,9 +106,11 @@ class Placing:
             if type(value) is int and value < 0:
                 number = -1 - value
                 if self._tensors.homes[number] is not None:
-                    return self._tensors.homes[number]  # type: ignore[return-value]
+                    return self._tensors.homes[number]
                 if self._tensors.holders[number]:
                     return min(self._tensors.holders[number])
+                if value in self._first_uses:
+                    return self._first_uses[value] % self._num_stages
         if any(isinstance(value, Held) for value in inputs):
             return lowest
         return max(self.latest % self._num_stages, lowest)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
-from lightning_pipeline.partition.matcher import Foreign
+from lightning_pipeline.partition.matcher import CAPTURED, Foreign
 from lightning_pipeline.partition.placeholder import Look
-
 
 VisitFunction = Callable[..., Any]
 
@@ -115,6 +114,8 @@ class Program:
         self.visits = [VisitPlan() for _ in range(1 + max((event.visit for event in self.events), default=0))]
         self.foreign: list[list[int]] = [[] for _ in self.visits]
         """By visit: places among what is captured of values of earlier micro-batches."""
+        self.leaves: list[int] = []
+        """Places among what is captured of tensors that require gradients."""
         self.comes_back = False
         self.needs_order = False
         """Whether a value of an earlier micro-batch comes from another visit."""
@@ -127,8 +128,11 @@ class Program:
                 continue
             self.visits[event.visit].events.append(number)
             if number in self.regions:
-                self.writes_again |= any(type(event.inputs[w[0]]) is int and event.inputs[w[0]] < 0 for w in event.writes)
+                written = [event.inputs[slot] for slot, _, _ in event.writes]
+                self.writes_again |= any(type(value) is int and value < 0 for value in written)
             for slot, value in enumerate(event.inputs):
+                if value is CAPTURED and event.looks[slot].requires_grad:
+                    self.leaves.append(event.first_captured + event.matcher.captured_tensors[slot])
                 if isinstance(value, Foreign):
                     self.foreign[event.visit].append(event.first_captured + event.matcher.captured_tensors[slot])
                     self.comes_back |= value.visit != event.visit
@@ -154,8 +158,8 @@ class Program:
                 for (other, value), strand in plan.operands.items():
                     if other < number and plan.operands.get((number, value), strand) != strand:
                         raise NotImplementedError(
-                            f"torch.autograd.grad with respect to what an earlier stage computes, which is also used on "
-                            f"that stage later ({event.line}): clone it for the part that is differentiated"
+                            f"torch.autograd.grad with respect to what an earlier stage computes, which is also used "
+                            f"on that stage later ({event.line}): clone it for the part that is differentiated"
                         )
 
     def with_gradients(self, loss: int) -> frozenset[int]:
@@ -172,7 +176,7 @@ class Program:
         return found
 
     def returning(self, visit: int, loss: int) -> list[Strand]:
-        """What the visit receives and gives gradients of, in the order in which they go back. Without a loss, nothing."""
+        """What the visit receives and gives gradients of, in the order in which they go back; without a loss, none."""
         if loss < 0:
             return []
         wanted = self.with_gradients(loss)

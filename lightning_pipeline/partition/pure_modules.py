@@ -1,8 +1,8 @@
-"""Modules of torch.nn that do nothing but compute: a known call of one is answered as a whole, and not by its functions.
+"""Modules of torch.nn that do nothing but compute: a known call of one is answered at once, not by its functions.
 
 What such a call comes to follows from its class, its plain attributes, its parameters and its argument. All of them are
-compared at every call, which costs a tenth of running the Python of a module on placeholders. Everything else (hooks, an
-own ``forward``, a function mode of the user's, autocast) takes the usual way, function by function.
+compared at every call, which costs a tenth of running the Python of a module on placeholders. Everything else (hooks,
+an own ``forward``, a function mode of the user's, autocast) takes the usual way, function by function.
 """
 
 from __future__ import annotations
@@ -81,14 +81,15 @@ class PureModule:
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
         places = [(vars(m), key) for m in modules for key, value in vars(m).items() if type(value) in _PLAIN]
-        slots = [(m._parameters, key) for m in modules for key in m._parameters]
-        children = [(m._modules, key) for m in modules for key in m._modules]
+        slots: list[tuple[Any, str]] = [(m._parameters, key) for m in modules for key in m._parameters]
+        children: list[tuple[Any, str]] = [(m._modules, key) for m in modules for key in m._modules]
         self._modules = modules
         self._classes = list(map(type, modules))
         self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, name) for m in modules for name in _HOOKS)]
         self._sized = [*map(vars, modules), *(m._parameters for m in modules), *(m._modules for m in modules)]
         self._sizes = list(map(len, self._sized))
-        self._places, self._keys = [p for p, _ in (*places, *slots, *children)], [k for _, k in (*places, *slots, *children)]
+        everything = [*places, *slots, *children]
+        self._places, self._keys = [place for place, _ in everything], [key for _, key in everything]
         self._num_plain = len(places)
         self._plain = [place[key] for place, key in places]
         self._others: list[Any] = [slot[key] for slot, key in (*slots, *children)]
@@ -173,7 +174,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         with unseen():
             if state is None or not state.is_unchanged():
                 state = PureModule(module) if is_pure(module) else None
-            known = None if begin.shortcuts is None else begin.shortcuts.get(module)
+            known: Any = None if begin.shortcuts is None else begin.shortcuts.get(module)
             is_known = known is not None and known.state is state and known.is_for(argument)
         if state is None:
             return plain(module, argument)

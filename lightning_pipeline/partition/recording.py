@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,25 +18,32 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.checkpoints import checkpoints_noted
-from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.differentiation import Graph
-from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, is_laid_out_by_others, kind_of
+from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.partition.functions import (
+    Kind,
+    function_name,
+    is_drawing_of_own,
+    is_laid_out_by_others,
+    kind_of,
+)
 from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
-from lightning_pipeline.partition.inference import NOTHING, Inference, Result
+from lightning_pipeline.partition.inference import NOTHING, Inference, Result, written_by_array
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, autocast_state
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
-from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.pure_modules import calls_of, pure_within
 from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
 
-
+MAX_EVENTS = 100_000
+"""Calls that are remembered, each some kilobytes, until those that were not met for longest are forgotten."""
 MAX_CHANGING = 256
 """Tensors of which is remembered that steps change them."""
 
@@ -83,6 +92,8 @@ class Recorder:
         self.used: dict[int, int] = {}
         self.current: Recording | None = None
         """The one that runs."""
+        self.num_events: dict[Event, int] = {}
+        """That follow each beginning, the one that was met last at the end."""
         self._beginnings: dict[Any, Event] = {}
         self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
         self._results: dict[Any, Result | None] = {}
@@ -92,7 +103,20 @@ class Recorder:
         found = self._beginnings.get(key)
         if found is None:
             found = self._beginnings[key] = Event.beginning(num_values, repr(num_values).encode())
+        self.num_events[found] = self.num_events.pop(found, 0)
         return found
+
+    def trim(self) -> bool:
+        """Forget what was not met for long where there is too much, as where data tells the path. On all ranks alike,
+        between steps. Returns whether there was anything."""
+        if sum(self.num_events.values()) <= MAX_EVENTS:
+            return False
+        while self.num_events and sum(self.num_events.values()) > MAX_EVENTS // 2:
+            oldest = next(iter(self.num_events))
+            del self.num_events[oldest]
+            self._beginnings = {key: one for key, one in self._beginnings.items() if one is not oldest}
+        self._results.clear()
+        return True
 
     def forget(self) -> None:
         """The module has other tensors now, or other ranks hold them."""
@@ -104,6 +128,7 @@ class Recorder:
     def forget_paths(self) -> None:
         """Micro-batches to come begin anew."""
         self._beginnings.clear()
+        self.num_events.clear()
 
     def held(self, ranks: tuple[int, ...]) -> Held:
         """Of a tensor that was made in a hook."""
@@ -128,7 +153,7 @@ class Recorder:
     def patched(self) -> Iterator[None]:
         """While entered, for a run: what has to be replaced in classes of torch's, where a change costs all their
         methods the place that Python remembers for them."""
-        with _function_apply_seen(self), _module_apply_seen(self):
+        with _function_apply_seen(self), _scripted_seen(self), _module_apply_seen(self):
             yield
 
     def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
@@ -160,7 +185,7 @@ class Recording(TorchFunctionMode):
     def __init__(self, recorder: Recorder, beginning: Event, reads: Reads, seed_draw: Callable[[int], None]) -> None:
         super().__init__()
         self.recorder = recorder
-        self.event = beginning
+        self.event = self._beginning = beginning
         self.captured: list[Any] = []
         self.seeds: list[int] = []
         self.overwritten: set[int] = set()
@@ -178,12 +203,15 @@ class Recording(TorchFunctionMode):
         self._has_run_backward = False
         self._depth = 0  # of checkpointed functions
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
+        self.batch: set[int] = set()
+        """The memory of the batch's tensors, which are parts of larger ones that no step sees."""
         self.exposed: set[int] = set()  # memory that numpy knows as well
         self._copied = frozenset(memory for memory, tensor in recorder.changing.items() if _memory(tensor) == memory)
         self._places: dict[int, list[int]] = {}  # among what is captured, by memory, as far as it was looked through
         self._num_looked_through = 0
         recorder.recordings.append(self)
         self.num_modes = 0
+        self._arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, Event] = {}
         """Ends of calls that were answered as a whole, with the event before each."""
 
@@ -203,6 +231,7 @@ class Recording(TorchFunctionMode):
             with split_calls_seen(self._tensors.split_calls), self:
                 self.num_modes = torch._C._len_torch_function_stack()
                 yield
+            self._note_written_arrays()
         finally:
             self.recorder.current = None
 
@@ -260,6 +289,10 @@ class Recording(TorchFunctionMode):
         self.captured, self._kept = [], []
         self._is_over = True
 
+    def note_batch(self, tensors: Sequence[Tensor]) -> None:
+        """Take in what the step is given."""
+        self.batch.update(_memory(tensor) for tensor in tensors if type(tensor) is not Placeholder)
+
     # -- what matchers ask of it ------------------------------------------------------------------------------------
 
     def capture(self, tensor: Tensor) -> None:
@@ -292,10 +325,12 @@ class Recording(TorchFunctionMode):
         """A tensor that every rank had has been written into by a stage: it is a value of that stage now."""
         memory = _memory(tensor)
         others = [reference() for reference in self._views.get(memory, ())]
-        if memory in self.exposed or any(other is not None and other is not tensor for other in others):
+        is_seen = any(other is not None and other is not tensor for other in others)
+        if memory in self.exposed or is_seen or (memory not in self.batch and _is_view_of_kept(tensor)):
             raise NotImplementedError(
                 f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
-                f"another one, a view or an array, which would not see it ({users_line()}): write into a clone()"
+                f"another one, a view or an array, which would not see it ({users_line()}): write into a clone(), or "
+                f"where it is a view or the .data of a buffer of the module, into the buffer itself under no_grad"
             )
         with torch._C.DisableTorchFunction():
             # The stage needs what it was before, in an object of its own.
@@ -327,9 +362,9 @@ class Recording(TorchFunctionMode):
             return self._read(func, args, kwargs)
         if is_drawing_of_own(kwargs):
             raise NotImplementedError(
-                f"{function_name(func)} draws from a generator of the user's for what a stage computes, where the other "
-                f"ranks' generators would not advance ({users_line()}): draw with torch.rand or torch.randn of that "
-                f"shape and generator, which all ranks do alike, and compute with it, or use the global generator"
+                f"{function_name(func)} draws from a generator of the user's for what a stage computes, where the "
+                f"other ranks' generators would not advance ({users_line()}): draw with torch.rand or torch.randn of "
+                f"that shape and generator, which all ranks do alike, and compute with it, or use the global generator"
             )
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise NotImplementedError(
@@ -365,8 +400,13 @@ class Recording(TorchFunctionMode):
                     if found is not UNLIKE:
                         self.event = child
                         return found
-        if func in REGISTERING:
+        if func in REGISTERING or func is written_by_array:
             visit = self.placing.home(inputs[0])
+            if func is written_by_array and self.placing.last_read(inputs[0]) > visit:
+                raise NotImplementedError(
+                    f"an array that shares its memory with what a stage computes is written into, when a later stage has "
+                    f"used that already (before {users_line()}): write into .numpy().copy()"
+                )
         else:
             visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
         if type(func) is SplitCall:
@@ -383,10 +423,14 @@ class Recording(TorchFunctionMode):
         call_tensors = call.tensors
         for slot, _ in result.writes:
             self._check_written(inputs[slot])
+            if inputs[slot] is CAPTURED and _memory(call.tensors[slot]) not in self.batch:
+                self._views.setdefault(_memory(call.tensors[slot]), []).extend(map(weakref.ref, _views_of(call.tensors[slot])))
         event = self.event.followed_by(
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
         self.placing.note(event)
+        if self._beginning in self.recorder.num_events:
+            self.recorder.num_events[self._beginning] += 1
         for value, tensor in zip(inputs, call_tensors, strict=True):
             if _is_module_tensor(value) and self._tensors.is_replicated(-1 - value):
                 self.recorder.used[_memory(tensor)] = -1 - value
@@ -397,7 +441,7 @@ class Recording(TorchFunctionMode):
         return event
 
     def _check_written(self, value: Any) -> None:
-        """What was made in a hook is not written into, be it through a view: a step is over on one rank before others."""
+        """What was made in a hook is not written into, nor through a view: a step is over on one rank before others."""
         if type(value) is int and value >= 0:
             maker = next((one for one in self.event.path() if value in one.made()), None)
             if maker is None:
@@ -443,7 +487,9 @@ class Recording(TorchFunctionMode):
             )
         return self.register(hook_of_tensor, tensor, hook)
 
-    def register(self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]) -> Handle:
+    def register(
+        self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]
+    ) -> Handle:
         """Have a hook run when the gradient of a value comes."""
         self.is_simple = False
         hook = Hook(function, len(self.hooks))
@@ -528,6 +574,11 @@ class Recording(TorchFunctionMode):
 
     def _compute_everywhere(self, func: Any, kind: Kind, args: Any, kwargs: dict[str, Any]) -> Any:
         """What is made of what every rank has is computed on every rank."""
+        if kind is Kind.HOOKS and args[0].requires_grad and function_name(func) != "retain_grad":
+            raise NotImplementedError(
+                f"a hook is registered on the gradient of a tensor that every rank has, which one stage computes "
+                f"({users_line()}): register it on what the first module gives, or read the tensor's grad after the step"
+            )
         if kind is Kind.WRITES or "out" in kwargs or (kind is Kind.DRAWS and function_name(func).endswith("_")):
             self._before_write([*_tensors_in(args[0] if args else ()), *_tensors_in(kwargs.get("out"))])
         if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
@@ -586,7 +637,27 @@ class Recording(TorchFunctionMode):
             return self._reads.shown(self, value, lambda tensor: func(tensor, *args[1:], **kwargs))
         data = self._data(call)
         with torch._C.DisableTorchFunction():
-            return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+            found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+        value = self.value_of(args[0]) if args else None
+        if value is not None and args[0].device.type == "cpu" and function_name(func) in ("numpy", "__array__"):
+            place = self.placeholder_for(value, args[0].look, args[0].what)
+            self._arrays.append((found, found.tobytes(), place))
+            self.__class__ = _Watching
+            self.num_modes = -1
+        return found
+
+    def _note_written_arrays(self) -> None:
+        """Have stages follow what was written into arrays that share memory with their values in one process."""
+        arrays, self._arrays = self._arrays, []
+        while arrays:
+            array, before, place = arrays.pop()
+            now = array.tobytes()
+            if now != before:
+                with torch._C.DisableTorchFunction():
+                    content = torch.tensor(array)
+                Recording.__torch_function__(self, written_by_array, (), (place, content))
+            if sys.getrefcount(array) > 2:  # this variable's and the call's
+                self._arrays.append((array, now, place))
 
     def _result_on_data(self, func: Any, call: Call, looks: Sequence[Look]) -> Result:
         """What a function gives whose result's looks depend on data."""
@@ -602,8 +673,8 @@ class Recording(TorchFunctionMode):
         if any(isinstance(tensor, DTensor) for tensor in take_apart(func, args, kwargs).tensors):
             raise NotImplementedError(
                 f"{function_name(func)} is given a parameter that tensor parallelism has split, outside of the module "
-                f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, or "
-                f"leave the parameter whole"
+                f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, "
+                f"or leave the parameter whole"
             )
 
     def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
@@ -685,8 +756,8 @@ class Recording(TorchFunctionMode):
         if type(tensor) is Placeholder:
             if tensor.recording is None:
                 raise NotImplementedError(
-                    f"{tensor.what} is not on this rank, and is used in a step ({users_line()}): make it a parameter or "
-                    f"buffer of the module"
+                    f"{tensor.what} is not on this rank, and is used in a step ({users_line()}): make it a parameter "
+                    f"or buffer of the module"
                 )
             if tensor.look.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
@@ -695,6 +766,14 @@ class Recording(TorchFunctionMode):
                 )
             return Foreign(tensor.recording.home_of(tensor.value))
         return CAPTURED
+
+
+class _Watching(Recording):
+    """A recording from which the user has got arrays."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note_written_arrays()
+        return Recording.__torch_function__(self, func, types, args, kwargs)
 
 
 def _is_module_tensor(value: Any) -> bool:
@@ -715,6 +794,19 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
+def _is_view_of_kept(tensor: Tensor) -> bool:
+    """Whether somebody refers to the tensor of which this is a view."""
+    with torch._C.DisableTorchFunction():
+        base = tensor._base
+        return base is not None and sys.getrefcount(base) > 2
+
+
+def _views_of(tensor: Tensor) -> list[Tensor]:
+    """What shares a tensor's memory as a view of it, wherever it was made."""
+    with torch._C.DisableTorchFunction():
+        return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]
+
+
 def _memory(tensor: Tensor) -> int:
     if type(tensor) is Placeholder or tensor.layout is not torch.strided:
         return -id(tensor)
@@ -729,21 +821,48 @@ def _memory(tensor: Tensor) -> int:
 def _function_apply_seen(recorder: Recorder) -> Iterator[None]:
     """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
     # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
-    owner = torch.autograd.function._SingleLevelFunction
+    owner: Any = torch.autograd.function._SingleLevelFunction
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        recording = recorder.current
-        if recording is None or not torch._C._len_torch_function_stack() or not recording._is_ours((args, kwargs)):
-            return _applying(cls)(*args, **kwargs)
-        # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
-        with _pop_mode_temporarily() as mode:
-            return mode.__torch_function__(_applying(cls), (), args, kwargs)
+        return _as_function(recorder, _applying(cls), args, kwargs)
 
     owner.apply = classmethod(seen)
     try:
         yield
     finally:
         del owner.apply
+
+
+@contextmanager
+def _scripted_seen(recorder: Recorder) -> Iterator[None]:
+    """So do functions that were scripted or traced."""
+    owner = torch._C.ScriptFunction
+    plain = owner.__call__
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called = _SCRIPTED.get(self)
+        if called is None:
+            called = _SCRIPTED[self] = partial(plain, self)
+        return _as_function(recorder, called, args, kwargs)
+
+    owner.__call__ = seen
+    try:
+        yield
+    finally:
+        owner.__call__ = plain
+
+
+_SCRIPTED: dict[Any, Callable[..., Any]] = {}
+
+
+def _as_function(recorder: Recorder, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what torch does not give to modes as if it did."""
+    recording = recorder.current
+    if recording is None or not torch._C._len_torch_function_stack() or not recording._is_ours((args, kwargs)):
+        return function(*args, **kwargs)
+    # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
+    with _pop_mode_temporarily() as mode:
+        return mode.__torch_function__(function, (), args, kwargs)
 
 
 @contextmanager
@@ -777,7 +896,7 @@ def _arrays_seen(recorder: Recorder) -> Iterator[None]:
             recorder.current.exposed.add(_memory(found))
         return found
 
-    torch.from_numpy = seen
+    torch.from_numpy = seen  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Modules of which `parallelize_module` has split the tensors over ranks: to a recording, a call of one is one function.
+"""Modules whose tensors `parallelize_module` has split over ranks: to a recording, a call of one is one function.
 
 What goes on inside is torch's matter: pieces of tensors, and what the ranks of a stage send each other.
 """
@@ -24,7 +24,7 @@ _OF_TORCH = "torch.distributed.tensor"
 
 
 class SplitCall:
-    """Calls a module, as a function of its tensors, of whether it and those in it are in training, and of its arguments.
+    """Calls a module, as a function of its tensors, of which modules in it are in training, and of its arguments.
 
     Attributes:
         drawing: of those, the ones with which it has drawn random numbers.

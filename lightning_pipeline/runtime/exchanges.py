@@ -1,8 +1,8 @@
 """What ranks give one another for calls outside of steps.
 
-A rank that gives something does not wait: it puts it by, and sends it with what follows where it waits for others itself,
-so that a loop over a hundred gradients' norms takes few messages. With each comes what call it is for, which has to be
-the same on the rank that it goes to.
+A rank that gives something does not wait: it puts it by, and sends it with what follows where it waits for others
+itself, so that a loop over a hundred gradients' norms takes few messages. With each comes what call it is for, which
+has to be the same on the rank that it goes to.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Code in hooks that the first rank alone runs, as below `if self.trainer.is_global_zero`.
 
-Where a hook has asked which rank runs it, ranks may do different things till it ends. From there on the first rank tells the
-the others of each call on what not every rank holds. Those that have come to the same call go on with it; the others,
-which are further on, give the first rank what it takes, and wait for its next call, at the latest where the hook ends.
+Where a hook has asked which rank runs it, ranks may do different things till it ends. From there on the first rank
+tells the others of each call on what not every rank holds. Those that have come to the same call go on with it; the
+others, which are further on, give the first rank what it takes, and wait for its next call, at the latest where the
+hook ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Micro-batches whose steps read what stages compute, or go back to earlier stages: one after the other, event by event.
+"""Micro-batches whose steps read what stages compute, or go back to earlier stages: one by one, event by event.
 
 Each event runs on the rank of its visit as soon as it is recorded, or asked for; an operand that another visit has made
 goes there directly. All ranks go through the same events in the same order, so who sends what to whom is known to all.
@@ -363,7 +363,8 @@ class InOrder:
     def _return(self, transfer: Transfer, is_mine: bool) -> Tensor | None:
         """Give the visit that sent a value its gradient."""
         sender, receiver = self._rank_of(transfer.source), self._rank_of(transfer.destination)
-        look = self.looks[transfer.value] if transfer.value >= 0 else Look.of(self._tensors.tensors[-1 - transfer.value])
+        value = transfer.value
+        look = self.looks[value] if value >= 0 else Look.of(self._tensors.tensors[-1 - value])
         gradient = None
         if is_mine:
             assert transfer.arrived is not None

@@ -27,8 +27,9 @@ class Asked(NamedTuple):
 
     def of(self, stage: int, elsewhere: str) -> str:
         return (
-            f"stage {stage} runs {self.call} ({self.line}), which takes data of another stage, and this is not run by all "
-            f"of them ({elsewhere}): let every rank run the line, as without `if self.global_rank == 0` or rank_zero_only"
+            f"stage {stage} runs {self.call} ({self.line}), which takes data of another stage, and this is not run by "
+            f"all of them ({elsewhere}): let every rank run the line, as without `if self.global_rank == 0` or "
+            f"rank_zero_only"
         )
 
 

@@ -142,7 +142,7 @@ class Outside(TorchFunctionMode):
             return self._whole(tensors, what)
 
     def _whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        return self._gather(tensors, [None] * len(tensors), what)  # type: ignore[return-value]
+        return self._gather(tensors, [None] * len(tensors), what)
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -206,15 +206,16 @@ class Outside(TorchFunctionMode):
         is_written = kind is Kind.WRITES and holders_of(call.tensors[0]) not in (None, (0,))
         if is_written or kind is Kind.HOOKS or kind is Kind.BACKWARD:
             raise NotImplementedError(
-                f"{name} changes what another stage holds, in code that the first rank alone runs ({users_line()}): let "
-                f"every rank run it"
+                f"{name} changes what another stage holds, in code that the first rank alone runs ({users_line()}): "
+                f"let every rank run it"
             )
         with torch._C.DisableTorchFunction():
             if is_gradient:
                 return found[0] if found else args[0].grad
             here = [found.pop(0) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
             if name == "__reduce_ex__":
-                return _reduced(here[0], Look.of(here[0]), args[1])
+                own: Any = here[0]
+                return _reduced(own, Look.of(own), args[1])
             if name == "__deepcopy__":
                 copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else _copy_of(*args)
                 return copied
@@ -280,7 +281,8 @@ class Outside(TorchFunctionMode):
                 if isinstance(known, int):
                     made[index] = call.tensors[known]
                 elif made[index].shape != known.shape or made[index].dtype is not known.dtype:
-                    raise RuntimeError(f"{name} gave {Look.of(made[index])} where {known} was expected ({users_line()})")
+                    given = Look.of(made[index])
+                    raise RuntimeError(f"{name} gave {given} where {known} was expected ({users_line()})")
                 else:
                     self._note(made[index], where)
             return tree.rebuild(layout, made)
@@ -316,7 +318,10 @@ class Outside(TorchFunctionMode):
             here = [_room(tensor) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
         else:
             here = self._whole(call.tensors, name)
-            here = [tensor if type(tensor) is not Placeholder else data for tensor, data in zip(call.tensors, here)]
+            here = [
+                tensor if type(tensor) is not Placeholder else data
+                for tensor, data in zip(call.tensors, here, strict=True)
+            ]
         made, layout = tree.flatten(self._run(func, call, here))
         for index, tensor in enumerate(made):
             slot = next((slot for slot, operand in enumerate(here) if operand is tensor), None)
@@ -458,7 +463,7 @@ class Outside(TorchFunctionMode):
 
             return run
 
-        nn.Parameter.__new__ = staticmethod(made)  # type: ignore[assignment]
+        nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
         nn.Parameter.__deepcopy__ = through("__deepcopy__")  # type: ignore[method-assign]
         nn.Parameter.__reduce_ex__ = through("__reduce_ex__")  # type: ignore[method-assign]
         try:
@@ -492,7 +497,8 @@ class Outside(TorchFunctionMode):
             held = holders_of(tensor)
             if type(tensor) is Placeholder and held is None:
                 raise RuntimeError(f"{tensor.what} belongs to a step that has not ended ({users_line()})")
-            targets = [rank for rank in (everybody if ranks is None else ranks) if held is not None and rank not in held]
+            asked = everybody if ranks is None else ranks
+            targets = [rank for rank in asked if held is not None and rank not in held]
             if targets and held is not None:
                 moves.append((index, held[0], targets))
         arrived: dict[int, Tensor] = {}
@@ -508,19 +514,24 @@ class Outside(TorchFunctionMode):
                     for rank in targets:
                         self._direct.send(dense, rank)
             elif self._rank in targets:
-                data = _number_of(numbers[source][place], look) if _is_number(look) else self._direct.receive(look, source)
+                is_told = _is_number(look)
+                data = _number_of(numbers[source][place], look) if is_told else self._direct.receive(look, source)
                 if look.requires_grad and torch.is_grad_enabled():
                     data.requires_grad_().register_hook(_refuse_gradient(users_line()))
                     with torch.enable_grad():
                         data = data.view_as(data)
                 arrived[index] = data
+
+        def room(index: int, tensor: Tensor) -> Tensor | None:
+            return _room(tensor) if needed[index] == () else None
+
         return [
-            arrived.get(index, tensor if type(tensor) is not Placeholder else _room(tensor) if needed[index] == () else None)
+            arrived.get(index, tensor if type(tensor) is not Placeholder else room(index, tensor))
             for index, tensor in enumerate(tensors)
         ]
 
     def _meet_receivers(self, what: str, moves: Sequence[Any], own: Sequence[Tensor | None]) -> dict[int, Any]:
-        """Tell the ranks to which something goes, which check that they are at this call, and give them numbers at once.
+        """Tell the ranks to which something goes, which check that they are at this call, and give them numbers.
         Returns what the ranks give from which something comes.
 
         Args:

@@ -53,7 +53,8 @@ def measure_overhead(transport: Transport, device: torch.device, message: float)
     without, with_events = (max(0.0, mean) / _MICROBATCHES for mean in means)
     messages = 4 * (transport.num_stages - 1) / transport.num_stages  # of a micro-batch, sent and received
     action = max(0.0, without - messages * message) / 2
-    return Overhead(action, max(0.0, with_events - without) / _EVENTS)  # all of them are the first rank's, and recorded by each
+    # All of the events are the first rank's, and each rank records them.
+    return Overhead(action, max(0.0, with_events - without) / _EVENTS)
 
 
 def _beyond_the_model(transport: Transport, device: torch.device, num_events: int) -> float:
@@ -83,7 +84,9 @@ def _beyond_the_model(transport: Transport, device: torch.device, num_events: in
             hidden = layer(hidden)
         return hidden.sum()
 
-    work = Work(kind="overhead", step=lambda state, batch: (None, step(batch)), loss_of=lambda state, loss: loss, seed=0)
+    work = Work(
+        kind="overhead", step=lambda state, batch: (None, step(batch)), loss_of=lambda state, loss: loss, seed=0
+    )
 
     def in_stages() -> None:
         pipeline.run(work, list(microbatches) if transport.stage == 0 else None)

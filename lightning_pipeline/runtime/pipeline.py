@@ -33,6 +33,7 @@ from lightning_pipeline.runtime.ending import digest_of, end_step, wanted_values
 from lightning_pipeline.runtime.executor import Program, Run, Span
 from lightning_pipeline.runtime.hooks import hooks_of_parameters
 from lightning_pipeline.runtime.in_order import InOrder
+from lightning_pipeline.runtime.leaf_gradients import LeafGradients
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
@@ -120,6 +121,9 @@ class Pipeline:
         self._device = device
         self._transport = transport
         self._direct = Direct(transport, device) if transport is not None else None
+        self._leaf_gradients: LeafGradients | None = None
+        if transport is not None and self._direct is not None:
+            self._leaf_gradients = LeafGradients(tensors, transport, self._direct)
         self._draws = Draws(device)
         self._schedule = schedule
         self._programs: dict[tuple[bool, int], Program] = {}
@@ -157,6 +161,8 @@ class Pipeline:
         self.recorder.recordings.clear()
         if self._tensors.refresh():
             self.recorder.forget()
+        if self.recorder.trim():
+            self._held.clear()
         self.recorder.has_hooks = self.num_ranks > 1 and bool(hooks_of_parameters(self._tensors))
         installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
         with self._draws.kept(), _no_collection(), installed, over_all_refused():
@@ -165,9 +171,12 @@ class Pipeline:
                 self._run_alone(work, states)
                 numbers = [list(extra())]
             else:
+                if self._leaf_gradients is not None:
+                    self._leaf_gradients.begin()
                 self._run_in_stages(work, states)
                 numbers = self._end(work, states, extra)
                 _set_retained(states)
+                self._share_leaf_gradients(work, states)
         for state in states:
             if state.recording is not None:
                 state.recording.let_go()
@@ -187,8 +196,8 @@ class Pipeline:
             told = [self._transport.broadcast_object(digest, rank, "what ran") for rank in range(self.num_ranks)]
             if len(set(told)) > 1:
                 raise RuntimeError(
-                    "the ranks did not run the same code in steps whose outputs stay on the last stage: every rank runs "
-                    "the whole step, and has to come to the same; output_broadcast=True finds the first difference"
+                    "the ranks did not run the same code in steps whose outputs stay on the last stage: every rank "
+                    "runs the whole step, and has to come to the same; output_broadcast=True finds the first difference"
                 )
 
     def use(self, schedule: Callable[[int], Schedule]) -> None:
@@ -348,6 +357,11 @@ class Pipeline:
         assert work is not None
         structure = self._structures[state.structure]
         large = [look for look in structure.looks if not _is_everywhere(look)]
+        if work.loss_of is not None and any(look.requires_grad for look in structure.looks):
+            raise NotImplementedError(
+                "a tensor of the batch requires a gradient before the step, of which ranks would have parts: call "
+                "requires_grad_() on it in training_step"
+            )
         beginning = self.recorder.beginning((work.kind, structure.key), len(large))
         seed = state.seed  # and not the state, which refers to the recording
         recording = Recording(self.recorder, beginning, self, lambda number: self._draws.seed(seed, number))
@@ -368,6 +382,7 @@ class Pipeline:
         state.tensors = []
         batch = tree.rebuild(state.layout, tensors)
         delivered = [tensor for tensor in tensors if type(tensor) is not Placeholder]
+        recording.note_batch(delivered)
         del tensors
         with recording.running():
             result, state.loss = work.step(state, batch)
@@ -395,6 +410,15 @@ class Pipeline:
             self._give_results(states, work.results_on)
         self._transport.flush()
         return numbers
+
+    def _share_leaf_gradients(self, work: Work, states: list[Microbatch]) -> None:
+        captured = []
+        for state in states:
+            assert state.recording is not None
+            places = state.recording.event.program.leaves if work.loss_of is not None else ()
+            captured += [state.recording.captured[place] for place in places]
+        if captured and self._leaf_gradients is not None:
+            self._leaf_gradients.share(captured)
 
     def _own(self, tensor: Tensor) -> Tensor:
         """A tensor that a step returns; for one of the module, which may not be on this rank, a value of its own."""

@@ -47,10 +47,10 @@ def filled_from_owners(
     found: dict[tuple[Any, ...], Tensor] = {}
     for path, owner in transport.broadcast_object(missing, 0, "names of missing checkpoint entries"):
         if ownership.stage == owner:
-            tensor = checkpoint
+            entry: Any = checkpoint
             for key in path:
-                tensor = tensor[key]
-            send_tree(tensor, transport, 0)
+                entry = entry[key]
+            send_tree(entry, transport, 0)
         elif ownership.stage == 0:
             found[path] = recv_tree(transport, owner, f"checkpoint entry {path}")
     if ownership.stage == 0:

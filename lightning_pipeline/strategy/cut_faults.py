@@ -53,6 +53,7 @@ class _OnOneRank:
     """Gives a recording data of a module that is whole here."""
 
     def __init__(self, state: Microbatch, tensors: ModuleTensors, num_stages: int, draws: Draws) -> None:
+        self._tensors = tensors
         self._run = InOrder(
             state,
             (),

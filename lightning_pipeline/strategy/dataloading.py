@@ -27,7 +27,8 @@ Description = tuple[Layout, list[tuple[tuple[int, ...], torch.dtype]]]
 
 def random_states() -> tuple[Any, ...]:
     """The states of the global generators of Python, NumPy and torch, on the CPU."""
-    kind, keys, *rest = numpy.random.get_state()
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    assert isinstance(keys, numpy.ndarray)
     return random.getstate(), (kind, keys.tobytes(), *rest), torch.get_rng_state().numpy().tobytes()
 
 

@@ -255,7 +255,9 @@ def call_before_each_batch(trainer: Trainer, function: Callable[[], None]) -> Ca
     return undo
 
 
-def call_hooks_within(trainer: Trainer, within: Callable[[str | None], AbstractContextManager[Any]]) -> Callable[[], None]:
+def call_hooks_within(
+    trainer: Trainer, within: Callable[[str | None], AbstractContextManager[Any]]
+) -> Callable[[], None]:
     """Enter `within(name)` for each call of a hook of a Trainer's module and callbacks, with None for those that save
     and load. Returns a function that undoes it.
 

@@ -98,7 +98,7 @@ class OptimizerLayout:
     def forget_remote(self) -> None:
         """Let go of the state of parameters that turned out to be other stages'.
 
-        The parameters stay in their groups, so that these are as in one process: without a gradient they are passed over.
+        The parameters stay in their groups, which are as in one process: without a gradient they are passed over.
         """
         for parameter in [parameter for parameter in self.optimizer.state if is_absent(parameter)]:
             del self.optimizer.state[parameter]
@@ -175,7 +175,7 @@ class OptimizerLayout:
             if ownership.is_owner(name):
                 part = collect({name: state[index]} if index in state else {})
                 if part:
-                    yield {index: value for value in part.values()}
+                    yield dict.fromkeys([index], *part.values())
 
     def load_state(self, state_dict: dict[str, Any], is_kept: Callable[[str], bool] = lambda name: True) -> None:
         """Load this stage's part of a full state dict, as ``gather_state`` or plain Lightning wrote it.

@@ -318,6 +318,6 @@ class _NotedRank(int):
 
     def __eq__(self, other: object) -> bool:
         in_hook.note_rank()
-        return int.__eq__(self, other) is True  # type: ignore[arg-type]
+        return int.__eq__(self, other) is True
 
     __hash__ = int.__hash__

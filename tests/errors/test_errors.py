@@ -111,7 +111,9 @@ def trained(world: int, names: Sequence[str]) -> dict[str, Any]:
 
 ONE: dict[int, dict[str, Any]] = {1: {"num_stages": 1}, 2: {}, 3: {}}
 UNREACHED = {"NeverReached": "gives it 'unused'", "BoundaryInFunction": "gives it 'second'"}
-UNUSUAL = (*UNREACHED, "OutOfOrder", "LoopsBack", "SharedActivation", "SharedActivationTooSoon", "CallsItself", "Changing")
+UNUSUAL = (
+    *(*UNREACHED, "OutOfOrder", "LoopsBack", "SharedActivation", "SharedActivationTooSoon", "CallsItself", "Changing"),
+)
 
 
 def test_what_looks_like_a_mistake_and_is_none_trains_as_in_one_process() -> None:

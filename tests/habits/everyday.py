@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layer, Layers
-from tests.habits.table import habit
+from tests.habits.modules import CLASSES, WIDTH, Layers
+from tests.habits.table import error, habit
 
 
 class Middle(Layers):
@@ -135,9 +135,9 @@ class PaddedSequences(Layers):
         return self.layers[3](self.layers[2](x))
 
 
-@habit()
-class CodebookDaily(Layers):
-    """A VQ-VAE's codebook that moving averages update, in the middle of the model."""
+@habit(expect=error(r"everyday\.py:\d+.*into the buffer itself"))
+class CodebookThroughData(Layers):
+    """A VQ-VAE's codebook that moving averages update through `.data`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,8 @@ class ContrastiveQueue(Layers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("queue", F.normalize(torch.randn(WIDTH, 12, generator=torch.Generator().manual_seed(1)), dim=0))
+        drawn = torch.randn(WIDTH, 12, generator=torch.Generator().manual_seed(1))
+        self.register_buffer("queue", F.normalize(drawn, dim=0))
         self.register_buffer("place", torch.zeros(1, dtype=torch.long))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -189,12 +190,8 @@ class Complex(Middle):
 class Spectra(Middle):
     """torch.fft between the layers, as in FNet and Fourier neural operators."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, dtype=torch.cfloat, generator=torch.Generator().manual_seed(0)))
-
     def between(self, x: Tensor) -> Tensor:
-        return x + torch.fft.irfft(torch.fft.rfft(x, dim=-1) * self.weight, n=WIDTH) + torch.fft.fft2(x).real * 0.1
+        return x + torch.fft.irfft(torch.fft.rfft(x, dim=-1) * (0.5 + 0.1j), n=WIDTH) + torch.fft.fft2(x).real * 0.1
 
 
 @habit()
@@ -384,5 +381,3 @@ class BufferWrittenLater(Layers):
                 self.means.copy_(0.9 * self.means + 0.1 * h.mean(0))
         return F.cross_entropy(self.head(self.layers[3](self.layers[2](self.layers[1](h))) + self.means), y)
 
-
-assert SAMPLES and Layer

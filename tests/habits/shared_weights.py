@@ -145,7 +145,8 @@ class AutoencoderTransposed(Layers):
         return F.mse_loss(code, x)
 
 
-@habit(without={"norm": nn.Identity})
+# Uses on each stage add up there first: to keep each use's gradient apart would cost their memory.
+@habit(without={"norm": nn.Identity}, tolerance=1e-5)
 class NormShared(Layers):
     """One LayerNorm with weights between all layers."""
 

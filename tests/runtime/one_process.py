@@ -45,7 +45,11 @@ class Came:
 
 class _OnOneRank(Pipeline):
     def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
-        self._run_in_stages(work, states)
+        with self.recorder.installed():
+            self._run_in_stages(work, states)
+
+    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.detach() for tensor in tensors]
 
 
 def one_after_the_other(num_stages: int, num_microbatches: int, *, splits: bool = False, ahead: int = 2) -> Schedule:

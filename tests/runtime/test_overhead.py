@@ -24,7 +24,7 @@ def _visits_take_longer(transport: Transport) -> None:
 
     forward = Visit.forward
 
-    def slower(visit: Visit, microbatch: int) -> None:  # a forward that takes 4 ms more is 2 ms more for forwards and backwards
+    def slower(visit: Visit, microbatch: int) -> None:  # 4 ms more of a forward are 2 ms more of either direction
         began = time.thread_time()
         while time.thread_time() - began < 4e-3:
             pass

@@ -1,0 +1,85 @@
+"""Gradients of tensors that every rank has, and that are no parameters, such as a batch's after `requires_grad_()`: a
+step's backward leaves them on the ranks that computed with the tensors. When it ends all ranks get them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition.module_tensors import ModuleTensors
+from lightning_pipeline.partition.ownership import holders_of
+from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.transport import Transport
+
+
+class LeafGradients:
+    """Of one module's steps."""
+
+    def __init__(self, tensors: ModuleTensors, transport: Transport, direct: Direct) -> None:
+        self._tensors = tensors
+        self._transport = transport
+        self._direct = direct
+        self._known: list[weakref.ref[Tensor]] = []
+        self._before: dict[int, tuple[Tensor | None, int]] = {}
+
+    def begin(self) -> None:
+        """A step begins."""
+        leaves = [leaf for leaf in (reference() for reference in self._known) if leaf is not None]
+        self._before = {id(leaf): _version(leaf) for leaf in leaves}
+
+    def share(self, captured: Iterable[Tensor]) -> None:
+        """A step has ended, which took these tensors along. All ranks must call it."""
+        leaves = [leaf for leaf in _leaves(captured) if self._is_shared(leaf)]
+        own = [leaf.grad is not None and _version(leaf) != self._before.get(id(leaf)) for leaf in leaves]
+        rows = self._transport.all_gather_vector(torch.tensor(own, dtype=torch.float64), "gradients of tensors").tolist()
+        for index, leaf in enumerate(leaves):
+            self._share_one(leaf, [rank for rank, row in enumerate(rows) if row[index]])
+        self._known = [weakref.ref(leaf) for leaf in leaves]
+
+    def _share_one(self, leaf: Tensor, ranks: Sequence[int]) -> None:
+        old, _ = self._before.get(id(leaf), (None, 0))
+        if len(ranks) > 1 and old is not None and leaf.grad is old:
+            raise NotImplementedError(
+                f"the gradient of a tensor of shape {list(leaf.shape)} that is no parameter adds up over steps, and several "
+                f"stages compute with it: make it a parameter, or set its grad to None after each step"
+            )
+        look = Look.of(leaf).but(requires_grad=False, is_parameter=False)
+        total: Tensor | None = None
+        for rank in reversed(ranks):  # one process comes to later uses first
+            part = self._direct.spread(leaf.grad if rank == self._direct.rank else None, look, rank)
+            total = part if total is None else total + part
+        if total is not None:
+            leaf.grad = total
+
+    def _is_shared(self, leaf: Tensor) -> bool:
+        is_modules = self._tensors.number_of(leaf) is not None
+        return not is_modules and type(leaf) is not Placeholder and holders_of(leaf) is None
+
+
+def _version(leaf: Tensor) -> tuple[Tensor | None, int]:
+    """Its gradient, and how often that was written into."""
+    return leaf.grad, 0 if leaf.grad is None else leaf.grad._version
+
+
+def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that require gradients behind some tensors, each once, in an order that is alike on all ranks."""
+    found: dict[int, Tensor] = {}
+    seen = set()
+    todo = []
+    for tensor in tensors:
+        if tensor.grad_fn is None:
+            found.setdefault(id(tensor), tensor)
+        todo.append(tensor.grad_fn)
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found.setdefault(id(node.variable), node.variable)
+            todo += [following for following, _ in node.next_functions]
+    return list(found.values())
