@@ -143,6 +143,7 @@ class InOrder:
         hooks = HookCalls(state.recording, self._tensors, self._direct, self, self._seed)
         self._check_hooked(hooks, program)
         gradients: dict[int, Tensor | None] = {}
+        before = self._put_aside(program)
         for visit in range(last, -1, -1):
             is_mine = self._rank_of(visit) == self._rank
             if hooks.are_there and not is_mine:
@@ -154,12 +155,32 @@ class InOrder:
                     gradient = gradients[index] = self._return(one, is_mine)
                     if one.source > visit and gradient is not None:  # a parameter's, which no visit to come gives
                         backward_from([one.sent], [gradient])
-        for visit in range(last, -1, -1):
-            if self._rank_of(visit) == self._rank:
-                work.after_backward(visit % len(self._placement), state)
+        for parameter, gradient in before:
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        for stage in reversed(range(len(self._placement))):
+            if self._placement[stage] == self._rank:
+                work.after_backward(stage, state)
         state.gradients = [(place, self._retained(value)) for value, place in state.recording.retained]
 
     # -- details ----------------------------------------------------------------------------------------------------
+
+    def _put_aside(self, program: Program) -> list[tuple[Tensor, Tensor | None]]:
+        """Take the gradients so far from parameters that several visits of this rank use: in one process a micro-batch's
+        uses add up before they are added to those of others."""
+        visits: dict[int, set[int]] = {}
+        for event in program.events:
+            if self._rank_of(event.visit) == self._rank:
+                for value in event.inputs:
+                    if type(value) is int and value < 0:
+                        visits.setdefault(-1 - value, set()).add(event.visit)
+        found = []
+        for number, own in visits.items():
+            tensor = self._tensors.tensors[number]
+            if len(own) > 1 and tensor.is_leaf and tensor.requires_grad:
+                found.append((tensor, tensor.grad))
+                tensor.grad = None
+        return found
 
     def _backward_of(
         self, visit: int, transfers: list[Transfer], gradients: dict[int, Tensor | None], work: Work
