@@ -10,6 +10,14 @@ KEPT = 1 << 30
 """Bytes that may lie free at the top of the heap, and up to which a block comes from it."""
 
 
+def free_bytes() -> int:
+    """This machine's memory that nobody uses; without a bound where the system does not tell."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 1 << 62
+
+
 def keep_freed_memory() -> None:
     """Have glibc keep freed blocks for the next micro-batch.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -14,9 +15,11 @@ from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.leaves import certain_stages, find_leaves
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.module_tensors import ModuleTensors
-from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.partition.placeholder import Placeholder, become, placeholder
+from lightning_pipeline.partition.ownership import Ownership, note_holders, release
+from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
+from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.fully_sharded import FullySharded
+from lightning_pipeline.runtime.host_memory import free_bytes
 from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.shared import spread_from_owner
@@ -130,6 +133,42 @@ class HeldModule:
         """Move it back, as a run that has ended leaves it."""
         if self._device.type != "cpu":
             self._move(torch.device("cpu"))
+
+    def make_whole(self, num_processes: int) -> None:
+        """Give every rank all of the module, on the CPU, as a run that has ended leaves it, where that fits into memory.
+
+        All ranks must call it; `release_remote` takes it back.
+
+        Args:
+            num_processes: that share this machine's memory.
+        """
+        tensors = {id(tensor): (name, tensor) for name, tensor in _tensors(self._module) if name in self.ownership}
+        absent = [tensor for _, tensor in tensors.values() if type(tensor) is Placeholder]
+        is_sliced = any(isinstance(tensor, DTensor) for _, tensor in tensors.values())
+        needed = sum(Look.of(tensor).num_bytes for tensor in absent) * num_processes
+        fits = not is_sliced and needed <= free_bytes() // 2
+        if self._transport is None:
+            return
+        rows = self._transport.all_gather_vector(torch.tensor([float(fits), len(absent)]), "the size of the module")
+        if not rows[:, 0].all():
+            rank_zero_warn(
+                "the module is left in stages, as all of it does not fit into the memory of every rank: "
+                "trainer.strategy.gather_module(), called on all ranks, gives rank 0 all weights"
+            )
+            return
+        if not rows[:, 1].any():
+            return
+        direct = Direct(self._transport, torch.device("cpu"))
+        for name, tensor in tensors.values():
+            holders = self.ownership.holders[name]
+            look = Look.of(tensor)
+            if len(holders) < self.ownership.num_stages:
+                own = tensor.detach() if self.ownership.is_owner(name) else None
+                data = direct.spread(own, look.but(device=torch.device("cpu")), holders[0])
+                if type(tensor) is Placeholder:
+                    become(tensor, nn.Parameter(data, look.requires_grad) if look.is_parameter else data)
+                note_holders(tensor, None)
+        lift_guards(self._module)
 
     def _move(self, device: torch.device) -> None:
         for _, tensor in _tensors(self._module):

@@ -272,6 +272,8 @@ class PipelineStrategy(CheckpointingStrategy):
         cut = {"stage_config": json.dumps(config, sort_keys=True, default=str), "num_stages": str(num_stages)}
         self.agree("the set-up of the pipeline", {**parts_of(module), **cut})
         if self._set_up_for == (module, num_stages):
+            assert self._held is not None
+            self._held.release_remote()
             return
         refusals.check_slices(
             module,
@@ -575,12 +577,14 @@ class PipelineStrategy(CheckpointingStrategy):
         self._background.wait()
         self._let_processes_end()
         self.agree("the end of the run", {}, is_last=True)
+        if self._held is not None:
+            self._held.to_cpu()
+            if not self._failed:
+                self._held.make_whole(self.num_processes)
         if self._transport is not None and not self._failed:
             # A process may end after this, and one that ends with messages unread breaks its peers' connections.
             self._transport.flush()
             self._transport.barrier("the end of the run")
-        if self._held is not None:
-            self._held.to_cpu()
         self.precision_plugin.teardown()
         assert self.accelerator is not None and self.cluster_environment is not None
         self.accelerator.teardown()
