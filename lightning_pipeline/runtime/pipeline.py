@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -253,8 +253,8 @@ class Pipeline:
         self._has_warned_of_reads = True
         if self.rank == 0:
             warnings.warn(
-                f"the training step reads what a stage computes ({users_line()}), so each micro-batch waits for the one "
-                f"before, and stages do not work at the same time. The result is the same; where the speed matters, "
+                f"the training step reads what a stage computes ({users_line()}), so each micro-batch waits for the "
+                f"one before, and stages do not work at the same time. The result is the same; where the speed matters, "
                 f"keep or log the tensor, and read it in on_train_batch_end",
                 stacklevel=2,
             )
