@@ -410,7 +410,7 @@ class Pipeline:
             # Not the placeholders: what nobody else refers to need not come to every rank.
             state.result = _Result.of(state.result, recording)
         del result
-        alike = {id(tensor) for tensor in delivered if not tensor._version}
+        alike = {id(tensor) for tensor in delivered if tensor.is_inference() or not tensor._version}
         state.contents = [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
         self._end_recording(state, recording, large, work)
 
