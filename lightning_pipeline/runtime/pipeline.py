@@ -254,7 +254,7 @@ class Pipeline:
         if self.rank == 0:
             warnings.warn(
                 f"the training step reads what a stage computes ({users_line()}), so each micro-batch waits for the "
-                f"one before, and stages do not work at the same time. The result is the same; where the speed matters, "
+                f"one before, and stages do not work at the same time. The result is the same; where speed matters, "
                 f"keep or log the tensor, and read it in on_train_batch_end",
                 stacklevel=2,
             )
@@ -410,7 +410,7 @@ class Pipeline:
             # Not the placeholders: what nobody else refers to need not come to every rank.
             state.result = _Result.of(state.result, recording)
         del result
-        alike = {id(tensor) for tensor in delivered if not tensor._version}
+        alike = {id(tensor) for tensor in delivered if tensor.is_inference() or not tensor._version}
         state.contents = [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
         self._end_recording(state, recording, large, work)
 
