@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.inference import Result
-from lightning_pipeline.partition.matcher import Foreign, Held
+from lightning_pipeline.partition.matcher import CAPTURED, Foreign, Held
 
 
 class Placing:
@@ -109,7 +109,7 @@ class Placing:
                     return self._tensors.homes[number]
                 if self._tensors.holders[number]:
                     return min(self._tensors.holders[number])
-                if value in self._first_uses:
+                if CAPTURED in inputs and value in self._first_uses:  # another batch tensor for the same layer
                     return self._first_uses[value] % self._num_stages
         if any(isinstance(value, Held) for value in inputs):
             return lowest
