@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.compiled_calls import CompiledCall
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot, put_together
 from lightning_pipeline.partition.program import Fork, Program, Region, Strand
@@ -29,13 +30,16 @@ def run_event(event: Event, operands: Sequence[Tensor], captured: Sequence[Any],
         seed: starts the random numbers of a draw.
     """
     numbers = {slot: captured[event.first_captured + place] for slot, place in event.matcher.captured_numbers.items()}
-    if event.draws:
+    function = event.function
+    if event.draws and type(function) is CompiledCall:
+        function = function.drawing(seed, captured[event.first_captured])
+    elif event.draws:
         seed(captured[event.first_captured])
     grad, _, autocast = event.state
     args = put_together(event.call.args, operands, numbers)  # type: ignore[arg-type]
     kwargs = put_together(event.call.kwargs, operands, numbers)  # type: ignore[arg-type]
     with torch.set_grad_enabled(grad), autocast_as(autocast):
-        return event.function(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
 @contextmanager
@@ -166,13 +170,16 @@ class _Writer:
             self._autocast = event.state[2]
             if self._autocast is not None:
                 self._line(f"cast = {self._constant(autocast_as)}({self._constant(self._autocast)}); cast.__enter__()")
-        if event.draws:
+        function = self._constant(event.function)
+        if event.draws and type(event.function) is CompiledCall:
+            function = f"{function}.drawing(seed, captured[{event.first_captured}])"
+        elif event.draws:
             self._line(f"seed(captured[{event.first_captured}])")
         arguments = [self._text(number, event, template) for template in event.call.args]
         for name, template in event.call.kwargs.items():
             text = self._text(number, event, template)
             arguments.append(f"{name}={text}" if name.isidentifier() else f"**{{{name!r}: {text}}}")
-        call = f"{self._constant(event.function)}({', '.join(arguments)})"
+        call = f"{function}({', '.join(arguments)})"
         made = [None if value is None else f"v{value}" for value in event.outputs]
         self._made.update(name for name in made if name is not None)
         layout = event.result.layout

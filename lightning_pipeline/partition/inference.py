@@ -43,12 +43,14 @@ class Result:
         tensors: for each, its look, or the number of the argument that it is.
         shares: for each new tensor, the arguments whose memory it shares.
         writes: the arguments that are written into, each with its look afterwards.
+        draws: how often random numbers are drawn in it, where it is made of other functions.
     """
 
     layout: Layout
     tensors: tuple[Look | int, ...]
     shares: tuple[tuple[int, ...], ...]
     writes: tuple[tuple[int, Look], ...]
+    draws: int = 0
 
 
 NOTHING = Result(tree.Constant(None), (), (), ())

@@ -84,7 +84,8 @@ def take_apart(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Ca
     name = function_name(function)
     call = Call((), {}, [], [])
     seen: dict[int, TensorSlot] = {}
-    numbers: tuple[type, ...] = () if name in _SHAPED_BY_NUMBERS else (float,)
+    is_shaped = name in _SHAPED_BY_NUMBERS or getattr(function, "shaped_by_numbers", False)
+    numbers: tuple[type, ...] = () if is_shaped else (float,)
     if name in _SCALED_BY_INTS:
         numbers = (float, int)
 
@@ -127,6 +128,11 @@ def put_together(template: Template, tensors: Sequence[Any], numbers: Sequence[A
     if kind is dict:
         return {key: put_together(item, tensors, numbers) for key, item in template.items()}
     return template
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value is no container, and does not change."""
+    return isinstance(value, _ATOMS)
 
 
 def key_of(template: Template) -> Hashable:

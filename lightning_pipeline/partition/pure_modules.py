@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.keyed_calls import IS_KEYED
 from lightning_pipeline.partition.matcher import CAPTURED, renewed
@@ -126,13 +127,15 @@ def is_own(module: nn.Module) -> bool:
 
 
 def pure_within(root: nn.Module) -> Iterator[nn.Module]:
-    """The outermost pure modules, each once."""
+    """The outermost pure modules, each once; none in compiled ones."""
     seen: set[int] = set()
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
         if id(module) in seen:
             return
         seen.add(id(module))
+        if is_compiled(module):
+            return
         if is_pure(module):
             yield module
             return

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +21,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.checkpoints import checkpoints_noted
 from lightning_pipeline.partition.compiled import compiled_as_written
+from lightning_pipeline.partition.compiled_calls import CompiledCall, compiled_calls
 from lightning_pipeline.partition.differentiation import Graph
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.functions import (
@@ -39,6 +42,7 @@ from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.pure_modules import calls_of, pure_within
+from lightning_pipeline.partition.python_state import Unclear
 from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
 
@@ -96,7 +100,12 @@ class Recorder:
         """That follow each beginning, the one that was met last at the end."""
         self._beginnings: dict[Any, Event] = {}
         self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
+        self._compiled: list[CompiledCall] = []
         self._results: dict[Any, Result | None] = {}
+        self.infers = False
+        """Whether a module runs to learn what it gives."""
+        self.warns = True
+        self._compiled_functions: set[str] = set()
 
     def beginning(self, key: Any, num_values: int) -> Event:
         """Where the paths of micro-batches of one kind begin."""
@@ -139,12 +148,18 @@ class Recorder:
         """While entered, steps can be recorded."""
         if self._calls_of_pure is None:
             self._calls_of_pure = [(m, calls_of(m, self)) for m in pure_within(self.calls.root)]
+            self._compiled = compiled_calls(self.calls.root, self)
+        for compiled in self._compiled:
+            compiled.note_plain()
         with ExitStack() as stack:
             stack.enter_context(self.calls.installed())
             override = stack.enter_context(overridden())
             for module, call in self._calls_of_pure:
                 override(module, "_call_impl", call)
-            stack.enter_context(compiled_as_written())
+            for compiled in self._compiled:
+                compiled.install(override)
+            for compiled in self._compiled:
+                compiled.note_overrides()
             stack.enter_context(checkpoints_noted(self._checkpointed))
             stack.enter_context(_arrays_seen(self))
             yield
@@ -166,13 +181,31 @@ class Recorder:
                 _patches.close()
 
     def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
+        if self.infers:
+            raise Unclear("it has checkpointed functions, which the compiler would follow")
         return nullcontext() if self.current is None else self.current.checkpointed(stops_early)
+
+    def note_as_written(self) -> None:
+        """A compiled function, which is no module, runs."""
+        line = users_line()
+        if line not in self._compiled_functions:
+            self._compiled_functions.add(line)
+            if self.warns:
+                warnings.warn(
+                    f"a compiled function runs as it was written, not compiled ({line}): in a pipeline that does what "
+                    f"is a module on one stage",
+                    stacklevel=2,
+                )
 
     def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
         """What an operation gives; None where only the data tells."""
         key = (function, key_of(call.args), key_of(call.kwargs), tuple(looks), state)
         if key not in self._results:
-            self._results[key] = self.inference.result(function, call, looks)
+            if type(function) is CompiledCall:
+                found = self.inference.result(function.inferred, call, looks)
+                self._results[key] = found and replace(found, draws=function.num_draws)
+            else:
+                self._results[key] = self.inference.result(function, call, looks)
         return self._results[key]
 
 
@@ -237,7 +270,8 @@ class Recording(TorchFunctionMode):
         """While the user's step runs."""
         self.recorder.current = self
         try:
-            with split_calls_seen(self._tensors.split_calls), self:
+            compiled = compiled_as_written(self.recorder.note_as_written)
+            with split_calls_seen(self._tensors.split_calls), compiled, self:
                 self.num_modes = torch._C._len_torch_function_stack()
                 yield
             self._note_written_arrays()
@@ -363,7 +397,7 @@ class Recording(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._depth and kind is Kind.WRITES and self._is_modules(args):
             pass  # once more when it is computed again, on its stage
-        elif not self._is_ours(args) and not (kwargs and self._is_ours(tuple(kwargs.values()))):
+        elif not self.is_ours(args) and not (kwargs and self.is_ours(tuple(kwargs.values()))):
             return self._compute_everywhere(func, kind, args, kwargs)
         if self._tensors.split_calls and type(func) is not SplitCall:
             self._refuse_split(func, args, kwargs)
@@ -392,6 +426,11 @@ class Recording(TorchFunctionMode):
         state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         result = self.recorder.result(func, call, looks, state)
         depends = result is None
+        if type(func) is CompiledCall:
+            if result is None:
+                raise Unclear("what it gives depends on data")
+            if result.writes:
+                raise Unclear("it writes into what it is given")
         if result is None:
             if type(func) is SplitCall:
                 raise NotImplementedError(
@@ -421,7 +460,7 @@ class Recording(TorchFunctionMode):
         if type(func) is SplitCall:
             draws = args[1] in func.drawing
         else:
-            draws = kind is Kind.DRAWS and not is_drawing_of_own(kwargs)
+            draws = result.draws > 0 or (kind is Kind.DRAWS and not is_drawing_of_own(kwargs))
         event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
         if depends:
             event.match = _never
@@ -728,7 +767,7 @@ class Recording(TorchFunctionMode):
             for tensor, value in zip(call.tensors, inputs, strict=True)
         ]
 
-    def _is_ours(self, values: Any, depth: int = 0) -> bool:
+    def is_ours(self, values: Any, depth: int = 0) -> bool:
         """Whether a value of a stage, or a tensor that is not on every rank, is among some arguments."""
         for value in values:
             if type(value) is Placeholder:
@@ -738,9 +777,9 @@ class Recording(TorchFunctionMode):
                 if HELD_BY in value.__dict__ if number is None else not self._tensors.is_replicated(number):
                     return True
             elif type(value) in (list, tuple) and depth < 3:
-                if self._is_ours(value, depth + 1):
+                if self.is_ours(value, depth + 1):
                     return True
-            elif type(value) is dict and depth < 3 and self._is_ours(value.values(), depth + 1):
+            elif type(value) is dict and depth < 3 and self.is_ours(value.values(), depth + 1):
                 return True
         return False
 
@@ -878,7 +917,7 @@ _SCRIPTED: dict[Any, Callable[..., Any]] = {}
 def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call what torch does not give to modes as if it did."""
     recording = _running()
-    if recording is None or not torch._C._len_torch_function_stack() or not recording._is_ours((args, kwargs)):
+    if recording is None or not torch._C._len_torch_function_stack() or not recording.is_ours((args, kwargs)):
         return function(*args, **kwargs)
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
     with _pop_mode_temporarily() as mode:

@@ -118,6 +118,7 @@ class Pipeline:
         self.stages = [stage for stage, place in enumerate(placement) if place == rank]
         """This rank's virtual stages, ascending."""
         self.recorder = Recorder(tensors, calls, self.placement)
+        self.recorder.warns = rank == 0
         self._tensors = tensors
         self._holders = holders
         self._device = device
