@@ -34,10 +34,12 @@ from lightning_pipeline.runtime.work import Work
 
 @dataclass(slots=True)
 class Transfer:
-    """A value on its way from the visit that makes it to another one that uses it.
+    """A value on its way from the visit that makes it to another one, for one use of it there.
 
     Attributes:
-        tensor: on the sender the edge of what it made, on the receiver the leaf that arrived.
+        sent: on the sender, where its gradient enters the graph.
+        arrived: on the receiver, the leaf.
+        is_merged: its gradient travels with that of the next use.
     """
 
     value: int
@@ -45,6 +47,7 @@ class Transfer:
     destination: int
     sent: Any = None
     arrived: Tensor | None = None
+    is_merged: bool = False
 
 
 class InOrder:
@@ -83,6 +86,8 @@ class InOrder:
         self.homes: dict[int, int] = dict.fromkeys(range(len(looks)), 0)
         self._here: dict[tuple[int, int], Tensor] = {}
         self._transfers: list[Transfer] = []
+        self._uses: dict[int, list[tuple[int, Transfer | None]]] = {}
+        """Of values that give gradients: the visit of each use, in order, and how they came there."""
         self._done: Event | None = None
         self._writes = ModuleWrites()
         self._depth = 0  # of checkpointed functions
@@ -143,13 +148,17 @@ class InOrder:
         hooks = HookCalls(state.recording, self._tensors, self._direct, self, self._seed)
         self._check_hooked(hooks, program)
         gradients: dict[int, Tensor | None] = {}
-        before = self._put_aside(program)
+        self._merge()
+        repeated = self._used_repeatedly(program)
+        before = [(tensor, tensor.grad) for tensor, _ in repeated]
+        for tensor, _ in repeated:
+            tensor.grad = None
         for visit in range(last, -1, -1):
             is_mine = self._rank_of(visit) == self._rank
             if hooks.are_there and not is_mine:
                 hooks.listen(self._rank_of(visit))
             with hooks.told() if hooks.are_there and is_mine else nullcontext():
-                self._backward_of(visit, transfers, gradients, work)
+                self._backward_of(visit, transfers, gradients, work, [t for t, own in repeated if visit in own])
             for index, one in reversed(list(enumerate(transfers))):
                 if one.destination == visit:
                     gradient = gradients[index] = self._return(one, is_mine)
@@ -165,27 +174,46 @@ class InOrder:
 
     # -- details ----------------------------------------------------------------------------------------------------
 
-    def _put_aside(self, program: Program) -> list[tuple[Tensor, Tensor | None]]:
-        """Take the gradients so far from parameters that several visits of this rank use: in one process a micro-batch's
-        uses add up before they are added to those of others."""
+    def _merge(self) -> None:
+        """Let the gradients of a value's last uses travel as one, where they are on one visit: they are the first that
+        one process adds up. Those of earlier uses are added to that one by one."""
+        for uses in self._uses.values():
+            last, _ = uses[-1]
+            for (visit, transfer), (following, _) in zip(reversed(uses[:-1]), reversed(uses), strict=False):
+                if visit != last or following != last:
+                    break
+                if transfer is not None:
+                    transfer.is_merged = True
+
+    def _used_repeatedly(self, program: Program) -> list[tuple[Tensor, set[int]]]:
+        """Parameters that several visits of this rank use, with these: in one process a micro-batch's uses add up, one
+        after the other, before they are added to those of others."""
         visits: dict[int, set[int]] = {}
         for event in program.events:
             if self._rank_of(event.visit) == self._rank:
                 for value in event.inputs:
                     if type(value) is int and value < 0:
                         visits.setdefault(-1 - value, set()).add(event.visit)
-        found = []
-        for number, own in visits.items():
-            tensor = self._tensors.tensors[number]
-            if len(own) > 1 and tensor.is_leaf and tensor.requires_grad:
-                found.append((tensor, tensor.grad))
-                tensor.grad = None
-        return found
+        tensors = self._tensors.tensors
+        return [
+            (tensors[number], own)
+            for number, own in visits.items()
+            if len(own) > 1 and tensors[number].is_leaf and tensors[number].requires_grad
+        ]
 
     def _backward_of(
-        self, visit: int, transfers: list[Transfer], gradients: dict[int, Tensor | None], work: Work
+        self,
+        visit: int,
+        transfers: list[Transfer],
+        gradients: dict[int, Tensor | None],
+        work: Work,
+        continued: Sequence[Tensor],
     ) -> None:
-        """Run backward on a visit, on its rank."""
+        """Run backward on a visit, on its rank.
+
+        Args:
+            continued: parameters to whose gradients of later visits those of this one are added, use by use.
+        """
         if self._rank_of(visit) != self._rank:
             return
         state = self._state
@@ -206,6 +234,11 @@ class InOrder:
                 given.append(torch.ones_like(weighted))
             else:
                 work.run_backward(weighted)
+        for parameter in continued if roots else ():
+            if parameter.grad is not None:
+                roots.append(torch.ops.aten.alias.default(parameter))  # the latest node, which comes first
+                given.append(parameter.grad)
+                parameter.grad = None
         if roots:
             backward_from(roots, given)
 
@@ -255,7 +288,7 @@ class InOrder:
             elif value < 0:
                 operands.append(self._module_tensor(-1 - value, visit))
             else:
-                operands.append(self._operand(value, visit))
+                operands.append(self._operand(value, visit, is_bound=_is_bound(event, slot)))
         if is_mine:
             recording = self._state.recording
             assert recording is not None
@@ -317,19 +350,39 @@ class InOrder:
             if not self._depth:
                 self._repeated = {}
 
-    def _operand(self, value: int, visit: int) -> Tensor:
-        home = self.homes[value]
+    def _operand(self, value: int, visit: int, *, is_bound: bool) -> Tensor:
+        """A value for one use on a visit.
+
+        Args:
+            is_bound: the use writes into it, or shares its memory.
+        """
+        home, look = self.homes[value], self.looks[value]
+        returns = self._training and look.requires_grad
         if home == visit:
+            if returns:
+                self._uses.setdefault(value, []).append((visit, None))
             return self._here.get((visit, value), _NOTHING)
-        if (visit, value) in self._here:
-            return self._here[visit, value]
-        look = self.looks[value]
-        transfer = self._move(value, home, visit, look, self._here.get((home, value)))
-        if transfer is not None:
-            self._here[visit, value] = transfer
-        elif self._rank_of(visit) != self._rank:
-            self._here[visit, value] = _NOTHING  # known to have gone there
-        return self._here[visit, value]
+        key = (visit, value)
+        if key not in self._here:
+            moved = self._move(value, home, visit, look, self._here.get((home, value)))
+            self._here[key] = _NOTHING if moved is None else moved
+        elif returns and not is_bound:
+            return self._again(value, home, visit)
+        elif returns:
+            self._uses[value].append((visit, None))
+        return self._here[key]
+
+    def _again(self, value: int, source: int, destination: int) -> Tensor:
+        """A value that has come for another use: a leaf of its own, so that uses add up in their order."""
+        transfer = Transfer(value, source, destination)
+        self._transfers.append(transfer)
+        self._uses[value].append((destination, transfer))
+        if self._rank_of(source) == self._rank:
+            transfer.sent = get_gradient_edge(torch.ops.aten.alias.default(self._here[source, value]))
+        if self._rank_of(destination) != self._rank:
+            return _NOTHING
+        transfer.arrived = self._here[destination, value].detach().requires_grad_()
+        return written_into(transfer.arrived)
 
     def _module_tensor(self, number: int, visit: int) -> Tensor:
         rank = self._rank_of(visit)
@@ -361,11 +414,12 @@ class InOrder:
         returns = self._training and look.requires_grad
         if returns:
             self._transfers.append(transfer)
+            self._uses.setdefault(value, []).append((destination, transfer))
         arrived = None
         if sender == self._rank:
             assert own is not None
             if returns:
-                transfer.sent = get_gradient_edge(own)
+                transfer.sent = get_gradient_edge(torch.ops.aten.alias.default(own))  # in the order of uses
             if receiver == sender:
                 arrived = own.detach().clone()
             else:
@@ -381,15 +435,31 @@ class InOrder:
             arrived = written_into(arrived)
         return arrived
 
+    def _merged(self, transfer: Transfer) -> Tensor | None:
+        """The gradient of a use, and of those that travel with it."""
+        assert transfer.arrived is not None
+        total = transfer.arrived.grad
+        uses = [one for _, one in self._uses.get(transfer.value, ()) if one is not None]
+        index = next((place for place, one in enumerate(uses) if one is transfer), 0)
+        while index > 0 and uses[index - 1].is_merged:
+            index -= 1
+            leaf = uses[index].arrived
+            gradient = leaf.grad if leaf is not None else None
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        return total
+
     def _return(self, transfer: Transfer, is_mine: bool) -> Tensor | None:
         """Give the visit that sent a value its gradient."""
+        if transfer.is_merged:
+            return None
         sender, receiver = self._rank_of(transfer.source), self._rank_of(transfer.destination)
         value = transfer.value
         look = self.looks[value] if value >= 0 else Look.of(self._tensors.tensors[-1 - value])
         gradient = None
         if is_mine:
             assert transfer.arrived is not None
-            gradient = transfer.arrived.grad
+            gradient = self._merged(transfer)
             if gradient is None:
                 gradient = torch.zeros_like(transfer.arrived)
             gradient = conform(gradient, look)
@@ -447,6 +517,11 @@ class Repeated:
                     values[value] = tensor
             for slot, _, value in event.writes:
                 values[value] = operands[slot]
+
+
+def _is_bound(event: Event, slot: int) -> bool:
+    """Whether an event writes into an operand, or gives something that shares its memory."""
+    return any(slot == written for written, _, _ in event.writes) or any(slot in shared for shared in event.result.shares)
 
 
 _NOTHING = torch.empty(0, device="meta")
