@@ -1,4 +1,4 @@
-"""Keep `state_dict`, and calls outside of steps, from taking tensors that are not here as if they were."""
+"""Keep `state_dict` from taking tensors that are not here as if they were."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-
-from lightning_pipeline.partition.overrides import has_forward
 
 _expected: ContextVar[bool] = ContextVar("_expected", default=False)
 
@@ -32,24 +29,11 @@ def guard_state_dict(root: nn.Module) -> None:
             module.register_state_dict_pre_hook(_check)
 
 
-def guard_forward(name: str, leaf: nn.Module) -> None:
-    """Have calls of a leaf, and of modules inside, raise where their tensors are on another stage.
-
-    Within steps these calls do not come here; those of modules around leaves do.
-    """
-    for inner, module in leaf.named_modules(prefix=name):
-        is_scripted = isinstance(module, torch.jit.ScriptModule)
-        if not is_scripted and has_forward(module) and "forward" not in vars(module) and _has_absent(module):
-            vars(module)["forward"] = _Guarded(module, inner)
-
-
 def unguard(module: nn.Module) -> None:
-    """Take off of a module, not of those inside, what the functions above put on it."""
+    """Take off of a module, not of those inside, what `guard_state_dict` has put on it."""
     for key, hook in list(module._state_dict_pre_hooks.items()):
         if hook is _check:
             del module._state_dict_pre_hooks[key]
-    if isinstance(vars(module).get("forward"), _Guarded):
-        del vars(module)["forward"]
 
 
 def lift_guards(root: nn.Module) -> None:
@@ -57,23 +41,6 @@ def lift_guards(root: nn.Module) -> None:
     for module in root.modules():
         if not _has_absent(module):
             unguard(module)
-
-
-class _Guarded:
-    """The forward of a module that lacks its tensors; in a copy that has them it runs as ever."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = module
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _has_absent(self._module):
-            raise RuntimeError(
-                f"{self._name!r} is on another stage, and was called on this rank outside of a step: compute it in "
-                f"validation_step or predict_step, or call trainer.strategy.gather_module() on all ranks, which gives "
-                f"rank 0 a module with all weights"
-            )
-        return type(self._module).forward(self._module, *args, **kwargs)
 
 
 def _has_absent(module: nn.Module) -> bool:

@@ -22,7 +22,6 @@ class Leaf:
         stage: the stage that a key gives it; None takes the stage where the data is.
         minimum: the lowest stage on which it may run, from a key before it in its list.
         has_key: the key is its own, and not one of a module around it.
-        seen: the lowest stage that was seen to run it, once steps have been seen.
     """
 
     name: str
@@ -30,17 +29,6 @@ class Leaf:
     stage: int | None
     minimum: int | None
     has_key: bool = False
-    seen: int | None = None
-
-    def stage_when_called(self, at: int) -> int:
-        """The stage that runs a call which comes when the data is on stage `at`.
-
-        Layers may be left out at random, and all of a stage's at once: what comes after them then still runs where it
-        ran before, for there its parameters are.
-        """
-        if self.stage is not None:
-            return self.stage
-        return max(at, self.minimum or 0, self.seen or 0)
 
 
 def find_leaves(root: nn.Module, stages: StageMap) -> list[Leaf]:

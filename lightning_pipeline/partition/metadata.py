@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
-from functools import cache
 from typing import Any
 
 import torch
@@ -49,28 +46,3 @@ DATA_DEPENDENT = frozenset(
 
 HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 """Functions whose result nobody needs on another stage."""
-
-
-_MIRRORED = {"gt": "lt", "__gt__": "lt", "ge": "le", "__ge__": "le"}
-"""Comparisons by the name that they share with their mirror image: where the right side alone is a placeholder, Python
-asks it first, as it is of a subclass, and ``a < b`` arrives as ``b > a``. Other operators keep their sides, as
-placeholders define none of their own."""
-
-
-@cache
-def function_name(function: Any) -> str:
-    """A torch function's name as events carry it; of a property's getter, the property's."""
-    name = getattr(function, "__name__", "") or type(function).__name__
-    if name in ("__get__", "__set__", "__delete__"):
-        return f"{getattr(getattr(function, '__self__', None), '__name__', '?')}.{name}"
-    return _MIRRORED.get(name, str(name))
-
-
-def users_line() -> str:
-    """Where in the user's (or a model library's) code the running call stands."""
-    own = ("/torch/", "/lightning/", "/lightning_pipeline/", "/pytorch_lightning/", "/torchmetrics/")
-    for frame in reversed(traceback.extract_stack(sys._getframe(1))):
-        path = frame.filename.replace("\\", "/")
-        if not any(part in path for part in own) and not path.startswith("<"):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return "an unknown line"

@@ -21,8 +21,8 @@ def has_forward(module: nn.Module) -> bool:
 
 @contextmanager
 def overridden() -> Iterator[Override]:
-    """Gives a function that sets an attribute of a module past `nn.Module.__setattr__`, until this is left. What somebody
-    else has set there meanwhile stays."""
+    """Gives a function that sets an attribute of a module past `nn.Module.__setattr__`, until this is left. What
+    somebody else has set there meanwhile stays."""
     before: list[tuple[nn.Module, str, Any, Any]] = []
 
     def override(module: nn.Module, name: str, value: Any) -> None:

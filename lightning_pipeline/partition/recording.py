@@ -402,10 +402,10 @@ class Recording(TorchFunctionMode):
                         return found
         if func in REGISTERING or func is written_by_array:
             visit = self.placing.home(inputs[0])
-            if func is written_by_array and self.placing.last_read(inputs[0]) > visit:
+            if func is written_by_array and self.placing.last_read(inputs[0]) > visit:  # type: ignore[arg-type]
                 raise NotImplementedError(
-                    f"an array that shares its memory with what a stage computes is written into, when a later stage has "
-                    f"used that already (before {users_line()}): write into .numpy().copy()"
+                    f"an array that shares its memory with what a stage computes is written into, when a later stage "
+                    f"has used that already (before {users_line()}): write into .numpy().copy()"
                 )
         else:
             visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
@@ -424,7 +424,8 @@ class Recording(TorchFunctionMode):
         for slot, _ in result.writes:
             self._check_written(inputs[slot])
             if inputs[slot] is CAPTURED and _memory(call.tensors[slot]) not in self.batch:
-                self._views.setdefault(_memory(call.tensors[slot]), []).extend(map(weakref.ref, _views_of(call.tensors[slot])))
+                views = map(weakref.ref, _views_of(call.tensors[slot]))
+                self._views.setdefault(_memory(call.tensors[slot]), []).extend(views)
         event = self.event.followed_by(
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
@@ -577,7 +578,7 @@ class Recording(TorchFunctionMode):
         if kind is Kind.HOOKS and args[0].requires_grad and function_name(func) != "retain_grad":
             raise NotImplementedError(
                 f"a hook is registered on the gradient of a tensor that every rank has, which one stage computes "
-                f"({users_line()}): register it on what the first module gives, or read the tensor's grad after the step"
+                f"({users_line()}): register it on what the first module gives, or read the tensor's grad after it"
             )
         if kind is Kind.WRITES or "out" in kwargs or (kind is Kind.DRAWS and function_name(func).endswith("_")):
             self._before_write([*_tensors_in(args[0] if args else ()), *_tensors_in(kwargs.get("out"))])
@@ -845,11 +846,11 @@ def _scripted_seen(recorder: Recorder) -> Iterator[None]:
             called = _SCRIPTED[self] = partial(plain, self)
         return _as_function(recorder, called, args, kwargs)
 
-    owner.__call__ = seen
+    owner.__call__ = seen  # type: ignore[method-assign]
     try:
         yield
     finally:
-        owner.__call__ = plain
+        owner.__call__ = plain  # type: ignore[method-assign]
 
 
 _SCRIPTED: dict[Any, Callable[..., Any]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_pipeline.partition.metadata import users_line
+from lightning_pipeline.partition.users_line import users_line
 
 _OVER_ALL = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),

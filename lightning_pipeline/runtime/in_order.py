@@ -521,7 +521,7 @@ class Repeated:
 
 def _is_bound(event: Event, slot: int) -> bool:
     """Whether an event writes into an operand, or gives something that shares its memory."""
-    return any(slot == written for written, _, _ in event.writes) or any(slot in shared for shared in event.result.shares)
+    return slot in [written for written, _, _ in event.writes] or any(slot in shared for shared in event.result.shares)
 
 
 _NOTHING = torch.empty(0, device="meta")

@@ -35,7 +35,8 @@ class LeafGradients:
         """A step has ended, which took these tensors along. All ranks must call it."""
         leaves = [leaf for leaf in _leaves(captured) if self._is_shared(leaf)]
         own = [leaf.grad is not None and _version(leaf) != self._before.get(id(leaf)) for leaf in leaves]
-        rows = self._transport.all_gather_vector(torch.tensor(own, dtype=torch.float64), "gradients of tensors").tolist()
+        vector = torch.tensor(own, dtype=torch.float64)
+        rows = self._transport.all_gather_vector(vector, "gradients of tensors").tolist()
         for index, leaf in enumerate(leaves):
             self._share_one(leaf, [rank for rank, row in enumerate(rows) if row[index]])
         self._known = [weakref.ref(leaf) for leaf in leaves]
@@ -44,8 +45,8 @@ class LeafGradients:
         old, _ = self._before.get(id(leaf), (None, 0))
         if len(ranks) > 1 and old is not None and leaf.grad is old:
             raise NotImplementedError(
-                f"the gradient of a tensor of shape {list(leaf.shape)} that is no parameter adds up over steps, and several "
-                f"stages compute with it: make it a parameter, or set its grad to None after each step"
+                f"the gradient of a tensor of shape {list(leaf.shape)} that is no parameter adds up over steps, and "
+                f"several stages compute with it: make it a parameter, or set its grad to None after each step"
             )
         look = Look.of(leaf).but(requires_grad=False, is_parameter=False)
         total: Tensor | None = None

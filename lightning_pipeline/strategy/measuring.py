@@ -20,7 +20,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.estimate import estimate_step
 from lightning_pipeline.partition.observed_run import called_names
-from lightning_pipeline.partition.random import Streams, generators
+from lightning_pipeline.partition.random import generators, generators_kept
 from lightning_pipeline.partition.timing import time_step
 from lightning_pipeline.partition.trace import trace_step
 from lightning_pipeline.partition.untouched import left_as_it_was
@@ -42,7 +42,7 @@ def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
     other ranks, which may run them more often, or not at all."""
     trainer = module.trainer
     loggers = trainer.loggers
-    with left_as_it_was(module), Streams(device).kept(), _by_itself(module, trainer.strategy):
+    with left_as_it_was(module), generators_kept(device), _by_itself(module, trainer.strategy):
         trainer.loggers = [DummyLogger() for _ in loggers]
         vars(module)["log"] = lambda *args, **kwargs: None
         try:

@@ -57,11 +57,6 @@ def combine(results: list[Any], sizes: list[int]) -> Any:
     return _first(results)
 
 
-def sendable(value: Any) -> Any:
-    """An equal value whose tensors are on the CPU and no views: pickle would write all that they are views of."""
-    return tree.replace(value, _alone_on_cpu)
-
-
 def mean_loss(losses: list[Tensor], sizes: list[int]) -> Tensor:
     """The mean of the micro-batches' losses, weighted by their samples (a 0-d tensor)."""
     stacked = torch.stack([loss.detach().reshape(()) for loss in losses])
@@ -147,12 +142,6 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
             f"the micro-batches' outputs have shapes {[tuple(t.shape) for t in tensors]} and cannot be concatenated; "
             f"pad them in the step to one length, or return a list with one entry a sample"
         ) from None
-
-
-def _alone_on_cpu(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
-    return tensor.clone() if is_view else tensor
 
 
 def _mean(values: list[Any], sizes: list[int]) -> Any:
