@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition.functions import function_name
 from lightning_pipeline.partition.hooks import Hook
+from lightning_pipeline.partition.own_device import without_index
 
 
 class TensorSlot(NamedTuple):
@@ -157,6 +158,8 @@ def shown(template: Template) -> Hashable:
         return (kind, *((shown(name), shown(item)) for name, item in template.items()))
     if isinstance(template, (types.BuiltinFunctionType, types.FunctionType)):
         return kind, template.__qualname__
+    if isinstance(template, (str, torch.device)):
+        return kind, without_index(template)
     if isinstance(template, _ATOMS):
         return kind, template
     return kind.__module__, kind.__qualname__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -28,14 +29,20 @@ class _InHook:
 
     Attributes:
         is_rank_known: the code has asked which rank runs it, so that it may do something else on each.
+        thread: that in which it runs; others, such as one that writes a checkpoint, go their own ways on each rank.
     """
 
     on = False
     is_rank_known = False
+    thread = 0
 
     def note_rank(self) -> None:
         """The rank is asked for."""
-        self.is_rank_known |= self.on
+        self.is_rank_known |= self.is_here()
+
+    def is_here(self) -> bool:
+        """Whether it runs in this thread."""
+        return self.on and self.thread == threading.get_ident()
 
 
 in_hook = _InHook()

@@ -37,7 +37,7 @@ PURE = frozenset(
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
-DRAW, ARGUMENT = True, False
+DRAW, ARGUMENT = object(), object()
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
@@ -49,8 +49,8 @@ class Shortcut(NamedTuple):
         argument: the number of the value that it is given; None for a tensor that every rank has.
         look: of that.
         grad: whether autograd was on.
-        end: the call's last event; its first result is the call's.
-        captures: what the call takes along, in order: `DRAW` or `ARGUMENT`.
+        end: the call's last event; its first result is the call's, or else it gives its argument.
+        captures: what the call takes along, in order: `DRAW`, `ARGUMENT`, or a number.
     """
 
     state: PureModule
@@ -58,7 +58,7 @@ class Shortcut(NamedTuple):
     look: Look
     grad: bool
     end: Event
-    captures: tuple[bool, ...]
+    captures: tuple[Any, ...]
 
     def is_for(self, argument: Tensor) -> bool:
         if type(argument) is Placeholder:
@@ -182,10 +182,14 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
             for capture in known.captures:
                 if capture is DRAW:
                     recording.note_draw()
-                else:
+                elif capture is ARGUMENT:
                     recording.capture(argument)
+                else:
+                    recording.captured.append(capture)
             end = recording.event = known.end
             recording.skipped[end] = begin
+            if end.outputs[0] is None:
+                return argument
             place, look = end.pool[0], end.result.tensors[0]
             if refs(place) != 3 or place.look is not look:
                 place = end.pool[0] = renewed(place, look, place.what)
@@ -195,7 +199,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         result = plain(module, argument)
         end = recording.event
         captures = _captures(begin, end, argument, value, recording.captured)
-        if captures is not None and type(result) is Placeholder and result.value == end.outputs[0]:
+        if captures is not None and type(result) is Placeholder and _gives(end, result, argument):
             shortcut = Shortcut(state, value, look, grad, end, captures)
             begin.shortcuts = {**(begin.shortcuts or {}), module: shortcut}
         return result
@@ -203,34 +207,43 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     return call
 
 
+def _gives(end: Event, result: Placeholder, argument: Tensor) -> bool:
+    """Whether a call's result is its last event's first, or its argument."""
+    return result is argument if end.outputs[0] is None else result.value == end.outputs[0]
+
+
 def _captures(
     begin: Event, end: Event, argument: Tensor, value: int | None, captured: Sequence[Any]
-) -> tuple[bool, ...] | None:
-    """What a call has taken along; None if it did anything else than to compute from its argument and the module's
-    tensors.
+) -> tuple[Any, ...] | None:
+    """What a call has taken along; None if it did anything else than to compute from its argument, numbers, and the
+    module's tensors.
 
     Args:
         value: the number of the argument; None for a tensor that every rank has.
         captured: what the recording has taken along.
     """
-    found: list[bool] = []
+    found: list[Any] = []
     event: Event | None = end
+    if end is begin or len(end.outputs) != 1:
+        return None
     while event is not begin:
         assert event is not None
-        if event.writes or event.visit < 0 or event.matcher.captured_numbers:
+        if event.writes or event.visit < 0 or event.match is not event.matcher.match:  # it depends on data
             return None
-        if event.match is not event.matcher.match:  # what comes of it depends on data
-            return None
-        for slot, number in enumerate(event.inputs):
-            if number is CAPTURED:
-                if captured[event.first_captured + event.matcher.captured_tensors[slot]] is not argument:
-                    return None
-                found.append(ARGUMENT)
-            elif type(number) is not int or not (number < 0 or number == value or number >= begin.num_values):
+        for number in event.inputs:
+            is_own = type(number) is int and (number < 0 or number == value or number >= begin.num_values)
+            if number is not CAPTURED and not is_own:
                 return None
-        if event.draws:
-            found.append(DRAW)
+        for place in reversed(range(event.matcher.num_captured)):
+            content = captured[event.first_captured + place]
+            if place == 0 and event.draws:
+                found.append(DRAW)
+            elif content is argument:
+                found.append(ARGUMENT)
+            elif type(content) in (int, float):
+                found.append(content)
+            else:
+                return None
         event = event.parent
     found.reverse()
-    gives = end is not begin and bool(end.outputs) and end.outputs[0] is not None
-    return tuple(found) if gives and len(found) == end.num_captured - begin.num_captured else None
+    return tuple(found)

@@ -153,8 +153,17 @@ class Recorder:
     def patched(self) -> Iterator[None]:
         """While entered, for a run: what has to be replaced in classes of torch's, where a change costs all their
         methods the place that Python remembers for them."""
-        with _function_apply_seen(self), _scripted_seen(self), _module_apply_seen(self):
+        if not _patching:
+            _patches.enter_context(_function_apply_seen())
+            _patches.enter_context(_scripted_seen())
+            _patches.enter_context(_module_apply_seen())
+        _patching.append(self)
+        try:
             yield
+        finally:
+            _patching.remove(self)
+            if not _patching:
+                _patches.close()
 
     def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
         return nullcontext() if self.current is None else self.current.checkpointed(stops_early)
@@ -818,14 +827,24 @@ def _memory(tensor: Tensor) -> int:
             return -id(tensor)
 
 
+_patching: list[Recorder] = []
+"""Recorders for whose runs torch's classes are patched, and what takes that off."""
+_patches = ExitStack()
+
+
+def _running() -> Recording | None:
+    """The recording that runs, if one does."""
+    return next((recorder.current for recorder in _patching if recorder.current is not None), None)
+
+
 @contextmanager
-def _function_apply_seen(recorder: Recorder) -> Iterator[None]:
+def _function_apply_seen() -> Iterator[None]:
     """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
     # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
     owner: Any = torch.autograd.function._SingleLevelFunction
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return _as_function(recorder, _applying(cls), args, kwargs)
+        return _as_function(_applying(cls), args, kwargs)
 
     owner.apply = classmethod(seen)
     try:
@@ -835,7 +854,7 @@ def _function_apply_seen(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _scripted_seen(recorder: Recorder) -> Iterator[None]:
+def _scripted_seen() -> Iterator[None]:
     """So do functions that were scripted or traced."""
     owner = torch._C.ScriptFunction
     plain = owner.__call__
@@ -844,7 +863,7 @@ def _scripted_seen(recorder: Recorder) -> Iterator[None]:
         called = _SCRIPTED.get(self)
         if called is None:
             called = _SCRIPTED[self] = partial(plain, self)
-        return _as_function(recorder, called, args, kwargs)
+        return _as_function(called, args, kwargs)
 
     owner.__call__ = seen  # type: ignore[method-assign]
     try:
@@ -856,9 +875,9 @@ def _scripted_seen(recorder: Recorder) -> Iterator[None]:
 _SCRIPTED: dict[Any, Callable[..., Any]] = {}
 
 
-def _as_function(recorder: Recorder, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call what torch does not give to modes as if it did."""
-    recording = recorder.current
+    recording = _running()
     if recording is None or not torch._C._len_torch_function_stack() or not recording._is_ours((args, kwargs)):
         return function(*args, **kwargs)
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
@@ -867,13 +886,13 @@ def _as_function(recorder: Recorder, function: Callable[..., Any], args: Any, kw
 
 
 @contextmanager
-def _module_apply_seen(recorder: Recorder) -> Iterator[None]:
+def _module_apply_seen() -> Iterator[None]:
     """While entered, a module that is moved to where it is already (`self.head.to(x.dtype)`) is left alone, and no
     gradients are looked for."""
     plain = nn.Module._apply
 
     def seen(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        if recorder.current is not None:
+        if _running() is not None:
             tensors = [*self.parameters(recurse), *self.buffers(recurse)]
             if all(fn(tensor) is tensor for tensor in tensors):
                 return self

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.partition.own_device import REDUCTIONS
+
 
 class Slot(NamedTuple):
     """The place of tensor number `index`."""
@@ -198,6 +200,7 @@ class _TensorsApart(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor], seen: dict[int, Slot]) -> None:
         super().__init__(file)
+        self.dispatch_table = REDUCTIONS
         self._tensors, self._seen = tensors, seen
         self.slots: dict[int, Slot] = {}
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.own_device import dumps
 from lightning_pipeline.runtime.backend_rules import flat
 from lightning_pipeline.runtime.endpoint import Endpoint
 
@@ -51,7 +52,7 @@ class Messages:
 
     def send_object(self, obj: Any, peer: int) -> None:
         """Pickle `obj` and send it without waiting, in order with the other objects to `peer`."""
-        self._send_bytes(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), peer)
+        self._send_bytes(dumps(obj), peer)
 
     def recv_object(self, peer: int, what: str) -> Any:
         """The next object from `peer`. `what` names it in errors."""
@@ -71,7 +72,7 @@ class Messages:
         """`obj` of the stage `source`, on every stage. What the other stages pass is ignored."""
         if self.stage != source:
             return self.recv_object(source, what)
-        payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+        payload = dumps(obj)
         for peer in self._control:
             self._send_bytes(payload, peer)
         return obj

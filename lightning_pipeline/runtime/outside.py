@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -95,6 +96,7 @@ class Outside(TorchFunctionMode):
             yield
             return
         in_hook.on, in_hook.is_rank_known, self._gradients = True, False, None
+        in_hook.thread = threading.get_ident()
         before = self._exchanges.number
         try:
             with absent_state_expected(), self._ranks_noted(), self._parameters_seen(), self:
@@ -428,7 +430,7 @@ class Outside(TorchFunctionMode):
         plain = distributed_c10d._rank_not_in_group
 
         def seen(group: Any) -> bool:
-            if in_hook.on:
+            if in_hook.is_here():
                 in_hook.note_rank()
                 self._exchanges.send()
             return plain(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.partition.recording import Recorder, Recording
 from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.draws import Counted, Draws
@@ -140,6 +142,7 @@ class Pipeline:
         self.reached: set[int] = set()
         """Virtual stages on which steps have run anything."""
         self._held: dict[Tape, bool] = {}
+        self._has_warned_of_reads = False
 
     def run(
         self, work: Work, microbatches: list[Any] | None, extra: Callable[[], Sequence[float]] = list
@@ -231,6 +234,7 @@ class Pipeline:
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
         """The data of values of a micro-batch whose step is running, on every rank."""
         state = next(one for one in self._microbatches if one.recording is recording)
+        self._warn_of_reads()
         with set_aside():
             if state.program is not None:  # an earlier one
                 assert self._run is not None and self._direct is not None
@@ -240,6 +244,20 @@ class Pipeline:
             if not state.is_done:
                 run.run_up_to(recording.event)
             return run.data_of(values)
+
+    def _warn_of_reads(self) -> None:
+        """Say once what it costs that a step's Python waits for its own results."""
+        assert self._work is not None
+        if self._has_warned_of_reads or self._work.loss_of is None or len(self._microbatches) == 1:
+            return
+        self._has_warned_of_reads = True
+        if self.rank == 0:
+            warnings.warn(
+                f"the training step reads what a stage computes ({users_line()}), so each micro-batch waits for the "
+                f"one before, and stages do not work at the same time. The result is the same; where speed matters, "
+                f"keep or log the tensor, and read it in on_train_batch_end",
+                stacklevel=2,
+            )
 
     def _spread_kept(self, state: Microbatch, value: int) -> Tensor:
         """A value of an earlier micro-batch, on every rank."""
@@ -392,7 +410,7 @@ class Pipeline:
             # Not the placeholders: what nobody else refers to need not come to every rank.
             state.result = _Result.of(state.result, recording)
         del result
-        alike = {id(tensor) for tensor in delivered if not tensor._version}
+        alike = {id(tensor) for tensor in delivered if tensor.is_inference() or not tensor._version}
         state.contents = [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
         self._end_recording(state, recording, large, work)
 

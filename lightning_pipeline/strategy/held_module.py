@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -14,9 +16,11 @@ from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.leaves import certain_stages, find_leaves
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.module_tensors import ModuleTensors
-from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.partition.placeholder import Placeholder, become, placeholder
+from lightning_pipeline.partition.ownership import Ownership, note_holders, release
+from lightning_pipeline.partition.placeholder import Look, Placeholder, become, is_absent, placeholder
+from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.fully_sharded import FullySharded
+from lightning_pipeline.runtime.host_memory import available_bytes
 from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.shared import spread_from_owner
@@ -26,6 +30,15 @@ from lightning_pipeline.strategy.cutting import Cut
 from lightning_pipeline.strategy.lightning_private import note_device
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 from lightning_pipeline.strategy.weights import Weights, load_weights
+
+_NONE, _MEMORY, _SLICES = range(3)
+_OBSTACLES = {
+    _MEMORY: "all of it does not fit into the memory of every rank",
+    _SLICES: "FSDP or tensor parallelism has split its tensors",
+}
+"""Why a run leaves a module in parts."""
+_AT_ONCE = 1 << 26
+"""Bytes of a module that are on their way to other ranks at once."""
 
 
 class HeldModule:
@@ -131,12 +144,73 @@ class HeldModule:
         if self._device.type != "cpu":
             self._move(torch.device("cpu"))
 
+    def make_whole(self, num_processes: int) -> None:
+        """Give every rank all of the module, on the CPU, where that fits into memory.
+
+        All ranks must call it; `release_remote` takes it back.
+
+        Args:
+            num_processes: that share this machine's memory.
+        """
+        partial: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in _tensors(self._module):
+            if name in self.ownership and len(self.ownership.holders[name]) < self.ownership.num_stages:
+                partial.setdefault(id(tensor), (name, tensor))
+        absent = [tensor for _, tensor in partial.values() if is_absent(tensor)]
+        obstacle = _NONE
+        if any(isinstance(parameter, DTensor) for parameter in self._module.parameters()):
+            obstacle = _SLICES
+        elif sum(Look.of(tensor).num_bytes for tensor in absent) * num_processes > available_bytes() // 2:
+            obstacle = _MEMORY
+        found = self._most(torch.tensor([obstacle, len(absent)], dtype=torch.float64))
+        if found[0] != _NONE:
+            rank_zero_warn(
+                f"the module stays in parts after this run, as {_OBSTACLES[int(found[0])]}: "
+                f"trainer.strategy.gather_module(), called on all ranks, gives rank 0 a copy with all weights"
+            )
+        elif found[1]:
+            self._spread(list(partial.values()))
+            lift_guards(self._module)
+
+    def _most(self, numbers: Tensor) -> list[float]:
+        """The largest of each over all stages and replicas."""
+        if self._transport is not None:
+            numbers = self._transport.all_gather_vector(numbers, "what they hold of the module").amax(0)
+        if self._replicas is not None:
+            numbers = torch.stack(self._replicas.gather_objects(numbers)).amax(0)
+        return numbers.tolist()
+
+    def _spread(self, partial: Sequence[tuple[str, Tensor]]) -> None:
+        assert self._transport is not None
+        told: dict[str, Any] = {}
+        for stage in range(self.ownership.num_stages):
+            own = {name: _told(tensor) for name, tensor in partial if self.ownership.owner(name) == stage}
+            told |= self._transport.broadcast_object(own, stage, "the shapes of the module's tensors")
+        direct = Direct(self._transport, torch.device("cpu"))
+        num_bytes = 0
+        for name, tensor in partial:
+            owner, data, look = self.ownership.owner(name), told[name], Look.of(tensor)
+            if isinstance(data, Look):
+                data = direct.spread(tensor.detach() if owner == self.ownership.stage else None, data, owner)
+            if is_absent(tensor):
+                become(tensor, nn.Parameter(data, look.requires_grad) if look.is_parameter else data)
+            note_holders(tensor, None)
+            num_bytes += look.num_bytes
+            if num_bytes > _AT_ONCE:  # what is on its way takes memory
+                self._transport.flush()
+                num_bytes = 0
+
     def _move(self, device: torch.device) -> None:
         for _, tensor in _tensors(self._module):
             if type(tensor) is Placeholder and tensor.device != device:  # it is where it would be if it were here
                 become(tensor, placeholder(tensor.look.but(device=device), tensor.what))
         self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
         note_device(self._module, device)
+
+
+def _told(tensor: Tensor) -> Look | Tensor:
+    """What others need to know of a tensor to receive it; itself where that does not do."""
+    return Look.of(tensor) if tensor.layout is torch.strided and not tensor.is_quantized else tensor.detach()
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -272,6 +272,8 @@ class PipelineStrategy(CheckpointingStrategy):
         cut = {"stage_config": json.dumps(config, sort_keys=True, default=str), "num_stages": str(num_stages)}
         self.agree("the set-up of the pipeline", {**parts_of(module), **cut})
         if self._set_up_for == (module, num_stages):
+            assert self._runner is not None
+            self._runner.release_remote()
             return
         refusals.check_slices(
             module,
@@ -575,12 +577,15 @@ class PipelineStrategy(CheckpointingStrategy):
         self._background.wait()
         self._let_processes_end()
         self.agree("the end of the run", {}, is_last=True)
+        if self._held is not None:
+            self._held.to_cpu()
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:  # which has no time
+                self._held.make_whole(self.num_processes)
         if self._transport is not None and not self._failed:
             # A process may end after this, and one that ends with messages unread breaks its peers' connections.
             self._transport.flush()
             self._transport.barrier("the end of the run")
-        if self._held is not None:
-            self._held.to_cpu()
         self.precision_plugin.teardown()
         assert self.accelerator is not None and self.cluster_environment is not None
         self.accelerator.teardown()

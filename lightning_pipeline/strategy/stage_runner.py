@@ -130,7 +130,7 @@ class StageRunner:
             tensor_group=tensor_group,
             signals=signals,
         )
-        self._release_remote()
+        self.release_remote()
 
     @property
     def has_slices(self) -> bool:
@@ -237,10 +237,11 @@ class StageRunner:
             self._is_settled = True
             self.held.placement.settle()
             self.held.agree()
-            self._release_remote()
+            self.release_remote()
             self._on_released(self.held.ownership)
 
-    def _release_remote(self) -> None:
+    def release_remote(self) -> None:
+        """Let go of what other stages hold, as far as it is known."""
         self.held.release_remote()
         self.pipeline.note_release()
         self._gradients.settle(self.held.ownership)

@@ -47,6 +47,14 @@ class OneLayer(Plain):
         return self.head(batch[0]).square().mean()
 
 
+class ReadsItsLoss(Plain):
+    """The step's Python waits for what the last stage computes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > 0 else 2 * loss
+
+
 class OutOfOrder(Plain):
     stage_config = {"first": 1, "second": 0, "head": 1}
 

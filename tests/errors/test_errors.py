@@ -127,6 +127,9 @@ def test_what_looks_like_a_mistake_and_is_none_trains_as_in_one_process() -> Non
         told = [text for text in found[name]["warned"] if "stage 1 is never reached by the first training step" in text]
         assert len(told) == (name in UNREACHED), name
         assert all(UNREACHED[name] in text for text in told)
+        reads = [text for text in found[name]["warned"] if "reads what a stage computes" in text]
+        assert len(reads) == (name == "ReadsItsLoss"), name
+        assert all("modules.py" in text and "loss.item() > 0" in text for text in reads)
 
 
 def test_a_stage_without_modules_among_others_is_told_of() -> None:

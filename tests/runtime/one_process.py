@@ -45,7 +45,7 @@ class Came:
 
 class _OnOneRank(Pipeline):
     def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
-        with self.recorder.installed():
+        with self.recorder.patched(), self.recorder.installed():
             self._run_in_stages(work, states)
 
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:

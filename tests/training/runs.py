@@ -11,9 +11,11 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.partition import timing
+from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.runtime import link, overhead
 from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
 from tests.launching import PATIENCE_S
@@ -36,6 +38,15 @@ class Losses(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.values.append(float(outputs["loss"]))
+
+
+class Present(Callback):
+    """Notes which parameters this rank has data of when training ends: afterwards it has all of them again."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        held = {name: p for name, p in pl_module.named_parameters() if not is_absent(p)}
+        self.names = sorted(held)
+        self.numel = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in held.values())
 
 
 def pipeline_trainer(

@@ -24,7 +24,7 @@ from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
 from tests.launching import launch
 from tests.models.lit import LayerDrop
 from tests.training.models import VOCABULARY, LitGPT, token_loader, tokens
-from tests.training.runs import Losses, differing, measured_shortly, pipeline_trainer, weights
+from tests.training.runs import Losses, Present, differing, measured_shortly, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
 
@@ -55,9 +55,9 @@ class Watched(LitGPT):
 
 
 def fit(module: L.LightningModule, world: int, strategy: dict[str, Any], **options: Any) -> dict[str, Any]:
-    losses = Losses()
+    losses, present = Losses(), Present()
     config = {} if world == 1 else "auto"
-    trainer = pipeline_trainer(config, world=world, strategy=strategy, callbacks=[losses], **options)  # type: ignore[arg-type]
+    trainer = pipeline_trainer(config, world=world, strategy=strategy, callbacks=[losses, present], **options)  # type: ignore[arg-type]
     trainer.fit(module, token_loader(8 * 2 + 5, 8, shuffle=True), options.pop("val", None))
     plan = trainer.strategy.plan
     return {
@@ -65,7 +65,7 @@ def fit(module: L.LightningModule, world: int, strategy: dict[str, Any], **optio
         "weights": weights(trainer),
         "plan": plan and plan.as_dict(),
         "parameters": sorted(n for n, _ in module.named_parameters()),
-        "live": sorted(n for n, p in module.named_parameters() if not p.is_meta),
+        "live": present.names,
     }
 
 

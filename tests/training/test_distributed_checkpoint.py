@@ -132,7 +132,8 @@ def write_by_callback(world: int, folder: Path, layout: dict[str, Any]) -> tuple
     options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [AsyncCheckpointIO()]}
     trainer = trainer_of(world, layout, callbacks=[best], **options)
     fit(trainer, layout)
-    held = [parameter for parameter in trainer.lightning_module.parameters() if not parameter.is_meta]
+    ownership = trainer.strategy.ownership
+    held = [p for name, p in trainer.lightning_module.named_parameters() if ownership.is_local(name)]
     with held_writes():
         trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
         in_background = not (folder / "weights.ckpt").exists()
