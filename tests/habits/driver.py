@@ -16,7 +16,7 @@ from tests.habits.harness import Configuration, comparable, place_of, run_habits
 from tests.habits.table import Habit
 from tests.launching import run_ranks
 
-CHUNK = 20
+CHUNK = 30
 """Habits that one launch runs."""
 PATIENCE_S = 20.0
 """For one habit, on a busy machine. Most take less than a second."""

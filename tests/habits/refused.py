@@ -107,11 +107,3 @@ class LazyLayersLeftUninitialised(Layers):
     """nn.LazyLinear without a first call: optimizers refuse its parameters in one process as well."""
 
     layer = staticmethod(lambda: nn.LazyLinear(WIDTH))
-
-
-@habit(expect=error(r"(?i)stage"), plain=False, shows=False)
-class StageNeverReached(Layers):
-    """stage_config names layers that the step does not call."""
-
-    def features(self, x: Tensor) -> Tensor:
-        return self.layers[0](x)

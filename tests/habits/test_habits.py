@@ -12,10 +12,39 @@ import pytest
 from tests.habits.driver import PATIENCE_S, WRONG, judge, run_configuration
 from tests.habits.harness import CONFIGURATIONS
 from tests.habits.table import HABITS, load
+from tests.launching import PRELOADED
 
 pytestmark = pytest.mark.multiprocess
 
 load()
+PRELOADED.append("tests.habits.preloaded")  # a launch takes a fifth of the time
+
+BY_DEFAULT = {
+    "2-1f1b": """
+        TemperatureReturned TokensUnpadded KLFromSecondEpoch UnfrozenByHand LayerSwappedForIdentity
+        OwnEntriesInCheckpoint ListsForEpochEnd PredictionsWritten ModuleCalledInHook StatisticsOnFirstRank
+        GradientsScaledByHand FullBackwardHookScales PenaltyWithinLastStage T5Seq2Seq HiddenWrittenByIndex
+        TwoValidationLoaders LogsWithEveryOption MetricsInLayers EmbeddingTiedToHead FollowsByLerp SavedInStep
+        BranchesOnItsRank
+    """,
+    "2-zero_bubble": """
+        AuxiliaryLossFromStep PutByIndex ParameterHooks GradientReversal InPlaceActivations BankOfPlainTensor
+        NormsOfEveryKind VQCodebook DropoutEverywhere BatchNormsFrozenLater DequeOfFeatures CheckpointWithDropout
+        MoCo AdversarialAcrossStages
+    """,
+    "2-interleaved_1f1b": """
+        SkipFromSecondEpoch GPT2HiddenStates SkipWrittenLater TorchInLayers LossReadByItem SimCLRInTwoCalls
+        PartsOfLayerBefore LossesInContextObject PassesDataclass CrossAttention CodebookThroughData
+    """,
+    "3-1f1b": """
+        RecurrentRefinement HaltsByData LayerDropByPython FirstAndLastLayerTied ClipsByItselfAndLogs
+        RunningMeansInRows
+    """,
+    "4-1f1b": """
+        Siamese ComparesWithMicrobatchBefore BatchWrittenByView MethodsOfSubmodules VmapOverSamples
+    """,
+}
+"""What runs by default, where it shows most: of each spelling one or two. An error ends a launch, so it comes last."""
 
 
 @pytest.fixture(scope="module")
@@ -39,51 +68,53 @@ def reference(asked: dict[str, list[str]], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def folder(configuration: str, asked: dict[str, list[str]], reference: Path) -> Path:
+def launched() -> set[str]:
+    """Configurations that have been launched: all of their habits at once."""
+    return set()
+
+
+@pytest.fixture
+def folder(configuration: str, asked: dict[str, list[str]], reference: Path, launched: set[str]) -> Path:
     """The same with what came of them under this configuration."""
-    habits = [HABITS[name] for name in asked[configuration]]
-    list(run_configuration(habits, configuration, reference, 3 * PATIENCE_S))
+    if configuration not in launched:
+        launched.add(configuration)
+        list(
+            run_configuration([HABITS[name] for name in asked[configuration]], configuration, reference, 3 * PATIENCE_S)
+        )
     return reference
 
 
 def each_habit(*configurations: str) -> list[object]:
-    """Habits by configuration: what is launched together follows one another.
-
-    All of them run on two stages under 1f1b, and each under one of the other configurations as well; where there is
-    time, under all.
-    """
-    others = [each for each in CONFIGURATIONS if each != "2-1f1b"]
+    """Habits by configuration: what is launched together follows one another, and what is not by default is slow."""
+    defaults = {configuration: names.split() for configuration, names in BY_DEFAULT.items()}
+    defaults["plain"] = [name for names in defaults.values() for name in names if HABITS[name].plain]
     applies = {"plain": lambda habit: habit.plain, "without": lambda habit: habit.without is not None}
     found = []
     for configuration in configurations:
-        for number, habit in enumerate(HABITS.values()):
-            if applies.get(configuration, lambda _: True)(habit):
-                is_slow = configuration in others and others[number % len(others)] != configuration
-                marks = [pytest.mark.slow] * is_slow
-                found.append(pytest.param(habit.name, configuration, id=f"{configuration}-{habit.name}", marks=marks))
+        first = defaults.get(configuration, [])
+        others = [name for name in HABITS if name not in first]
+        for name in (*first, *others):
+            if applies.get(configuration, lambda _: True)(HABITS[name]):
+                marks = [pytest.mark.slow] * (name not in first)
+                found.append(pytest.param(name, configuration, id=f"{configuration}-{name}", marks=marks))
     return found
 
 
-@pytest.fixture(scope="module")
-def configuration(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.mark.parametrize(("name", "configuration"), each_habit(*CONFIGURATIONS), indirect=["configuration"])
+@pytest.mark.parametrize(("name", "configuration"), each_habit(*CONFIGURATIONS))
 def test_stages_come_to_what_one_process_does(name: str, configuration: str, folder: Path) -> None:
     habit = HABITS[name]
     verdict = judge(habit, configuration, folder)
     assert verdict.is_as_told, f"{verdict.outcome}, expected {habit.expectation}\n" + "\n".join(verdict.differences)
 
 
-@pytest.mark.parametrize(("name", "configuration"), each_habit("plain"), indirect=["configuration"])
+@pytest.mark.parametrize(("name", "configuration"), each_habit("plain"))
 def test_one_process_has_the_bits_of_plain_lightning(name: str, configuration: str, folder: Path) -> None:
     verdict = judge(HABITS[name], configuration, folder)
     assert verdict.is_as_told, f"{verdict.outcome}\n" + "\n".join(verdict.differences)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "configuration"), each_habit("without"), indirect=["configuration"])
+@pytest.mark.parametrize(("name", "configuration"), each_habit("without"))
 def test_what_is_compared_shows_the_habit(name: str, configuration: str, folder: Path) -> None:
     verdict = judge(HABITS[name], configuration, folder)
     assert verdict.outcome == WRONG, f"{verdict.outcome}\n" + "\n".join(verdict.differences)

@@ -1,0 +1,160 @@
+"""Layers of torch.nn that do more than a linear one: with states, attention, statistics, functions and draws."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.habits.modules import WIDTH, Evaluated, Layer, Layers
+from tests.habits.table import habit
+
+
+@habit(plain=False)
+class RecurrentLayers(Layers):
+    """A GRU in both directions, and an LSTM of two layers with dropout, in each layer."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(2, 4, batch_first=True, bidirectional=True)
+            self.lstm = nn.LSTM(2, 2, num_layers=2, dropout=0.2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs, _ = self.gru(x.view(len(x), 4, 2))
+            _, (hidden, cells) = self.lstm(x.view(4, len(x), 2))
+            return x + outputs.mean(1) + torch.cat([hidden[0], cells[1], hidden[1], cells[0]], -1)
+
+    layer = Recurrent
+
+
+@habit(observed=["deviations"], plain=False)
+class AttentionWeightsKept(Layers):
+    """Attention with dropout and a causal mask, whose weights layers keep for a hook."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x[:, None].expand(-1, 3, -1) * torch.tensor([1.0, 2.0, 3.0])[None, :, None]
+            mask = torch.triu(torch.ones(3, 3, dtype=torch.bool), 1)
+            output, weights = self.attention(tokens, tokens, tokens, attn_mask=mask, need_weights=True)
+            self.weights = weights.detach()
+            return self.norm(x + output.mean(1))
+
+    layer = Attending
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deviations: list[Any] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.deviations.append([float(layer.weights.std()) for layer in self.layers])
+
+
+@habit(plain=False)
+class TransformerEncoderLayers(Evaluated):
+    """nn.TransformerEncoderLayer with dropout, which takes a path of its own in evaluation."""
+
+    class Encoding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encoder(x[:, None].repeat(1, 2, 1)).sum(1)
+
+    layer = Encoding
+
+
+@habit(plain=False)
+class NormsOfEveryKind(Evaluated):
+    """Convolution, batch norm with cumulative averages, instance norm with statistics, group norm, ReLU in place."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            norms = nn.BatchNorm1d(2, momentum=None), nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+            self.body = nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), *norms, nn.GroupNorm(1, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.relu(self.body(x.view(len(x), 2, 4)), inplace=True).flatten(1)
+
+    layer = Normed
+
+
+class SineAndCosine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return x.sin() * scale, x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x.cos() * ctx.scale - gradients[1] * x.sin(), None
+
+
+@habit()
+class FunctionOfTwoResults(Layers):
+    """A function of its own with a number as argument and two results."""
+
+    class Waves(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            sine, cosine = SineAndCosine.apply(super().forward(x), 1.5)
+            return sine + 0.1 * cosine
+
+    layer = Waves
+
+
+@habit(plain=False)  # it goes by the batch's number
+class HookOfSomeSteps(Layers):
+    """A forward hook that some steps register and remove again, and that changes what a layer returns."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        collected: list[Tensor] = []
+
+        def double(module: nn.Module, arguments: Any, result: Tensor) -> Tensor:
+            collected.append(result)
+            return result * 2
+
+        hooks = [self.layers[number].linear.register_forward_hook(double) for number in (0, 2) if batch_idx == 1]
+        logits = self(x)
+        for hook in hooks:
+            hook.remove()
+        return F.cross_entropy(logits, y) + 0.01 * sum(value.pow(2).mean() for value in collected)
+
+
+@habit(plain=False)
+class LayersShuffled(Layers):
+    """Layers are called in an order that Python's and numpy's generators draw."""
+
+    def features(self, x: Tensor) -> Tensor:
+        order = list(range(len(self.layers)))
+        random.shuffle(order)
+        if np.random.rand() < 0.3:
+            order = order[::-1]
+        for number in order:
+            x = self.layers[number](x)
+        return x
+
+
+@habit(plain=False)
+class DrawsOfEveryKind(Layers):
+    """Dropout of several kinds, randn_like, rand, bernoulli, and distributions around hidden values."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.alpha_dropout(F.dropout(layer(x), 0.2, self.training), 0.1, self.training)
+            x = x + 0.01 * torch.randn_like(x) + 0.01 * torch.rand(x.shape)
+        x = x + torch.bernoulli(torch.full_like(x, 0.5)) + 0.1 * torch.distributions.Normal(x.detach(), 1.0).sample()
+        return x + 0.1 * torch.distributions.Normal(x, 1.0).rsample()
