@@ -203,7 +203,7 @@ def saved_and_read(world: int, folder: str) -> dict[str, Any]:
         "plan": plan.as_dict(),
         "stored": stored,
         "pinned": pinned.strategy.plan is None,
-        "keys": dict(pinned.strategy.pipeline.interception.stages.exact),
+        "keys": dict(pinned.strategy.pipeline.recorder.calls.stages.exact),
     }
 
 
