@@ -21,7 +21,6 @@ from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.user_state import set_aside
 
-
 _SEEDS = (0, 1, 2, 3)
 """A step that leaves out layers at random may pass over a stage once, and seldom every time."""
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
 from lightning_pipeline.partition.costs import StepCosts
+from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
 from tests.launching import launch
 from tests.models.lit import LayerDrop
@@ -219,7 +220,7 @@ def on_meta(world: int) -> dict[str, Any]:
 
     class Notes(L.Callback):
         def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            blocks = [block for block in pl_module.net.blocks if not next(block.parameters()).is_meta]
+            blocks = [block for block in pl_module.net.blocks if not is_absent(next(block.parameters()))]
             made.append(len(blocks))
 
     trainer.callbacks.append(Notes())
