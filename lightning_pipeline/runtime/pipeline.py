@@ -144,6 +144,7 @@ class Pipeline:
         """Virtual stages on which steps have run anything."""
         self._held: dict[Tape, bool] = {}
         self._has_warned_of_reads = False
+        self._parts: list[tuple[Tensor, Tensor]] = []  # of the batch on the first rank, with what the step has of each
 
     def run(
         self, work: Work, microbatches: list[Any] | None, extra: Callable[[], Sequence[float]] = list
@@ -179,6 +180,7 @@ class Pipeline:
                     self._leaf_gradients.begin()
                 self._run_in_stages(work, states)
                 numbers = self._end(work, states, extra)
+                self._write_back()
                 _set_retained(states)
                 self._share_leaf_gradients(work, states)
         for state in states:
@@ -557,10 +559,16 @@ class Pipeline:
 
     def _deliver(self, states: list[Microbatch], tensors: list[list[Tensor]] | None) -> None:
         """Give every rank the tensors that all compute with."""
+        self._parts = []
         if tensors is not None:
             for state, own in zip(states, tensors, strict=True):
+                if self.num_ranks == 1:
+                    # Parts of one tensor count writes together, though no micro-batch writes into another one's.
+                    state.tensors = [t.data if _is_everywhere(Look.of(t)) else t for t in own]
+                    continue
                 # As on the other ranks: no parts of one tensor.
                 state.tensors = [t.detach().clone() if _is_everywhere(Look.of(t)) else t for t in own]
+                self._parts += [(t, part) for t, part in zip(own, state.tensors, strict=True) if part is not t]
             for peer in range(1, self.num_ranks):
                 assert self._transport is not None
                 for packed in _packed(states, self._structures):
@@ -581,6 +589,14 @@ class Pipeline:
                 size = look.shape.numel()
                 states[index].tensors[number] = flat[offset : offset + size].reshape(look.shape).clone()
                 offset += size
+
+    def _write_back(self) -> None:
+        """What the step has written into its batch, the loader finds there, as in one process."""
+        parts, self._parts = self._parts, []
+        for tensor, part in parts:
+            if type(part) is not Placeholder and (part.is_inference() or part._version):
+                with torch.no_grad():
+                    tensor.copy_(part)
 
     def _look(self, states: list[Microbatch], place: tuple[int, int]) -> Look:
         return self._structures[states[place[0]].structure].looks[place[1]]
