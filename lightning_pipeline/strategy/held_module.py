@@ -31,8 +31,9 @@ from lightning_pipeline.strategy.lightning_private import note_device
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 from lightning_pipeline.strategy.weights import Weights, load_weights
 
-_NONE, _MEMORY, _SLICES = range(3)
+_NONE, _PARTS, _MEMORY, _SLICES = range(4)
 _OBSTACLES = {
+    _PARTS: "it came in parts, or without data",
     _MEMORY: "all of it does not fit into the memory of every rank",
     _SLICES: "FSDP or tensor parallelism has split its tensors",
 }
@@ -78,6 +79,7 @@ class HeldModule:
         self._transport = transport
         self._replicas = replicas
         self._tensor_group = tensor_group
+        self._came_in_parts = any(tensor.is_meta for _, tensor in _tensors(module))
         if sharded is not None:
             sharded.adopt(module)
         self.leaves = find_leaves(module, cut.stages)
@@ -160,6 +162,8 @@ class HeldModule:
         obstacle = _NONE
         if any(isinstance(parameter, DTensor) for parameter in self._module.parameters()):
             obstacle = _SLICES
+        elif self._came_in_parts:  # as what is made on the meta device, because it fits nowhere
+            obstacle = _PARTS
         elif sum(Look.of(tensor).num_bytes for tensor in absent) * num_processes > available_bytes() // 2:
             obstacle = _MEMORY
         found = self._most(torch.tensor([obstacle, len(absent)], dtype=torch.float64))

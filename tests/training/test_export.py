@@ -74,6 +74,10 @@ def run(world: int, folder: Path) -> dict[str, Any]:
         trainer.save_checkpoint(folder / f"{name}.ckpt")
         gathered = strategy.gather_module()
         if name == "replicas":
+            whole = module.state_dict()
+            if gathered is not None:
+                assert all(torch.equal(value, whole[key]) for key, value in gathered.state_dict().items())
+        else:  # which is not put together
             for what in (module, module.net.blocks):
                 with pytest.raises(RuntimeError, match=r"is on another stage.*trainer.strategy.gather_module\(\)"):
                     what.state_dict()
