@@ -164,9 +164,9 @@ class Attack:
         if self.was_over or not self.stays_stopped or not self.happened or self.trial.launcher != "torchrun":
             return False
         ranks = range(self.trial.world)
-        ended = [f"{rank}.phases" for rank in ranks if "end" in _lines(self.folder / f"{rank}.phases")]
-        gone = [rank for rank in ranks if rank != self.trial.victim and not _is_running(self.folder / f"{rank}.pid")]
-        self.was_over = len(ended) == len(ranks) and len(gone) == len(ranks) - 1
+        have_ended = all("end" in _lines(self.folder / f"{rank}.phases") for rank in ranks)
+        others = [self.folder / f"{rank}.pid" for rank in ranks if rank != self.trial.victim]
+        self.was_over = have_ended and not any(map(_is_running, others))
         return self.was_over
 
     def end_victim(self) -> None:

@@ -231,15 +231,19 @@ STARTS: dict[str, tuple[list[dict[str, int] | None], str]] = {
 """How three processes of two nodes with two devices each are started, and what all that are started raise."""
 
 
-def start_all(ports: dict[str, int]) -> dict[str, str]:
+def start_all(ports: dict[str, int], folder: Path) -> dict[str, str]:
     process = int(os.environ["LOCAL_RANK"])
     found = {}
     for name, (starts, _) in STARTS.items():
+        # Whoever comes when the others have been told and gone would wait for them in vain.
+        (folder / f"{name} {process}").touch()
+        while any(not (folder / f"{name} {other}").exists() for other in range(len(starts))):
+            time.sleep(0.01)
         start = starts[process]
         if start is None:
             continue
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(meeting, "LINGER_S", 0.5)
+            monkeypatch.setattr(meeting, "LINGER_S", 1.5)
             for variable, value in {
                 "NODE_RANK": start["node"],
                 "LOCAL_RANK": start["local_rank"],
@@ -254,9 +258,9 @@ def start_all(ports: dict[str, int]) -> dict[str, str]:
     return found
 
 
-def test_processes_that_do_not_make_up_a_world_are_told() -> None:
+def test_processes_that_do_not_make_up_a_world_are_told(tmp_path: Path) -> None:
     # torch waits some seconds, and longer each time, before a store's client tries again to connect.
-    processes = launch(start_all, {name: free_port() for name in STARTS}, world=3)
+    processes = launch(start_all, {name: free_port() for name in STARTS}, tmp_path, world=3)
     for name, (starts, words) in STARTS.items():
         for found, start in zip(processes, starts, strict=True):
             if start is not None:
