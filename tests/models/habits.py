@@ -66,7 +66,7 @@ class KeepsState(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Remembering() for _ in range(8)])
+        self.blocks = nn.ModuleList([Remembering() for _ in self.blocks])
         self.register_buffer("center", torch.zeros(16))
 
     def through(self, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class PassesStructures(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Passing() for _ in range(8)])
+        self.blocks = nn.ModuleList([Passing() for _ in self.blocks])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -269,7 +269,7 @@ class SharesLayers(Stack):
     def __init__(self) -> None:
         super().__init__()
         act, norm = nn.ReLU(), nn.LayerNorm(16)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), act, norm) for _ in range(8)])
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), act, norm) for _ in self.blocks])
 
 
 class EarlyFeatures(Stack):

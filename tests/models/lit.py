@@ -68,12 +68,12 @@ class Block(nn.Module):
 
 
 class Stack(Lit):
-    """Eight blocks and a head, of which the cases below change the step."""
+    """Blocks and a head, of which the cases below change the step."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, num_blocks: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(8, 16)
-        self.blocks = nn.ModuleList([Block(dropout=dropout) for _ in range(8)])
+        self.blocks = nn.ModuleList([Block(dropout=dropout) for _ in range(num_blocks)])
         self.head = nn.Linear(16, 4)
 
     def through(self, x: Tensor) -> Tensor:
@@ -162,6 +162,9 @@ class FrozenBackbone(Stack):
 class LayerDrop(Stack):
     """Half of the blocks are left out at random: the first ones of a stage too, and at times all of a stage's."""
 
+    def __init__(self) -> None:
+        super().__init__(num_blocks=8)
+
     def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             if torch.rand(()) < 0.5:
@@ -172,6 +175,9 @@ class LayerDrop(Stack):
 
 class LayerDropByPython(Stack):
     """As above, and the choice leaves no trace among the tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=8)
 
     def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -230,7 +236,7 @@ class KeepsAuxiliaryLoss(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Routed() for _ in range(8)])
+        self.blocks = nn.ModuleList([Routed() for _ in self.blocks])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -252,7 +258,7 @@ class CollectsInLeaves(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Collecting() for _ in range(8)])
+        self.blocks = nn.ModuleList([Collecting() for _ in self.blocks])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -277,7 +283,7 @@ class InPlace(Stack):
             x[:, i] *= 2
             total += x
             F.relu_(x)
-        total[:, :4].div_(8)
+        total[:, :4].div_(4)
         return self.loss(x + total, y)
 
 
@@ -307,7 +313,7 @@ class Checkpointed(Stack):
     """One checkpointed function over all blocks, and hence over all boundaries."""
 
     def __init__(self, reentrant: bool) -> None:
-        super().__init__(dropout=0.2)
+        super().__init__(dropout=0.2, num_blocks=8)
         self.reentrant = reentrant
 
     def through(self, x: Tensor) -> Tensor:
@@ -341,7 +347,7 @@ class DirectParameters(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.position = nn.Parameter(torch.full((16,), 0.1))
-        self.scales = nn.ParameterList([torch.full((16,), 1.0 + i / 10) for i in range(8)])
+        self.scales = nn.ParameterList([torch.full((16,), 1.0 + i / 10) for i in range(4)])
         self.register_buffer("shift", torch.linspace(0, 1, 16))
         self.register_buffer("late", torch.linspace(1, 0, 16), persistent=False)
 

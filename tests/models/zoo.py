@@ -40,7 +40,7 @@ class Case:
     poison: tuple[int, ...] = ()
 
 
-def blocks(pattern: str, count: int = 8) -> Cuts:
+def blocks(pattern: str, count: int = 4) -> Cuts:
     """Even cuts of a list of `count` layers; `pattern` has a place for the layer's number."""
     return {n: {pattern.format(stage * count // n): stage for stage in range(1, n)} for n in (2, 4)}
 
@@ -86,7 +86,7 @@ def padded() -> list[Any]:
             "y": torch.randint(0, 4, (BATCH_SIZE,), generator=generator),
         }
 
-    return _batches(make, count=5)
+    return _batches(make, count=3)
 
 
 def _batches(make: Callable[[torch.Generator], Any], count: int = NUM_BATCHES) -> list[Any]:
@@ -103,7 +103,7 @@ def _classes(generator: torch.Generator) -> Tensor:
 
 def _gpt2_config(dropout: float = 0.0, **more: Any) -> Any:
     return transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=32, n_layer=8, n_head=2, resid_pdrop=dropout, embd_pdrop=dropout,
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=4, n_head=2, resid_pdrop=dropout, embd_pdrop=dropout,
         attn_pdrop=dropout, bos_token_id=1, eos_token_id=2, use_cache=False, **more,
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def gpt2(dropout: float = 0.0, checkpointing: bool = False, options: dict[str, A
 
 
 _DECODER = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 2,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 16, "use_cache": False,
 }  # fmt: skip
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -136,7 +136,7 @@ def mixtral() -> Any:
 
 def bert(dropout: bool = False) -> Any:
     config = transformers.BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=8, num_attention_heads=2, intermediate_size=48,
+        vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=48,
         max_position_embeddings=16, num_labels=3, **({} if dropout else _NO_DROPOUT),
     )  # fmt: skip
     return lit.HuggingFace(transformers.BertForSequenceClassification(config).train())
@@ -172,7 +172,7 @@ def speech() -> list[Any]:
 
 def vit() -> Any:
     config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=8, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=4,
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=4,
         num_labels=4, **_NO_DROPOUT,
     )  # fmt: skip
     return lit.HuggingFace(transformers.ViTForImageClassification(config).train())
@@ -205,7 +205,7 @@ _RESNET: Cuts = {
 }
 _UNET: Cuts = {2: {"middle": 1}, 4: {"down.1": 1, "middle": 2, "up.1": 3}}
 _GPT2 = blocks("model.transformer.h.{}")
-_STACK = blocks("blocks.{}")
+_STACK, _LONG_STACK = blocks("blocks.{}"), blocks("blocks.{}", 8)
 
 _WHISPER_HEAD = {4: ("model.model.decoder.embed_tokens.",)}
 _AFTER_LAYERS = ("encoder.layer_norm", "decoder.embed_positions", "decoder.layer_norm")
@@ -238,8 +238,8 @@ CASES: dict[str, Case] = {
         lambda: gpt2(0.1, checkpointing=True, tie_word_embeddings=False), tokens(), _GPT2, random=True
     ),
     "llama": Case(llama, tokens(), blocks("model.model.layers.{}"), poison=(2,)),
-    "mixtral": Case(mixtral, tokens(), blocks("model.model.layers.{}"), poison=(2,)),
-    "bert": Case(bert, tokens(labels=_classes), blocks("model.bert.encoder.layer.{}"), poison=(2,)),
+    "mixtral": Case(mixtral, tokens(), blocks("model.model.layers.{}")),
+    "bert": Case(bert, tokens(labels=_classes), blocks("model.bert.encoder.layer.{}")),
     "t5": Case(t5, tokens(), _ENCODER_DECODER["t5"], summed=_both("model.shared."), poison=(2, 4)),
     "whisper": Case(whisper, speech, _ENCODER_DECODER["whisper"], summed=_WHISPER_HEAD, poison=(2,)),
     "whisper_layerdrop": Case(
@@ -248,19 +248,19 @@ CASES: dict[str, Case] = {
     "vit": Case(vit, images, blocks("model.vit.layers.{}"), poison=(2,)),
     "resnet": Case(resnet, images, _RESNET, poison=(2,)),
     "unet": Case(lit.UNet, pictures, _UNET, poison=(2, 4)),
-    "diffusion": Case(lit.Diffusion, vectors, _STACK, random=True, poison=(2,)),
-    "padded": Case(lit.Padded, padded, _STACK, poison=(2,)),
-    "frozen": Case(lambda: lit.FrozenBackbone(4), vectors, _STACK, poison=(2,)),
-    "layerdrop": Case(lit.LayerDrop, vectors, _STACK, random=True, summed={4: ("head.",)}, poison=(2,)),
-    "layerdrop_by_python": Case(lit.LayerDropByPython, vectors, _STACK, random=True),
+    "diffusion": Case(lit.Diffusion, vectors, _STACK, random=True),
+    "padded": Case(lit.Padded, padded, _STACK),
+    "frozen": Case(lambda: lit.FrozenBackbone(2), vectors, _STACK, poison=(2,)),
+    "layerdrop": Case(lit.LayerDrop, vectors, _LONG_STACK, random=True, summed={4: ("head.",)}, poison=(2,)),
+    "layerdrop_by_python": Case(lit.LayerDropByPython, vectors, _LONG_STACK, random=True),
     "reads_number": Case(lit.ReadsNumber, vectors, _STACK),
     "selects_by_data": Case(lit.SelectsByData, vectors, _STACK),
     "auxiliary_loss": Case(lit.KeepsAuxiliaryLoss, vectors, _STACK),
     "collects_in_leaves": Case(lit.CollectsInLeaves, vectors, _STACK),
     "in_place": Case(lit.InPlace, vectors, _STACK),
     "autograd_function": Case(lit.ReversesGradient, vectors, _STACK),
-    "checkpoint_spanning": Case(lambda: lit.Checkpointed(reentrant=False), vectors, _STACK, random=True, poison=(2,)),
-    "checkpoint_reentrant": Case(lambda: lit.Checkpointed(reentrant=True), vectors, _STACK, random=True),
+    "checkpoint_spanning": Case(lambda: lit.Checkpointed(reentrant=False), vectors, _LONG_STACK, random=True, poison=(2,)),
+    "checkpoint_reentrant": Case(lambda: lit.Checkpointed(reentrant=True), vectors, _LONG_STACK, random=True),
     "hooks_inside": Case(lit.HooksInside, vectors, _STACK),
     "direct_parameters": Case(lit.DirectParameters, vectors, _STACK, summed=_both("position"), poison=(2,)),
     "caches_mask": Case(habits.CachesMask, vectors, _STACK),
@@ -271,7 +271,7 @@ CASES: dict[str, Case] = {
     "passes_structures": Case(habits.PassesStructures, vectors, _STACK),
     "without_gradient": Case(habits.WithoutGradient, vectors, _STACK),
     "begins_without_gradient": Case(
-        habits.WithoutGradient, vectors, {2: {"teacher": 1}, 4: {"teacher": 1, "blocks.0": 2, "blocks.4": 3}}
+        habits.WithoutGradient, vectors, {2: {"teacher": 1}, 4: {"teacher": 1, "blocks.0": 2, "blocks.2": 3}}
     ),
     "torch_transformer": Case(
         habits.TorchTransformer,
@@ -282,15 +282,15 @@ CASES: dict[str, Case] = {
     "records_ranges": Case(habits.RecordsRanges, vectors, _STACK),
     "compiled_blocks": Case(habits.CompiledBlocks, vectors, _STACK),
     "compiled_whole": Case(habits.CompiledWhole, vectors, {2: {"net.4": 1}, 4: {"net.2": 1, "net.5": 2, "net.6": 3}}),
-    "recurrent": Case(habits.Recurrent, vectors, blocks("layers.{}", 4)),
+    "recurrent": Case(habits.Recurrent, vectors, blocks("layers.{}")),
     "branches": Case(habits.Branches, vectors, _STACK),
     "shared_layer": Case(lit.SharedLayer, vectors, _STACK, summed=_both("shared."), poison=(2,)),
     "shares_layers": Case(
         habits.SharesLayers,
         vectors,
         {
-            2: {"blocks.0": 0, "blocks.0.0": 0, "blocks.4.0": 1},
-            4: {"blocks.0": 0, "blocks.0.0": 0, "blocks.2.0": 1, "blocks.4.0": 2, "blocks.6.0": 3},
+            2: {"blocks.0": 0, "blocks.0.0": 0, "blocks.2.0": 1},
+            4: {"blocks.0": 0, "blocks.0.0": 0, "blocks.1.0": 1, "blocks.2.0": 2, "blocks.3.0": 3},
         },
         summed=_both("blocks.0.2."),
     ),
