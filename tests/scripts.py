@@ -20,6 +20,7 @@ from typing import IO, Any
 from tests.launching import PRELOADED
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+TORCHRUN = ("-m", "torch.distributed.run")
 
 
 class Host:
@@ -31,6 +32,7 @@ class Host:
         self._context.set_forkserver_preload(PRELOADED)
         self._listener = Listener(family="AF_UNIX")
         self._processes: list[Any] = []
+        self._torchrun: Host | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
     def start(
@@ -41,8 +43,16 @@ class Host:
         output: int | IO[Any] = subprocess.PIPE,
         **variables: str,
     ) -> subprocess.Popen[str]:
-        """`python` with a launcher's options, the script, and the script's arguments, in a session of its own."""
+        """`python` with a launcher's options, the script, and the script's arguments, in a session of its own.
+
+        torchrun has imported torch already, as the script has.
+        """
         address = str(self._listener.address)
+        if tuple(launcher[:2]) == TORCHRUN:
+            if self._torchrun is None:
+                self._torchrun = Host(Path(__file__).with_name("torchrun.py"), self._timeout)
+            options = [*launcher[2:], STAND_IN, *arguments]
+            return self._torchrun.start([], options, cwd, output, WORKERS_HOST=address, **variables)
         return subprocess.Popen(
             [sys.executable, *launcher, STAND_IN, *arguments],
             cwd=cwd,
@@ -57,6 +67,8 @@ class Host:
         self._listener.close()
         for process in self._processes:
             process.kill()
+        if self._torchrun is not None:
+            self._torchrun.close()
 
     def _accept(self) -> None:
         while True:
