@@ -20,15 +20,16 @@ FIXED = ("1f1b", "zero_bubble", "zbv")
 # Ranks, micro-batches and virtual stages: as many as there are ranks, not a multiple of them, about two for each rank
 # and many more.
 LARGE = [
+    (3, 40, 2),
     (6, 13, 3),
-    (7, 64, 4),
+    pytest.param(7, 64, 4, marks=pytest.mark.slow),
     (8, 15, 2),
-    (8, 16, 4),
+    pytest.param(8, 16, 4, marks=pytest.mark.slow),
     (11, 37, 1),
     (12, 12, 3),
-    (16, 31, 2),
-    (16, 33, 1),
-    (16, 64, 4),
+    pytest.param(16, 31, 2, marks=pytest.mark.slow),
+    pytest.param(16, 33, 1, marks=pytest.mark.slow),
+    pytest.param(16, 64, 4, marks=pytest.mark.slow),
 ]
 
 
@@ -43,7 +44,7 @@ def prove(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.slow)])
 def test_small(name: str, num_ranks: int) -> None:
     """All of them, also with fewer micro-batches than ranks."""
     for num_microbatches, v in product(range(1, 2 * num_ranks + 3), range(1, 5)):
