@@ -13,10 +13,10 @@ from tests.models.architectures_worker import train
 
 pytestmark = pytest.mark.multiprocess
 
-OFTEN = list(ARCHITECTURES)[::20]  # the others are run where there is time for it
+OFTEN = {2: ["gpt2"], 4: ["t5"]}  # by number of stages; the others are run where there is time for it
 LAID_OUT = [
-    pytest.param(name, num_stages, marks=() if name in OFTEN else pytest.mark.slow)
-    for num_stages in (2, 4)
+    pytest.param(name, num_stages, marks=() if name in OFTEN[num_stages] else pytest.mark.slow)
+    for num_stages in OFTEN
     for name in ARCHITECTURES
 ]
 
@@ -25,9 +25,11 @@ LAID_OUT = [
 def results(request: pytest.FixtureRequest) -> dict[int, list[dict[str, Any]]]:
     """By number of stages, what each rank found; 0 is plain Lightning. Of the architectures that are asked for."""
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    asked = {item.callspec.params["name"] for item in items}
-    names = [name for name in ARCHITECTURES if name in asked]
-    return {n: launch(train, n, names, world=max(n, 1)) for n in (0, 2, 4)}
+    asked = {(item.callspec.params["num_stages"], item.callspec.params["name"]) for item in items}
+    asked |= {(0, name) for _, name in asked}
+    return {
+        n: launch(train, n, [name for name in ARCHITECTURES if (n, name) in asked], world=max(n, 1)) for n in (0, 2, 4)
+    }
 
 
 def of(results: dict[int, list[dict[str, Any]]], name: str, num_stages: int) -> list[dict[str, Any]]:
