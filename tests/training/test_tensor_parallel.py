@@ -94,7 +94,7 @@ def train(world: int, optimizer: str, schedule: str, folder: Path, resume: bool 
         strategy=strategy,
         devices=world,
         precision="64-true",
-        max_epochs=3 if resume else 2,
+        max_epochs=2 if resume else 1,
         gradient_clip_val=0.2,
         accumulate_grad_batches=2,
         callbacks=[losses],
@@ -103,7 +103,7 @@ def train(world: int, optimizer: str, schedule: str, folder: Path, resume: bool 
     L.seed_everything(1, verbose=False)
     module = LitSplit(optimizer)
     # Data that differs from rank to rank: those of a stage's first rank count.
-    data = tokens(40, seed=0 if os.environ["LOCAL_RANK"] == "0" else 9)
+    data = tokens(24, seed=0 if os.environ["LOCAL_RANK"] == "0" else 9)
     path = folder / f"{optimizer}.ckpt"
     loader = DataLoader(data, batch_size=8)
     trainer.fit(module, loader, loader, ckpt_path=path if resume else None)
@@ -173,7 +173,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 @pytest.mark.parametrize("run", ["adamw", "adafactor", "resumed"])
 def test_losses_are_those_of_one_process(run: str, results: Any) -> None:
     [alone] = results[1]
-    assert len(alone[run]["losses"]) >= 5
+    assert len(alone[run]["losses"]) == 3  # two accumulate, and the last steps alone
     for rank in results[4]:
         assert rank[run]["losses"] == pytest.approx(alone[run]["losses"], rel=1e-6)
         assert rank[run]["val_loss"] == pytest.approx(alone[run]["val_loss"], rel=1e-6)
