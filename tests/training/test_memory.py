@@ -22,7 +22,7 @@ from tests.training.runs import pipeline_trainer
 pytestmark = pytest.mark.multiprocess
 
 # A process's peak memory only grows, so the schedule that is to need little goes first.
-RUNS = (("1f1b", 4), ("1f1b", 32), ("gpipe", 16), ("gpipe", 32))
+RUNS = (("1f1b", 4), ("1f1b", 20), ("gpipe", 12), ("gpipe", 20))
 M_MMAP_THRESHOLD = -3  # of malloc.h
 SAMPLES, LENGTH, WIDTH = 8, 1024, 64  # of one micro-batch
 ACTIVATION = SAMPLES * LENGTH * WIDTH * 4  # bytes
@@ -130,7 +130,7 @@ def test_live_microbatches_and_gradients_are_as_few_as_can_be() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library's malloc is told to give memory back")
 def test_memory_stays_flat_under_1f1b_and_grows_under_gpipe() -> None:
     for rank in launch(peaks, world=2):
-        first, last, sixteen, all_live = (peak / ACTIVATION for peak in rank)
-        assert last - first < 10  # 28 micro-batches more; keeping one tensor of each would be 28
-        assert sixteen - first > 2 * 12
-        assert all_live - sixteen > 2 * 16  # both of a stage's layers keep their input for each micro-batch more
+        first, last, twelve, all_live = (peak / ACTIVATION for peak in rank)
+        assert last - first < 10  # 16 micro-batches more; keeping one tensor of each would be 16
+        assert twelve - first > 2 * 8
+        assert all_live - twelve > 2 * 8  # both of a stage's layers keep their input for each micro-batch more
