@@ -29,7 +29,7 @@ from tests.training.runs import NUM_MICROBATCHES, QUIET, Losses, differing, weig
 pytestmark = pytest.mark.multiprocess
 
 PLAIN = 0  # in place of a number of stages
-BATCH_SIZE, BATCHES, EPOCHS = 8, 3, 3
+BATCH_SIZE, BATCHES, EPOCHS = 8, 3, 2
 NEVER = 10**6
 
 
@@ -53,11 +53,11 @@ class Case:
 
 CASES = {
     "no dropout": Case(stop=4, scheduler="one_cycle"),
-    "one_cycle": Case(stop=7, scheduler="one_cycle", dropout=0.2, measured=True),
+    "one_cycle": Case(stop=4, scheduler="one_cycle", dropout=0.2, measured=True),
     "end of an epoch": Case(stop=2, scheduler="plateau", dropout=0.2),
     "within a window": Case(stop=3, accumulate=2),
     "random data": Case(stop=4, randomly=True),
-    "fp16": Case(stop=6, fp16=True, dropout=0.2),
+    "fp16": Case(stop=4, fp16=True, dropout=0.2),
 }
 EXACT_IN_PLAIN = [name for name, case in CASES.items() if not case.dropout]  # whose random numbers are others
 # Of the others Lightning loses something: the state of a loader without one, gradients within a window, and the step
@@ -150,8 +150,8 @@ def fit(num_stages: int, name: str, *, world: int, folder: Path | None = None, f
         callbacks.append(Preempted(stop))
         callbacks.append(ModelCheckpoint(folder, "last", save_on_exception=True, every_n_train_steps=NEVER))
     options: dict[str, Any] = {"plugins": []}
-    if case.fp16:  # growing every third step, and too large in some
-        scaler = GradScaler("cpu", init_scale=2.0**18, growth_interval=3)
+    if case.fp16:  # growing every second step, and too large in some
+        scaler = GradScaler("cpu", init_scale=2.0**18, growth_interval=2)
         options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
     if num_stages != PLAIN:
         microbatches = NUM_MICROBATCHES * num_stages // world
