@@ -80,7 +80,7 @@ def start(number: int, job: Start, command: Sequence[str] | Host, folder: Path) 
         variables |= {**job.variables, **({} if device is None else {"DEVICE_ID": str(device)})}
         arguments = [] if job.options is None else [*job.options, "./script.py"]
         if isinstance(command, Host):
-            processes.append(command.start([], arguments, cwd=own, **variables))
+            processes.append(command.start([], arguments, cwd=own, **variables, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"))
         else:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
             processes.append(
