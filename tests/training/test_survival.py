@@ -270,7 +270,7 @@ SCENARIOS = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The script whose end is timed, and then several at once, as most of their time is waiting."""
+    """Several at once, as most of their time is waiting."""
     folder = tmp_path_factory.mktemp("survival")
 
     def scenario(name: str) -> Any:
@@ -278,14 +278,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (folder / name).mkdir()
         return run_ranks(body, folder / name, world=world)
 
-    script = run_script("raise", folder / "raise")
-    with ThreadPoolExecutor(3) as threads:
+    with ThreadPoolExecutor(4) as threads:
         futures = {
+            "script": threads.submit(run_script, "raise", folder / "raise"),
             "torchrun": threads.submit(run_on_host, "kill", folder / "kill", TORCHRUN),
             "left": threads.submit(run_on_host, "leave", folder / "leave"),
         }
         futures.update((name, threads.submit(scenario, name)) for name in SCENARIOS)
-        return {"folder": folder, "script": script, **{name: future.result() for name, future in futures.items()}}
+        return {"folder": folder, **{name: future.result() for name, future in futures.items()}}
 
 
 def test_a_scripts_error_is_told_once_and_ends_it(ended: Any) -> None:
