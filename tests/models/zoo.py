@@ -259,7 +259,9 @@ CASES: dict[str, Case] = {
     "collects_in_leaves": Case(lit.CollectsInLeaves, vectors, _STACK),
     "in_place": Case(lit.InPlace, vectors, _STACK),
     "autograd_function": Case(lit.ReversesGradient, vectors, _STACK),
-    "checkpoint_spanning": Case(lambda: lit.Checkpointed(reentrant=False), vectors, _LONG_STACK, random=True, poison=(2,)),
+    "checkpoint_spanning": Case(
+        lambda: lit.Checkpointed(reentrant=False), vectors, _LONG_STACK, random=True, poison=(2,)
+    ),
     "checkpoint_reentrant": Case(lambda: lit.Checkpointed(reentrant=True), vectors, _LONG_STACK, random=True),
     "hooks_inside": Case(lit.HooksInside, vectors, _STACK),
     "direct_parameters": Case(lit.DirectParameters, vectors, _STACK, summed=_both("position"), poison=(2,)),
