@@ -12,10 +12,10 @@ help: ## list the targets
 train: $(VENV)/.stamp ## train the default example over two stages; pass overrides as ARGS="trainer.devices=4"
 	OMP_NUM_THREADS=1 $(BIN)/python examples/train.py $(ARGS)
 
-# Two workers: a test has up to four processes of its own, which mostly wait for one another. A file's tests share what
+# Three workers: a test has up to four processes of its own, which mostly wait for one another. A file's tests share what
 # their fixtures launched, so one worker has them all.
 test: $(VENV)/.stamp ## run the tests; pass options as ARGS="-k schedules"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(VENV)/.stamp ## run what the default tests leave out: more models, sweeps, the benchmark
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
