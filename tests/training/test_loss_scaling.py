@@ -56,13 +56,13 @@ def trainer_of(world: int, **options: Any) -> L.Trainer:
 def run(world: int, folder: str) -> dict[str, Any]:
     scales, losses = Scales(), Losses()
     L.seed_everything(1, verbose=False)
-    trainer = trainer_of(world, max_epochs=2, gradient_clip_val=0.5, callbacks=[scales, losses])
+    trainer = trainer_of(world, max_epochs=1, gradient_clip_val=0.5, callbacks=[scales, losses])
     trainer.fit(LitOverflow(), token_loader(48, 8))
     found = {"scales": scales.values, "losses": losses.values, "weights": weights(trainer)}
     path = f"{folder}/{world}.ckpt"
     trainer.save_checkpoint(path)
     resumed = Scales()
-    trainer = trainer_of(world, max_epochs=3, callbacks=[resumed])
+    trainer = trainer_of(world, max_epochs=2, callbacks=[resumed])
     trainer.fit(LitOverflow(), token_loader(48, 8), ckpt_path=path)
     accumulated = Scales()
     trainer = trainer_of(world, max_epochs=1, callbacks=[accumulated], accumulate_grad_batches=2)
@@ -82,7 +82,7 @@ def overflow(world: int) -> dict[str, Any]:
         plugin = MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=2.0**24, growth_interval=3))
         strategy = PipelineStrategy(stage_config=gpt_stages(2), num_microbatches=4, timeout=PATIENCE_S, **options)
         trainer = L.Trainer(
-            strategy=strategy, devices=world, plugins=[plugin], max_epochs=3, callbacks=[scales], **QUIET
+            strategy=strategy, devices=world, plugins=[plugin], max_epochs=2, callbacks=[scales], **QUIET
         )
         trainer.fit(LitGPT(), token_loader(48, 8))
         found[name] = {"scales": scales.values, "weights": weights(trainer)}
@@ -94,7 +94,7 @@ def test_replicas_agree_on_an_overflow() -> None:
     ranks = launch(overflow, 4, world=4)
     for name in REPLICAS:
         scales = ranks[0][name]["scales"]
-        assert scales[0] == 2.0**23 and max(scales[4:]) <= 2.0**20 and len(scales) == 9
+        assert scales[0] == 2.0**23 and max(scales[4:]) <= 2.0**20 and len(scales) == 6
         assert [rank[name]["scales"] for rank in ranks] == [scales] * 4
         assert all(torch.isfinite(value).all() for value in ranks[0][name]["weights"].values())
 
