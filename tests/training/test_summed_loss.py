@@ -67,7 +67,7 @@ def fit(module_of: type[LitMeasured], trainer_of: Any) -> dict[str, Any]:
     trainer = trainer_of(callbacks=[logged], max_epochs=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for epochs in (2, 3):
+        for epochs in (1, 2):
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(module, point_loader(21), point_loader(8))
     return {
@@ -106,7 +106,7 @@ def ranks() -> list[dict[str, Any]]:
 
 def test_the_loss_is_shown_as_plain_lightning_shows_it(plain: Any, ranks: Any) -> None:
     expected = plain["sum"]
-    assert len(expected["logged"]) == 9  # three epochs of 8, 8 and 5 samples
+    assert len(expected["logged"]) == 6  # two epochs of 8, 8 and 5 samples
     for found in (rank["sum"] for rank in ranks):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
         for step, (ours, one) in enumerate(zip(found["logged"], expected["logged"], strict=True)):
