@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Any, dict[str, int]]] = {
 
 
 NAMED = [name for name, (schedule, _) in CASES.items() if isinstance(schedule, str)]
-TIED = ["1f1b", "gpipe", "interleaved_1f1b by group", "zero_bubble", "interleaved_zero_bubble", "zbv"]
+TIED = ["1f1b", "interleaved_1f1b by group", "zero_bubble", "zbv"]
 
 
 def run(schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool) -> dict[str, Any]:
