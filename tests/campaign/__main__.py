@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -193,6 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
         help="run scripts in forked processes: faster, but trials that end the first process see another end",
     )
     given = parser.parse_args(arguments)
+    # A shell starts what runs in the background without it, and so would all that is started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with closing(Host(SCRIPT, 600.0)) if given.forked else nullcontext() as host:
         return report(given, host)
 
