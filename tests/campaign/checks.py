@@ -37,10 +37,10 @@ CAUSES = {
 
 def may_end_well(trial: Trial) -> bool:
     """Whether a fault that happened may leave a run that ends as if it had not."""
-    late = trial.phase in ("shutdown", "end")
+    late = trial.phase in ("shutdown", "end")  # its process may be gone before a signal acts
     # Where a module is cut automatically, a rank on which a step cannot be measured has no say.
     unmeasured = trial.is_auto and trial.victim != 0 and trial.hook in ("module.training_step", "module.forward")
-    return trial.kind in ("none", "pause", "memory", "damage") or unmeasured or (late and trial.kind != "stop")
+    return trial.kind in ("none", "pause", "memory", "damage") or unmeasured or late
 
 
 def expected_seconds(trial: Trial, *, usual: float) -> float:
