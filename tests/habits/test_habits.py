@@ -23,18 +23,18 @@ BY_DEFAULT = {
     "2-1f1b": """
         TemperatureReturned TokensUnpadded KLFromSecondEpoch UnfrozenByHand LayerSwappedForIdentity
         OwnEntriesInCheckpoint ListsForEpochEnd PredictionsWritten ModuleCalledInHook StatisticsOnFirstRank
-        GradientsScaledByHand FullBackwardHookScales PenaltyWithinLastStage T5Seq2Seq HiddenWrittenByIndex
+        GradientsScaledByHand FullBackwardHookScales PenaltyWithinLastStage HiddenWrittenByIndex
         TwoValidationLoaders LogsWithEveryOption MetricsInLayers EmbeddingTiedToHead FollowsByLerp SavedInStep
         BranchesOnItsRank
     """,
     "2-zero_bubble": """
         AuxiliaryLossFromStep PutByIndex ParameterHooks GradientReversal InPlaceActivations BankOfPlainTensor
-        NormsOfEveryKind VQCodebook DropoutEverywhere BatchNormsFrozenLater DequeOfFeatures CheckpointWithDropout
-        MoCo AdversarialAcrossStages
+        VQCodebook DropoutEverywhere BatchNormsFrozenLater DequeOfFeatures CheckpointWithDropout MoCo
+        AdversarialAcrossStages
     """,
     "2-interleaved_1f1b": """
         SkipFromSecondEpoch GPT2HiddenStates SkipWrittenLater TorchInLayers LossReadByItem SimCLRInTwoCalls
-        PartsOfLayerBefore LossesInContextObject PassesDataclass CrossAttention CodebookThroughData
+        LossesInContextObject CrossAttention CodebookThroughData
     """,
     "3-1f1b": """
         RecurrentRefinement HaltsByData LayerDropByPython FirstAndLastLayerTied ClipsByItselfAndLogs
