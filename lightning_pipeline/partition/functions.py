@@ -59,8 +59,6 @@ _DRAWING = (
 """By name: what aten tags as drawing by a seed, and what is made of it."""
 
 _HOOKING = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_OWN_BACKWARD = ("backward",)
-_COMPARING = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 
 _KINDS: dict[Any, Kind] = {
     torch._C._set_grad_enabled: Kind.GRAD_MODE,
@@ -82,7 +80,7 @@ _note(Kind.DESCRIBES, (torch,), _FUNCTIONS)
 _note(Kind.READS, (Tensor, torch), _READING)
 _note(Kind.PRINTS, (Tensor,), ("__repr__", "__str__", "__format__"))
 _note(Kind.HOOKS, (Tensor,), _HOOKING)
-_note(Kind.BACKWARD, (Tensor,), _OWN_BACKWARD)
+_note(Kind.BACKWARD, (Tensor,), ("backward",))
 _note(Kind.DRAWS, (Tensor, torch, F, torch._C._VariableFunctions, torch._VF, torch.nn.init), _DRAWING)
 for _name in _GETTERS:
     if hasattr(Tensor, _name):

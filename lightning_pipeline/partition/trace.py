@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.functions import Kind, kind_of
 from lightning_pipeline.partition.live_bytes import LiveBytes
-from lightning_pipeline.partition.metadata import METADATA
 from lightning_pipeline.partition.observed_run import (
     Step,
     called_through,
@@ -168,7 +168,7 @@ class _Tracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA or not self._is_forward:
+        if not self._is_forward or kind_of(func) in (Kind.DESCRIBES, Kind.GRAD_MODE):
             return func(*args, **kwargs)
         self._note_event()
         self._use(tree.leaves((args, kwargs)))

@@ -15,7 +15,7 @@ from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.batch_norms import shared_statistics
-from lightning_pipeline.strategy.hooks import follow_hooks, look_at_batches
+from lightning_pipeline.strategy.hooks import follow_hooks
 from lightning_pipeline.strategy.lightning_private import (
     call_before_update,
     compare_parameters_by_identity,
@@ -40,11 +40,13 @@ def install(
     outside: Outside | None,
     recorder: Recorder,
     signals: Signals,
+    has_batches: bool,
     has_predictions: bool,
 ) -> ExitStack:
     """Let the user's precision plugin, module, metrics and Trainer do what one stage of several has to.
 
     Args:
+        has_batches: this rank gets batches, and not only what they look like.
         has_predictions: this rank gets the outputs of predict steps.
 
     Returns:
@@ -67,7 +69,7 @@ def install(
                 installed.callback(agree_on_overflow(scaler, device))
             group = replicas.group if replicas is not None else None
             installed.callback(sync_over(module, group))
-        if not topology.is_first_stage and not look_at_batches(module, module.trainer):
+        if not has_batches:
             installed.callback(skip_before_transfer(module))
         if not has_predictions:
             installed.callback(silence_writers(module.trainer))

@@ -19,8 +19,6 @@ _REDUCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.max, max), "max"),
     **dict.fromkeys((torch.sum, sum), "sum"),
 }
-_NEW_PLAN = -1
-_HEADER = 2  # plan number and count of values
 
 
 @dataclass

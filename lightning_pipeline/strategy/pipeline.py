@@ -173,6 +173,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._tensor_group: TensorGroup | None = None
         self._accumulating = False
         self._installed = ExitStack()
+        self._shares_batches = False
         self._cutting: Cutting | None = None
         self._seed = 0
         self._set_up_for: tuple[LightningModule, int] | None = None
@@ -374,6 +375,7 @@ class PipelineStrategy(CheckpointingStrategy):
     def _install(self, module: LightningModule) -> None:
         self._installed.close()
         assert self.topology is not None and self.pipeline is not None and self._runner is not None
+        self._shares_batches = look_at_batches(module, module.trainer)
         self._installed = install(
             module,
             self.precision_plugin,
@@ -384,6 +386,7 @@ class PipelineStrategy(CheckpointingStrategy):
             outside=self._outside,
             recorder=self.pipeline.recorder,
             signals=self._signals,
+            has_batches=self.topology.is_first_stage or self._shares_batches,
             has_predictions=self.output_broadcast or self.pipeline.rank == self.pipeline.last_rank,
         )
 
@@ -406,18 +409,14 @@ class PipelineStrategy(CheckpointingStrategy):
         # Only in training do replicas wait for one another.
         trainer = self.lightning_module.trainer
         replicas = self._replicas if trainer.training else None
-        whole = look_at_batches(self.lightning_module, trainer)
-        first = self.topology.is_first_stage
+        first, whole = self.topology.is_first_stage, self._shares_batches
         return share_loader(dataloader, self._transport, first=first, replicas=replicas, whole=whole)
 
     @override
     @apart
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        module = self.lightning_module
-        if self.topology is not None and not self.topology.is_first_stage:
-            assert module is not None
-            if not look_at_batches(module, module.trainer):
-                return batch
+        if self.topology is not None and not (self.topology.is_first_stage or self._shares_batches):
+            return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # -- steps ------------------------------------------------------------------------------------------------------
