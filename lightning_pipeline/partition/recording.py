@@ -41,6 +41,7 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
+from lightning_pipeline.partition.provenance import Provenance
 from lightning_pipeline.partition.pure_modules import calls_of, pure_within
 from lightning_pipeline.partition.python_state import Unclear
 from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
@@ -220,7 +221,10 @@ class Recording(TorchFunctionMode):
         seed: from which its random numbers derive.
         hooks: on gradients of its values, in the order in which they were registered.
         retained: values of which the gradient is retained.
-        is_simple: whether nothing was read, and nothing goes back to an earlier stage.
+        is_simple: whether nothing but reads of values keeps the micro-batch from running with others.
+        reads: the values of its own that were read, in order.
+        module_reads: likewise the module's tensors that not every rank holds, by number.
+        provenance: follows where what it takes along comes from; None where nobody asks.
         floor: the lowest visit on which further events may run.
     """
 
@@ -233,6 +237,9 @@ class Recording(TorchFunctionMode):
         self.overwritten: set[int] = set()
         self.num_draws = 0
         self.is_simple = not recorder.has_hooks
+        self.reads: list[int] = []
+        self.module_reads: list[int] = []
+        self.provenance: Provenance | None = None
         self.floor = 0
         self._kept: list[Placeholder] = []
         self._is_over = False
@@ -339,6 +346,8 @@ class Recording(TorchFunctionMode):
     # -- what matchers ask of it ------------------------------------------------------------------------------------
 
     def capture(self, tensor: Tensor) -> None:
+        if self.provenance is not None:
+            self.provenance.note_captured(len(self.captured), tensor)
         if (self.exposed or self._copied) and _memory(tensor) in (self.exposed | self._copied):
             with torch._C.DisableTorchFunction():
                 tensor = tensor.clone()
@@ -629,9 +638,13 @@ class Recording(TorchFunctionMode):
                 f"({users_line()}): register it on what the first module gives, or read the tensor's grad after it"
             )
         if kind is Kind.WRITES or "out" in kwargs or (kind is Kind.DRAWS and function_name(func).endswith("_")):
+            if self.provenance is not None:
+                self.provenance.is_known = False
             self._before_write([*_tensors_in(args[0] if args else ()), *_tensors_in(kwargs.get("out"))])
+        draw = None
         if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
             self._seed_draw(self.num_draws)
+            draw = self.num_draws
             self.num_draws += 1
         elif kind is Kind.DRAWS:
             self.seeds.append(kwargs["generator"].initial_seed())
@@ -639,6 +652,8 @@ class Recording(TorchFunctionMode):
             self._before_write(args[:1])
             self.exposed.add(_memory(args[0]))
         found = func(*args, **kwargs)
+        if self.provenance is not None:
+            self.provenance.note_call(func, args, kwargs, found, draw)
         if isinstance(found, Tensor) and args and isinstance(args[0], Tensor) and found is not args[0]:
             memory = _memory(found)
             if memory == _memory(args[0]):
@@ -680,9 +695,9 @@ class Recording(TorchFunctionMode):
         return self._places.get(memory, [])
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.is_simple = False
         call = take_apart(func, args, kwargs)
         if kind_of(func) is Kind.PRINTS and type(value := self._input(args[0])) is int:
+            self.is_simple = False
             return self._reads.shown(self, value, lambda tensor: func(tensor, *args[1:], **kwargs))
         data = self._data(call)
         with torch._C.DisableTorchFunction():
@@ -755,11 +770,17 @@ class Recording(TorchFunctionMode):
         found: dict[Any, Tensor] = {}
         for tensor, value in zip(call.tensors, inputs, strict=True):
             if type(value) is Foreign:
+                self.is_simple = False
                 [found[id(tensor)]] = self._reads.read(tensor.recording, [tensor.value])  # type: ignore[attr-defined]
         if values:
+            self.reads += values
             found.update(zip(values, self._reads.read(self, values), strict=True))
         if held:
-            if not self._tensors.written.isdisjoint(map(self._tensors.number_of, held.values())):
+            numbers = [self._tensors.number_of(tensor) for tensor in held.values()]
+            self.module_reads += [number for number in numbers if number is not None]
+            self.is_simple &= None not in numbers
+            if not self._tensors.written.isdisjoint(numbers):
+                self.is_simple = False
                 self._reads.finish_before(self, with_own=True)
             found.update(zip(held, self._reads.read_held(list(held.values())), strict=True))
         return [
@@ -975,6 +996,7 @@ def _applying(cls: type) -> Callable[..., Any]:
             return apply(*args, **kwargs)
 
         function.__name__ = f"{cls.__name__}.apply"
+        function.runs_python = True  # type: ignore[attr-defined]
         found = _APPLYING[cls] = function
     return found
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.direct import Direct
-from lightning_pipeline.runtime.visit import conform
+from lightning_pipeline.runtime.tensor_meta import conform
 
 
 class Wanted(NamedTuple):

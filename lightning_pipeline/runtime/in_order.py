@@ -28,7 +28,8 @@ from lightning_pipeline.partition.recomputed import Frame
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.hooks import HookCalls
 from lightning_pipeline.runtime.microbatch import Microbatch
-from lightning_pipeline.runtime.visit import conform, written_into
+from lightning_pipeline.runtime.tensor_meta import conform
+from lightning_pipeline.runtime.visit import written_into
 from lightning_pipeline.runtime.work import Work
 
 

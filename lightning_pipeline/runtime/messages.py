@@ -15,6 +15,7 @@ from lightning_pipeline.runtime.endpoint import Endpoint
 FRAME = 1024
 """Bytes of an object's first message, its length included: most need no second one."""
 _LENGTH = 8  # bytes
+READS_TAG = 1
 CONTROL_WINDOW = 64  # objects to one peer that may be underway before the oldest is waited for
 
 
@@ -49,6 +50,7 @@ class Messages:
         self.stage = stage
         self.num_stages = num_stages
         self._control: dict[int, Endpoint] = {}
+        self._reads: dict[int, Endpoint] = {}
 
     def send_object(self, obj: Any, peer: int) -> None:
         """Pickle `obj` and send it without waiting, in order with the other objects to `peer`."""
@@ -97,6 +99,15 @@ class Messages:
     def receive_on_control(self, buffer: Tensor, peer: int, what: str) -> Tensor:
         """Receive into a dense tensor in host memory."""
         return self._control[peer].receive(buffer, what).wait(what)
+
+    def send_read(self, message: Tensor) -> None:
+        """Give every other stage what a step reads, as a contiguous tensor in host memory. Never waits."""
+        for endpoint in self._reads.values():
+            endpoint.send(message)
+
+    def receive_read(self, size: int, peer: int, what: str) -> Tensor:
+        """The next of these messages from `peer`, of so many bytes; they and objects do not wait for one another."""
+        return self._reads[peer].receive(torch.empty(size, dtype=torch.uint8), what).wait(what)
 
     def barrier(self, what: str) -> None:
         """Return once every stage of this pipeline has called this."""

@@ -14,6 +14,7 @@ from lightning_pipeline.partition.program import Program, Strand
 from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.split_backward import SplitBackward
 from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.runtime.expectations import Expectation
 
 
 class Arriving(Protocol):
@@ -57,6 +58,35 @@ class Inside:
 
 
 @dataclass(slots=True)
+class Ahead:
+    """A micro-batch whose forwards run before its step's Python.
+
+    Attributes:
+        expectation: what they run.
+        captured: what they take along.
+        is_open: whether the Python has not come to its end.
+        is_passed_over: whether its forwards only pass on messages.
+        num_compared: of what was taken along, how much has turned out to be right.
+        num_live: forwards here whose activations are kept.
+        before: tensors of the module that they have written into, with what was in them.
+        error: what has failed in a forward here.
+        answers: the values that the step reads, once they have come; None also where they are wrong.
+        has_answers: whether they have come.
+    """
+
+    expectation: Expectation
+    captured: list[Any]
+    is_open: bool = True
+    is_passed_over: bool = False
+    num_compared: int = 0
+    num_live: int = 0
+    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    error: Exception | None = None
+    answers: dict[int, Tensor] | None = None
+    has_answers: bool = False
+
+
+@dataclass(slots=True)
 class Microbatch:
     """One micro-batch.
 
@@ -73,6 +103,7 @@ class Microbatch:
         contents: of what the recording has taken along, in brief.
         gradients: what `retain_grad` was called on, with its gradient.
         kept: data of values that are asked for after the step, on the rank that has computed them.
+        ahead: what is known of it while its forwards run before its step's Python.
     """
 
     index: int
@@ -99,6 +130,25 @@ class Microbatch:
     inside: dict[int, Inside] = field(default_factory=dict)
     gradients: list[tuple[Placeholder, Tensor | None]] = field(default_factory=list)
     is_done: bool = False
+    ahead: Ahead | None = None
+
+    @property
+    def captured(self) -> list[Any]:
+        """What its forwards take along."""
+        if self.ahead is not None:
+            return self.ahead.captured
+        assert self.recording is not None
+        return self.recording.captured
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its forwards run before its step's Python, which has not come to its end."""
+        return self.ahead is not None and self.ahead.is_open
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether it is left to run in order."""
+        return self.ahead is not None and self.ahead.is_passed_over
 
     def on(self, visit: int) -> Inside:
         """Its state on a visit."""

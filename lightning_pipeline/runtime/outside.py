@@ -35,8 +35,8 @@ from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.exchanges import Exchanges
 from lightning_pipeline.runtime.first_rank import FirstRank, Wanted
+from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.runtime.visit import conform
 
 Holders = tuple[int, ...] | None
 """The ranks that hold a tensor; None for all."""

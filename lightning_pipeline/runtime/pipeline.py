@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.contents import contents
+from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import Held
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
@@ -24,26 +26,29 @@ from lightning_pipeline.partition.module_writes import needs_order
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 from lightning_pipeline.partition.program import Program as Tape
+from lightning_pipeline.partition.provenance import Provenance, made_again
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.partition.recording import Recorder, Recording
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.runtime.ahead import AheadOfPython
 from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.draws import Counted, Draws
 from lightning_pipeline.runtime.ending import digest_of, end_step, wanted_values
 from lightning_pipeline.runtime.executor import Program, Run, Span
+from lightning_pipeline.runtime.expectations import Expectations
 from lightning_pipeline.runtime.hooks import hooks_of_parameters
 from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.leaf_gradients import LeafGradients
-from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.microbatch import Ahead, Microbatch
 from lightning_pipeline.runtime.routes import Channel
-from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
-from lightning_pipeline.runtime.visit import Visit, conform
+from lightning_pipeline.runtime.visit import Visit
 from lightning_pipeline.runtime.work import LiveCount, Work
-from lightning_pipeline.schedules import Kind, Schedule, forward_only, lower
+from lightning_pipeline.schedules import Action, Kind, Schedule, forward_only, lower
 
 MAX_STRUCTURES = 64
 """Structures that are remembered; the one that was not seen for longest goes first."""
@@ -144,6 +149,10 @@ class Pipeline:
         """Virtual stages on which steps have run anything."""
         self._held: dict[Tape, bool] = {}
         self._has_warned_of_reads = False
+        self._expectations = Expectations()
+        self._ahead: AheadOfPython | None = None
+        self._is_rest_in_order = False
+        """Whether the step's schedule has been gone through, and what is left runs in order."""
         self._parts: list[tuple[Tensor, Tensor]] = []  # of the batch on the first rank, with what the step has of each
 
     def run(
@@ -168,6 +177,7 @@ class Pipeline:
             self.recorder.forget()
         if self.recorder.trim():
             self._held.clear()
+        self._expectations.keep(self.recorder.num_events)
         self.recorder.has_hooks = self.num_ranks > 1 and bool(hooks_of_parameters(self._tensors))
         installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
         with self._draws.kept(), _no_collection(), installed, over_all_refused():
@@ -187,7 +197,7 @@ class Pipeline:
             if state.recording is not None:
                 state.recording.let_go()
         self.peak_live = self._live.peak
-        self._run, self._microbatches, self._in_order = None, [], {}
+        self._run, self._microbatches, self._in_order, self._ahead = None, [], {}, None
         return states, numbers
 
     def check(self) -> None:
@@ -220,7 +230,8 @@ class Pipeline:
                 schedule = self._schedule(num_microbatches)
             else:
                 schedule = forward_only(self.num_ranks, num_microbatches, placement=self.placement)
-            self._programs[key] = Program(lower(schedule)[self.rank])
+            actions = lower(schedule)
+            self._programs[key] = Program(actions[self.rank], forwards_ascend=all(map(_forwards_ascend, actions)))
         return self._programs[key]
 
     def take_uses(self) -> dict[str, set[int]]:
@@ -231,15 +242,21 @@ class Pipeline:
     def note_release(self) -> None:
         """Ranks hold other tensors than before."""
         self._held.clear()
+        self._expectations.forget()
 
     # -- what recordings ask for ------------------------------------------------------------------------------------
 
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
         """The data of values of a micro-batch whose step is running, on every rank."""
         state = next(one for one in self._microbatches if one.recording is recording)
-        self._warn_of_reads()
+        is_earlier = recording is not self.recorder.current
         with set_aside():
-            if state.program is not None:  # an earlier one
+            if self._ahead is not None and state.is_open and not is_earlier:
+                found = self._ahead.values(state, recording, values)
+                if found is not None:
+                    return found
+            self._warn_of_reads()
+            if state.program is not None and is_earlier:
                 assert self._run is not None and self._direct is not None
                 self._run.go_on(below=state.index + 1)
                 return [self._spread_kept(state, value) for value in values]
@@ -252,6 +269,8 @@ class Pipeline:
         """Say once what it costs that a step's Python waits for its own results."""
         assert self._work is not None
         if self._has_warned_of_reads or self._work.loss_of is None or len(self._microbatches) == 1:
+            return
+        if not self._expectations.has_given_up(self._beginning(self._microbatches[0])):
             return
         self._has_warned_of_reads = True
         if self.rank == 0:
@@ -272,15 +291,11 @@ class Pipeline:
 
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The data of tensors that some ranks hold, on every rank."""
-        found = []
-        assert self._direct is not None
         with set_aside():
-            for tensor in tensors:
-                number = self._tensors.number_of(tensor)
-                owner = (self._holders(number) if number is not None else holders_of(tensor) or (0,))[0]
-                own = tensor.detach() if owner == self.rank else None
-                found.append(self._direct.spread(own, Look.of(tensor), owner))
-        return found
+            known = self._ahead.values_of_module(tensors) if self._ahead is not None else None
+            if known is not None:
+                return known
+            return self._spread_module_tensors(tensors)
 
     def finish_before(self, recording: Recording, *, with_own: bool) -> None:
         """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
@@ -345,6 +360,8 @@ class Pipeline:
 
     def _run_in_stages(self, work: Work, states: list[Microbatch]) -> None:
         program = self.program(training=work.loss_of is not None, num_microbatches=len(states))
+        self._is_rest_in_order = False
+        self._ahead = self._look_ahead(states) if program.forwards_ascend else None
         visits = {
             stage: Visit(
                 stage,
@@ -356,6 +373,7 @@ class Pipeline:
                 seed_draw=self._draws.seed,
                 work=work,
                 live=self._live,
+                ahead=self._ahead,
             )
             for stage in self.stages
         }
@@ -364,6 +382,7 @@ class Pipeline:
                 visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
         self._run = Run(program, visits, self.observe)
         self._run.go_on()
+        self._record(states[-1])
         for visit in visits.values():
             visit.following = visit.preceding = None  # whose cycles would keep the step's tensors
 
@@ -372,6 +391,43 @@ class Pipeline:
         for one in self._microbatches[: state.index + 1]:
             if one.recording is None:
                 self._record_one(one)
+
+    def _look_ahead(self, states: list[Microbatch]) -> AheadOfPython | None:
+        """Where steps like this one have read: let the stages run what they did, before the Python does."""
+        assert self._transport is not None
+        expected = []
+        for state in states:
+            expectation = None if self.recorder.has_hooks else self._expectations.of(self._beginning(state))
+            if expectation is None:
+                return None
+            looks = self._structures[state.structure].looks
+            own = [tensor for look, tensor in zip(looks, state.tensors, strict=True) if _is_everywhere(look)]
+            try:
+                captured = made_again(expectation.origins, own, partial(self._draws.seed, state.seed))
+            except Exception:  # which the step itself may guard against
+                return None
+            expected.append(Ahead(expectation, captured))
+        for state, ahead in zip(states, expected, strict=True):
+            state.ahead, state.program = ahead, ahead.expectation.program
+            state.loss_value, state.asked = ahead.expectation.loss_value, ahead.expectation.asked
+            state.given = self._given(state)
+        return AheadOfPython(
+            states, self.placement, self._transport, self._tensors, self._device, self._spread_module_tensors
+        )
+
+    def _beginning(self, state: Microbatch) -> Event:
+        """Where the micro-batch's path begins."""
+        assert self._work is not None
+        structure = self._structures[state.structure]
+        num_given = sum(not _is_everywhere(look) for look in structure.looks)
+        return self.recorder.beginning((self._work.kind, structure.key), num_given)
+
+    def _given(self, state: Microbatch) -> list[Tensor]:
+        """The tensors of the batch that the first stage alone has."""
+        if self.rank != self.placement[0]:
+            return []
+        looks = self._structures[state.structure].looks
+        return [tensor for look, tensor in zip(looks, state.tensors, strict=True) if not _is_everywhere(look)]
 
     def _record_one(self, state: Microbatch) -> None:
         work = self._work
@@ -383,7 +439,7 @@ class Pipeline:
                 "a tensor of the batch requires a gradient before the step, of which ranks would have parts: call "
                 "requires_grad_() on it in training_step"
             )
-        beginning = self.recorder.beginning((work.kind, structure.key), len(large))
+        beginning = self._beginning(state)
         seed = state.seed  # and not the state, which refers to the recording
         recording = Recording(self.recorder, beginning, self, lambda number: self._draws.seed(seed, number))
         state.recording = recording
@@ -395,15 +451,13 @@ class Pipeline:
             else:
                 tensors.append(recording.placeholder_for(given, look, "a tensor of the batch"))
                 given += 1
-        state.given = [
-            tensor
-            for look, tensor in zip(structure.looks, state.tensors, strict=True)
-            if not _is_everywhere(look)
-        ] if self.rank == self.placement[0] else []  # fmt: skip
+        state.given = self._given(state)
         state.tensors = []
         batch = tree.rebuild(state.layout, tensors)
         delivered = [tensor for tensor in tensors if type(tensor) is not Placeholder]
         recording.note_batch(delivered)
+        if self._expectations.wants(beginning):
+            recording.provenance = Provenance(delivered)
         del tensors
         with recording.running():
             result, state.loss = work.step(state, batch)
@@ -465,7 +519,7 @@ class Pipeline:
 
     def _end_recording(self, state: Microbatch, recording: Recording, large: list[Look], work: Work) -> None:
         value = recording.value_of(state.loss)
-        state.loss_value = -1 if value is None else value
+        loss_value = -1 if value is None else value
         state.places = {place.value: place for place in recording.take_alive()}
         returned = state.result.values() if isinstance(state.result, _Result) else ()
         program = recording.event.program
@@ -476,13 +530,22 @@ class Pipeline:
             self.learning = True
         is_simple = recording.is_simple and not program.needs_order and len(program.visits) <= len(self.placement)
         is_simple = is_simple and not program.comes_back and not program.writes_again and self._is_held(program)
-        if is_simple and state.index not in self._in_order:
-            state.program = program
-            state.asked = tuple(dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]))
+        asked = tuple(dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]))
+        has_read = bool(recording.reads or recording.module_reads)
+        if self._ahead is not None and self._ahead.has_ended(state, recording, loss_value, asked):
+            self._expectations.note_hit(self._beginning(state))
+            return
+        if is_simple and not has_read and not state.is_open and not self._is_rest_in_order:
+            state.program, state.loss_value, state.asked = program, loss_value, asked
             return
         run = self._begin_in_order(state)
+        if has_read:
+            self._expectations.learn(
+                self._beginning(state), recording, program, can_run_ahead=is_simple, loss_value=loss_value, asked=asked
+            )
+        state.loss_value = loss_value
         run.run_up_to(recording.event)
-        for number in dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]):
+        for number in asked:
             tensor = run.value(number)
             if tensor is not None and run.homes[number] >= 0:
                 state.kept[number] = tensor.detach()
@@ -526,6 +589,10 @@ class Pipeline:
         run = self._in_order.get(state.index)
         if run is None:
             assert self._run is not None and self._work is not None
+            if self._ahead is not None and state.is_open:
+                self._expectations.note_miss(self._beginning(state))
+                self._ahead.pass_over(state, self._run.go_on, self._live)
+                self._is_rest_in_order = True
             self._run.go_on(below=state.index)
             large = [look for look in self._structures[state.structure].looks if not _is_everywhere(look)]
             run = self._in_order[state.index] = InOrder(
@@ -541,6 +608,17 @@ class Pipeline:
                 earlier=self._spread_kept_of,
             )
         return run
+
+    def _spread_module_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The data of tensors of the module, on every rank."""
+        assert self._direct is not None
+        found = []
+        for tensor in tensors:
+            number = self._tensors.number_of(tensor)
+            owner = (self._holders(number) if number is not None else holders_of(tensor) or (0,))[0]
+            own = tensor.detach() if owner == self.rank else None
+            found.append(self._direct.spread(own, Look.of(tensor), owner))
+        return found
 
     def _spread_kept_of(self, recording: Recording, value: int) -> Tensor:
         return self._spread_kept(next(one for one in self._microbatches if one.recording is recording), value)
@@ -722,6 +800,16 @@ def _set_retained(states: Sequence[Microbatch]) -> None:
         for place, gradient in state.gradients:
             if type(place) is not Placeholder and gradient is not None:
                 place.grad = gradient
+
+
+def _forwards_ascend(actions: Sequence[Action]) -> bool:
+    latest: dict[int, int] = {}
+    for action in actions:
+        if action.kind is Kind.F:
+            if action.microbatch < latest.get(action.stage, 0):
+                return False
+            latest[action.stage] = action.microbatch
+    return True
 
 
 @contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.backend_rules import is_dense
 
 
@@ -31,3 +33,33 @@ def wire_layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if tensor.is_contiguous() or is_dense(tensor):
         return shape, tensor.stride()
     return shape, torch.empty(shape, device="meta").stride()
+
+
+@cache
+def wire(look: Look) -> TensorMeta:
+    """How a tensor of this look travels."""
+    assert look.stride is not None
+    return TensorMeta.of(torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta"))
+
+
+def conform(tensor: Tensor, look: Look) -> Tensor:
+    """`tensor` with the strides that the receiver made room for.
+
+    Raises:
+        RuntimeError: it has another shape or dtype.
+    """
+    meta = wire(look)
+    if tensor.stride() == meta.stride and tensor.shape == look.shape and tensor.dtype is look.dtype:
+        return tensor
+    if tensor.shape != look.shape or tensor.dtype is not look.dtype:
+        raise RuntimeError(
+            f"a stage made a tensor of shape {list(tensor.shape)} and {tensor.dtype} where torch says that it would be "
+            f"{list(look.shape)} and {look.dtype}"
+        )
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device).copy_(tensor.detach())
+
+
+def zeros_like(look: Look) -> Tensor:
+    """Zeros as they travel in the place of a tensor of this look."""
+    meta = wire(look)
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=look.device).zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import ClassVar, NoReturn
@@ -14,7 +15,7 @@ from lightning_pipeline.runtime.backend_rules import backend_of, check_environme
 from lightning_pipeline.runtime.endpoint import Connection, Endpoint, PendingReceive, StagedReceive
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.groups import new_group
-from lightning_pipeline.runtime.messages import CONTROL_WINDOW, Messages
+from lightning_pipeline.runtime.messages import CONTROL_WINDOW, READS_TAG, Messages
 from lightning_pipeline.runtime.routes import Channel, Route, routes_along
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Topology
@@ -129,7 +130,7 @@ class Transport(Messages):
 
     def flush(self) -> None:
         """Wait until all that was sent has left, and let go of it. On an accelerator the current stream waits."""
-        for endpoint in (*self._outgoing.values(), *self._control.values()):
+        for endpoint in (*self._outgoing.values(), *self._control.values(), *self._reads.values()):
             endpoint.flush()
 
     def close(self) -> None:
@@ -161,6 +162,7 @@ class Transport(Messages):
         others = (stage for stage in range(self.topology.num_stages) if stage != self.stage)
         for peer in others:
             self._control[peer] = self._end(control, peer, "a message", is_gloo=True, window=CONTROL_WINDOW)
+            self._reads[peer] = self._end(control, peer, "what a step reads", is_gloo=True, window=None, tag=READS_TAG)
         groups: dict[tuple[Channel, bool], dist.ProcessGroup] = {}
         for channel, source, destination in routes:
             # What is shared goes both ways in one order on both sides, and there are many pairs that may share.
@@ -182,8 +184,10 @@ class Transport(Messages):
         if not is_gloo:
             self._warm_up(routes)
 
-    def _end(self, group: dist.ProcessGroup, peer: int, name: str, *, is_gloo: bool, window: int | None) -> Endpoint:
-        return Endpoint(self._connection, group, peer, name, is_gloo=is_gloo, window=window)
+    def _end(
+        self, group: dist.ProcessGroup, peer: int, name: str, *, is_gloo: bool, window: int | None, tag: int = 0
+    ) -> Endpoint:
+        return Endpoint(self._connection, group, peer, name, is_gloo=is_gloo, window=window, tag=tag)
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """This pipeline's ranks as a group; every rank of the world makes those of all pipelines."""
@@ -215,9 +219,10 @@ class Transport(Messages):
         for receive in self._receives:
             receive.abandon()
         self._receives.clear()
-        for endpoint in (*self._outgoing.values(), *self._incoming.values(), *self._control.values()):
+        ends = (self._outgoing, self._incoming, self._control, self._reads)
+        for endpoint in itertools.chain.from_iterable(end.values() for end in ends):
             endpoint.close()
-        self._outgoing, self._incoming, self._control = {}, {}, {}
+        self._outgoing, self._incoming, self._control, self._reads = {}, {}, {}, {}
         groups, self._groups, self.control_group = self._groups, [], None
         while groups and dist.is_initialized():
             dist.destroy_process_group(groups.pop())

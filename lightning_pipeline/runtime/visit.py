@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline.partition.engine import backward_from
 from lightning_pipeline.partition.execution import visit_function
-from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.split_backward import SplitBackward
+from lightning_pipeline.runtime.ahead import AheadOfPython
 from lightning_pipeline.runtime.microbatch import Here, Inside, Microbatch
 from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.site import Site
-from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, wire, zeros_like
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import LiveCount, Work
 
@@ -32,6 +31,7 @@ class Visit:
         microbatches: the step's; `record` sees to it that one is recorded.
         tensors: the module's, by number.
         seed_draw: starts the random numbers of a draw of a micro-batch.
+        ahead: of micro-batches whose forwards run before the step's Python; None where none do.
 
     Attributes:
         following, preceding: the visit after and before, where they are on the same rank; set by the caller.
@@ -50,6 +50,7 @@ class Visit:
         seed_draw: Callable[[int, int], None],
         work: Work,
         live: LiveCount,
+        ahead: AheadOfPython | None,
     ) -> None:
         self.visit = visit
         self.following: Visit | None = None
@@ -64,6 +65,7 @@ class Visit:
         self._work = work
         self._training = work.loss_of is not None
         self._live = live
+        self._ahead = ahead
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -86,47 +88,26 @@ class Visit:
 
     def receive_forward(self, microbatch: int) -> None:
         state = self._microbatches[microbatch]
-        if not state.is_done:
+        if not state.is_done and state.ahead is None:
             self._record(state)
         self.post_forward(microbatch)
 
     def forward(self, microbatch: int) -> None:
         """Run the visit's part of a micro-batch's program."""
         state = self._microbatches[microbatch]
-        if not state.is_done:
+        if not state.is_done and state.ahead is None:
             self._record(state)
         if state.is_done:
             return
-        program = state.program
-        assert program is not None and state.recording is not None
         inside = state.on(self.visit)
         use = self._take(state, inside)
         self.ready_at = time.perf_counter()
-        self._live.add()
-        if self.visit < len(program.visits):
-            kept = tuple(value for value in state.asked if program.homes[value] == self.visit)
-            key = (self.visit, kept)
-            run = program.functions.get(key)
-            if run is None:
-                run = program.functions[key] = visit_function(program, self.visit, kept)
-            self._resolve(state)
-            before = torch.is_grad_enabled()
-            try:
-                sends, found = run(
-                    use,
-                    state.recording.captured,
-                    self._tensors,
-                    lambda number: self._seed_draw(state.seed, number),
-                    state.given,
-                )
-            finally:
-                torch._C._set_grad_enabled(before)
-            for value, tensor in zip(kept, found, strict=True):
-                if value == state.loss_value:
-                    state.loss_tensor = tensor
-                state.kept[value] = tensor.detach()
-            inside.outputs = list(zip(program.visits[self.visit].sends, sends, strict=True))
-        if self._training:
+        if state.ahead is None:
+            self._live.add()
+            self._compute(state, inside, use)
+        else:
+            self._compute_ahead(state, inside, use)
+        if self._training and not state.is_passed_over:
             self._keep_edges(state, inside)
         if self.following is not None:
             # Copies, as over a connection: the next visit may write into what it receives.
@@ -134,13 +115,58 @@ class Visit:
                 Here(tensor.detach().clone()) for _, tensor in inside.outputs
             ]
             inside.outputs = []
-        if not self._training:
+        if not self._training and not state.is_passed_over:
             self._live.now -= 1
+
+    def _compute(self, state: Microbatch, inside: Inside, use: Sequence[Tensor]) -> None:
+        program = state.program
+        assert program is not None
+        if self.visit >= len(program.visits):
+            return
+        kept = tuple(value for value in state.asked if program.homes[value] == self.visit)
+        key = (self.visit, kept)
+        run = program.functions.get(key)
+        if run is None:
+            run = program.functions[key] = visit_function(program, self.visit, kept)
+        self._resolve(state)
+        before = torch.is_grad_enabled()
+        try:
+            sends, found = run(
+                use,
+                state.captured,
+                self._tensors,
+                lambda number: self._seed_draw(state.seed, number),
+                state.given,
+            )
+        finally:
+            torch._C._set_grad_enabled(before)
+        for value, tensor in zip(kept, found, strict=True):
+            if value == state.loss_value:
+                state.loss_tensor = tensor
+            state.kept[value] = tensor.detach()
+        inside.outputs = list(zip(program.visits[self.visit].sends, sends, strict=True))
+
+    def _compute_ahead(self, state: Microbatch, inside: Inside, use: Sequence[Tensor]) -> None:
+        """Before the step's Python, which may turn out to do something else: what fails here need not be an error."""
+        assert self._ahead is not None and state.ahead is not None and state.program is not None
+        if not state.ahead.is_passed_over:
+            self._live.add()
+            state.ahead.num_live += self._training
+            if self.visit < len(state.program.visits):
+                self._ahead.note_written(state, self.visit)
+            try:
+                self._compute(state, inside, use)
+            except Exception as error:
+                state.ahead.error = error
+        if (state.ahead.is_passed_over or state.ahead.error) and self.visit < len(state.program.visits):
+            sends = state.program.visits[self.visit].sends
+            inside.outputs = [(strand, zeros_like(state.program.looks[strand.value])) for strand in sends]
+        self._ahead.tell(state, self.visit)
 
     def _resolve(self, state: Microbatch) -> None:
         """Put the data of earlier micro-batches' values in their places, where it is here."""
-        assert state.program is not None and state.recording is not None
-        captured = state.recording.captured
+        assert state.program is not None
+        captured = state.captured
         for place in state.program.foreign[self.visit]:
             content = captured[place]
             if type(content) is tuple:
@@ -182,16 +208,16 @@ class Visit:
         assert state.program is not None
         wanted = set(state.program.returning(self.visit + 1, state.loss_value)) if state.loss_value >= 0 else set()
         for strand, tensor in inside.outputs:
-            if strand in wanted:
+            if strand in wanted and (state.ahead is None or state.ahead.error is None):
                 inside.edges[strand] = get_gradient_edge(tensor)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def post_backward(self, microbatch: int) -> bool:
         state = self._microbatches[microbatch]
-        if state.is_done:
+        if state.is_done or state.is_passed_over:
             return True
-        if state.program is None:
+        if state.program is None or state.is_open:
             return False
         inside = state.on(self.visit)
         if not inside.are_gradients_posted:
@@ -204,12 +230,19 @@ class Visit:
         return True
 
     def receive_backward(self, microbatch: int) -> None:
+        self._goes_backward(self._microbatches[microbatch])
         self.post_backward(microbatch)
+
+    def _goes_backward(self, state: Microbatch) -> bool:
+        """Whether a micro-batch goes backward visit by visit. Its step's Python comes to its end before."""
+        if state.is_open and not state.is_passed_over:
+            self._record(state)
+        return not state.is_done and not state.is_passed_over
 
     def backward(self, microbatch: int) -> None:
         """Run backward from the loss, and from the gradients of what was sent."""
         state = self._microbatches[microbatch]
-        if state.is_done:
+        if not self._goes_backward(state):
             return
         roots, gradients = self._roots(state)
         if roots:
@@ -225,7 +258,7 @@ class Visit:
     def backward_input(self, microbatch: int) -> None:
         """The part of backward that the visit before waits for: the gradients of what was received."""
         state = self._microbatches[microbatch]
-        if state.is_done:
+        if not self._goes_backward(state):
             return
         inside = state.on(self.visit)
         leaves = self._leaves(state, inside)
@@ -243,7 +276,7 @@ class Visit:
     def backward_weight(self, microbatch: int) -> None:
         """The rest of backward: the gradients of parameters."""
         state = self._microbatches[microbatch]
-        if state.is_done:
+        if not self._goes_backward(state):
             return
         self.ready_at = time.perf_counter()
         inside = state.on(self.visit)
@@ -254,7 +287,7 @@ class Visit:
 
     def send_backward(self, microbatch: int) -> None:
         state = self._microbatches[microbatch]
-        if state.is_done:
+        if state.is_done or state.is_passed_over:
             return
         inside = state.on(self.visit)
         assert self._transport is not None
@@ -294,7 +327,7 @@ class Visit:
         strands = state.program.returning(self.visit, state.loss_value)
         for strand, gradient in zip(strands, gradients, strict=True):
             look = state.program.looks[strand.value]
-            inside.gradients.append(_zeros(look) if gradient is None else conform(gradient, look))
+            inside.gradients.append(zeros_like(look) if gradient is None else conform(gradient, look))
         if self.preceding is not None:
             state.on(self.visit - 1).arriving_gradients = [Here(gradient) for gradient in inside.gradients]
             inside.gradients = []
@@ -314,39 +347,10 @@ def written_into(leaf: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
 
 
-def conform(tensor: Tensor, look: Look) -> Tensor:
-    """`tensor` with the strides that the receiver made room for.
-
-    Raises:
-        RuntimeError: it has another shape or dtype.
-    """
-    meta = wire(look)
-    if tensor.stride() == meta.stride and tensor.shape == look.shape and tensor.dtype is look.dtype:
-        return tensor
-    if tensor.shape != look.shape or tensor.dtype is not look.dtype:
-        raise RuntimeError(
-            f"a stage made a tensor of shape {list(tensor.shape)} and {tensor.dtype} where torch says that it would be "
-            f"{list(look.shape)} and {look.dtype}"
-        )
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device).copy_(tensor.detach())
-
-
 def _one(loss: Tensor) -> Tensor:
     return torch.ones_like(loss)
-
-
-def _zeros(look: Look) -> Tensor:
-    meta = wire(look)
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=look.device).zero_()
 
 
 def _meta(state: Microbatch, value: int) -> TensorMeta:
     assert state.program is not None
     return wire(state.program.looks[value])
-
-
-@cache
-def wire(look: Look) -> TensorMeta:
-    """How a tensor of this look travels."""
-    assert look.stride is not None
-    return TensorMeta.of(torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta"))

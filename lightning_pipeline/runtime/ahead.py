@@ -1,0 +1,176 @@
+"""The micro-batches of one step whose forwards run before the step's Python (`expectations` says why)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition.module_tensors import ModuleTensors
+from lightning_pipeline.partition.provenance import copied, is_same
+from lightning_pipeline.partition.recording import Recording
+from lightning_pipeline.runtime.expectations import num_bytes, packed, unpacked
+from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.tensor_meta import conform, wire, zeros_like
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.work import LiveCount
+
+
+class AheadOfPython:
+    """What ranks tell one another of them, and how they are taken back.
+
+    Args:
+        microbatches: the step's, all of them ahead.
+        placement: the rank of each virtual stage.
+        read_module: gives every rank the data of tensors of the module.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[Microbatch],
+        placement: Sequence[int],
+        transport: Transport,
+        tensors: ModuleTensors,
+        device: torch.device,
+        read_module: Callable[[Sequence[Tensor]], list[Tensor]],
+    ) -> None:
+        self._microbatches = microbatches
+        self._placement = placement
+        self._transport = transport
+        self._tensors = tensors
+        self._device = device
+        numbers = {number: None for one in microbatches if one.ahead for number in one.ahead.expectation.module_reads}
+        own = [tensors.tensors[number] for number in numbers]
+        self._of_module = dict(zip(map(id, own), read_module(own), strict=True)) if own else {}
+
+    def note_written(self, state: Microbatch, visit: int) -> None:
+        """Keep what a visit is about to write over, until the Python has come to its end."""
+        assert state.ahead is not None
+        for number in state.ahead.expectation.written[visit]:
+            tensor = self._tensors.tensors[number]
+            state.ahead.before.append((tensor, copied(tensor)))
+
+    def tell(self, state: Microbatch, visit: int) -> None:
+        """Give the other ranks what the step reads of a visit's values."""
+        assert state.ahead is not None
+        ahead = state.ahead
+        reads = ahead.expectation.reads_of(visit)
+        if not reads:
+            return
+        looks = ahead.expectation.program.looks
+        is_fine = ahead.error is None and not ahead.is_passed_over
+        if is_fine:
+            tensors = [conform(state.kept[value], looks[value]) for value in reads]
+        else:
+            tensors = [zeros_like(looks[value]) for value in reads]
+        self._transport.send_read(packed(tensors, is_fine=is_fine))
+
+    def values(self, state: Microbatch, recording: Recording, values: Sequence[int]) -> list[Tensor] | None:
+        """The data of values that the step reads; None where it has not come to the read as expected.
+
+        Raises:
+            Exception: what a forward here has raised, which the step has not got past.
+        """
+        assert state.ahead is not None
+        expectation = state.ahead.expectation
+        is_expected = recording.event in expectation.path and set(values) <= set(expectation.reads)
+        if not is_expected or not self._has_taken_along(state, recording):
+            return None
+        answers = self._answers(state)
+        if answers is None:
+            return None
+        if state.ahead.error is not None:
+            raise state.ahead.error
+        return [answers[value].clone() for value in values]
+
+    def values_of_module(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """The data of tensors of the module, where all of them were expected to be read."""
+        if not all(id(tensor) in self._of_module for tensor in tensors):
+            return None
+        return [self._of_module[id(tensor)].clone() for tensor in tensors]
+
+    def has_ended(self, state: Microbatch, recording: Recording, loss_value: int, asked: Sequence[int]) -> bool:
+        """Whether a step's Python, which is at its end, has done what the forwards have run: it goes backward, then.
+
+        Raises:
+            Exception: what a forward here has raised.
+        """
+        if state.ahead is None or not state.ahead.is_open:
+            return False
+        expectation = state.ahead.expectation
+        is_as_expected = (
+            recording.event is expectation.end
+            and recording.is_simple
+            and loss_value == expectation.loss_value
+            and set(asked) <= set(expectation.asked)
+            and set(recording.reads) <= set(expectation.reads)
+            and self._has_taken_along(state, recording)
+            and self._answers(state) is not None
+        )
+        if is_as_expected:
+            state.ahead.is_open = False
+            if state.ahead.error is not None:
+                raise state.ahead.error
+        return is_as_expected
+
+    def pass_over(self, first: Microbatch, go_on: Callable[[], None], live: LiveCount) -> None:
+        """Take back what has run of a micro-batch and of later ones. All ranks come to call it."""
+        taken_back = [one for one in self._microbatches[first.index :] if one.ahead is not None and one.ahead.is_open]
+        for state in taken_back:
+            assert state.ahead is not None
+            state.ahead.is_passed_over = True
+        go_on()
+        for state in taken_back:
+            self._answers(state)  # those that nobody has asked for
+        for state in reversed(taken_back):
+            assert state.ahead is not None
+            for tensor, before in reversed(state.ahead.before):
+                with torch.no_grad():
+                    tensor.copy_(before)
+            live.now -= state.ahead.num_live
+            state.program, state.ahead, state.loss_value, state.loss_tensor = None, None, -1, None
+            state.inside, state.kept, state.asked = {}, {}, ()
+
+    # -- details ----------------------------------------------------------------------------------------------------
+
+    def _has_taken_along(self, state: Microbatch, recording: Recording) -> bool:
+        """Whether the Python so far has given its events what the forwards have run on."""
+        assert state.ahead is not None
+        ahead, captured = state.ahead, recording.captured
+        if len(captured) > len(ahead.captured):
+            return False
+        with torch._C.DisableTorchFunction():
+            while ahead.num_compared < len(captured):
+                if not is_same(ahead.captured[ahead.num_compared], captured[ahead.num_compared]):
+                    return False
+                ahead.num_compared += 1
+        return True
+
+    def _answers(self, state: Microbatch) -> dict[int, Tensor] | None:
+        """The values that a micro-batch's step reads, once they are there; None where they are wrong."""
+        assert state.ahead is not None
+        ahead, expectation = state.ahead, state.ahead.expectation
+        if ahead.has_answers:
+            return ahead.answers
+        found: dict[int, Any] = {}
+        are_fine = not ahead.is_passed_over
+        for visit in range(len(expectation.program.visits)):
+            reads = expectation.reads_of(visit)
+            rank = self._placement[visit % len(self._placement)]
+            if not reads:
+                continue
+            if rank == self._transport.stage:
+                are_fine &= ahead.error is None
+                found.update((value, state.kept.get(value)) for value in reads)
+                continue
+            looks = [expectation.program.looks[value] for value in reads]
+            what = f"what the step reads of micro-batch {state.index}"
+            message = self._transport.receive_read(num_bytes(looks), rank, what)
+            values = unpacked(message, [wire(look) for look in looks])
+            are_fine &= values is not None
+            found.update((value, one.to(self._device)) for value, one in zip(reads, values or (), strict=False))
+        ahead.has_answers = True
+        ahead.answers = found if are_fine else None
+        return ahead.answers

@@ -1,0 +1,210 @@
+"""Steps that read what stages compute, at the pace of those that do not.
+
+What a step's Python does after a read (``loss.item()``) may depend on what it has read, so that it cannot run ahead of
+the stages as it does otherwise. Where a step has read, the next ones of its kind are expected to run the same events,
+and the stages run them before the Python does::
+
+    without reads     Python 0, F0    Python 1, F1    ...    B0             B1
+    with reads        F0              F1              ...    Python 0, B0   Python 1, B1
+
+The Python gets what the forward has computed, once it has come to the read by the expected events and has given them
+what they have run on; a micro-batch goes backward when its Python has come to its end like this. Nothing rests on the
+expectation but time: where the Python does something else, all ranks come to see it at the same point. They pass over
+the forwards that are left of this and later micro-batches, so that all that is sent is received, take back what these
+have written into the module, and run the rest of the step in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition.event import Event
+from lightning_pipeline.partition.module_writes import ModuleWrites
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.program import Program
+from lightning_pipeline.partition.provenance import Constant, Origin
+from lightning_pipeline.partition.recording import Recording
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+
+_MISSED = -10
+_GIVEN_UP = -25
+_AT_MOST = 20
+"""A kind's score: a step that came as expected counts one, up to a limit; kinds below some score are not expected."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """How a micro-batch of some kind is expected to go.
+
+    Attributes:
+        path: the events from the beginning to the end, both included.
+        origins: of what they take along.
+        loss_value: number of the loss; -1 for none.
+        asked: values that are asked for after the step. reads: in it.
+        module_reads: the module's tensors that are read, by number.
+        written: by visit, tensors of the module that it writes into.
+    """
+
+    program: Program
+    end: Event
+    path: frozenset[Event]
+    origins: list[Origin]
+    loss_value: int
+    asked: tuple[int, ...]
+    reads: tuple[int, ...]
+    module_reads: tuple[int, ...]
+    written: list[list[int]]
+
+    def reads_of(self, visit: int) -> list[int]:
+        """The values that are read, of those that a visit makes."""
+        return [value for value in self.reads if self.program.homes[value] == visit]
+
+
+@dataclass
+class Expectations:
+    """By the beginning of a kind's paths."""
+
+    _known: dict[Event, Expectation] = field(default_factory=dict)
+    _scores: dict[Event, int] = field(default_factory=dict)
+
+    def of(self, beginning: Event) -> Expectation | None:
+        return self._known.get(beginning)
+
+    def wants(self, beginning: Event) -> bool:
+        """Whether it would help to know where what a recording takes along comes from."""
+        return beginning in self._scores and beginning not in self._known and not self.has_given_up(beginning)
+
+    def has_given_up(self, beginning: Event) -> bool:
+        """Whether steps of this kind are not expected to come as before."""
+        return self._scores.get(beginning, 0) < _GIVEN_UP
+
+    def keep(self, beginnings: Collection[Event]) -> None:
+        """Forget others than these."""
+        for beginning in [one for one in self._scores if one not in beginnings]:
+            del self._scores[beginning]
+            self._known.pop(beginning, None)
+
+    def forget(self) -> None:
+        """What stages can run by themselves has changed."""
+        self._known.clear()
+        self._scores.clear()
+
+    def note_hit(self, beginning: Event) -> None:
+        self._scores[beginning] = min(self._scores[beginning] + 1, _AT_MOST)
+
+    def note_miss(self, beginning: Event) -> None:
+        self._known.pop(beginning, None)
+        self._scores[beginning] = self._scores.get(beginning, 0) + _MISSED
+
+    def learn(
+        self,
+        beginning: Event,
+        recording: Recording,
+        program: Program,
+        *,
+        can_run_ahead: bool,
+        loss_value: int,
+        asked: Sequence[int],
+    ) -> None:
+        """Take in a micro-batch that has read.
+
+        Args:
+            can_run_ahead: whether its program can run before its Python.
+        """
+        if beginning not in self._scores:
+            self._scores[beginning] = 0  # with the next one is noted where what it takes along comes from
+        if not can_run_ahead or not _can_be_taken_back(program):
+            self._scores[beginning] = 10 * _MISSED
+        if not self.wants(beginning) or recording.provenance is None:
+            return
+        origins = _origins(recording)
+        if origins is None:
+            self.note_miss(beginning)
+            return
+        writes = ModuleWrites()
+        written: list[list[int]] = [[] for _ in program.visits]
+        for event in program.events:
+            if event.visit >= 0:
+                written[event.visit] += [n for n in writes.of(event) if n not in written[event.visit]]
+        self._known[beginning] = Expectation(
+            program=program,
+            end=recording.event,
+            path=frozenset([beginning, *program.events]),
+            origins=origins,
+            loss_value=loss_value,
+            asked=tuple(dict.fromkeys([*asked, *recording.reads])),
+            reads=tuple(dict.fromkeys(recording.reads)),
+            module_reads=tuple(dict.fromkeys(recording.module_reads)),
+            written=written,
+        )
+
+
+def _origins(recording: Recording) -> list[Origin] | None:
+    """Where what a recording has taken along comes from; None if that is not known of something."""
+    provenance = recording.provenance
+    if provenance is None or not provenance.is_known or recording.overwritten:
+        return None
+    found: list[Origin] = []
+    for place, content in enumerate(recording.captured):
+        if place in provenance.captured:
+            found.append(provenance.captured[place])
+        elif isinstance(content, (int, float, complex)):
+            found.append(Constant(content))
+        else:
+            return None
+    return found
+
+
+def _can_be_taken_back(program: Program) -> bool:
+    """Whether a run of its events leaves nothing behind but new tensors, and writes into the module's own memory."""
+    if program.leaves or any(program.foreign):
+        return False
+    given = set(range(program.num_given))  # values in the memory of the batch
+    writes = ModuleWrites()
+    for event in program.events:
+        if event.visit < 0:
+            continue
+        if getattr(event.function, "runs_python", False) or any(writes.of(event).values()):
+            return False
+        if any(event.inputs[slot] in given for slot, _, _ in event.writes):
+            return False
+        for output, slots in zip(event.outputs, event.result.shares, strict=True):
+            if output is not None and any(event.inputs[slot] in given for slot in slots):
+                given.add(output)
+    return True
+
+
+def packed(tensors: Sequence[Tensor], *, is_fine: bool) -> Tensor:
+    """Values that were read, in one message, and whether they are what they should be."""
+    parts = [torch.full((1,), is_fine, dtype=torch.uint8)]
+    for tensor in tensors:
+        parts.append(_flat(tensor.detach().cpu()).view(torch.uint8))
+    return torch.cat(parts)
+
+
+def unpacked(message: Tensor, metas: Sequence[TensorMeta]) -> list[Tensor] | None:
+    """The values in a message, in host memory; None where they are not what they should be."""
+    if not message[0]:
+        return None
+    found, offset = [], 1
+    for meta in metas:
+        tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+        flat = _flat(tensor).view(torch.uint8)
+        flat.copy_(message[offset : offset + len(flat)])
+        found.append(tensor)
+        offset += len(flat)
+    return found
+
+
+def num_bytes(looks: Sequence[Look]) -> int:
+    """The size of a message."""
+    return 1 + sum(look.num_bytes for look in looks)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The dense memory of a tensor."""
+    return tensor.as_strided((tensor.numel(),), (1,))
