@@ -255,7 +255,7 @@ class Recording(TorchFunctionMode):
         self.batch: set[int] = set()
         """The memory of the batch's tensors, which are parts of larger ones that no step sees."""
         self.exposed: set[int] = set()  # memory that numpy knows as well
-        self._copied = frozenset(memory for memory, tensor in recorder.changing.items() if _memory(tensor) == memory)
+        self._copied = frozenset(memory for memory, tensor in recorder.changing.items() if memory_of(tensor) == memory)
         self._places: dict[int, list[int]] = {}  # among what is captured, by memory, as far as it was looked through
         self._num_looked_through = 0
         recorder.recordings.append(self)
@@ -341,14 +341,14 @@ class Recording(TorchFunctionMode):
 
     def note_batch(self, tensors: Sequence[Tensor]) -> None:
         """Take in what the step is given."""
-        self.batch.update(_memory(tensor) for tensor in tensors if type(tensor) is not Placeholder)
+        self.batch.update(memory_of(tensor) for tensor in tensors if type(tensor) is not Placeholder)
 
     # -- what matchers ask of it ------------------------------------------------------------------------------------
 
     def capture(self, tensor: Tensor) -> None:
         if self.provenance is not None:
             self.provenance.note_captured(len(self.captured), tensor)
-        if (self.exposed or self._copied) and _memory(tensor) in (self.exposed | self._copied):
+        if (self.exposed or self._copied) and memory_of(tensor) in (self.exposed | self._copied):
             with torch._C.DisableTorchFunction():
                 tensor = tensor.clone()
         self.captured.append(tensor)
@@ -375,7 +375,7 @@ class Recording(TorchFunctionMode):
 
     def absorb(self, tensor: Tensor, look: Look, value: int, what: str) -> None:
         """A tensor that every rank had has been written into by a stage: it is a value of that stage now."""
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         others = [reference() for reference in self._views.get(memory, ())]
         is_seen = any(other is not None and other is not tensor for other in others)
         if memory in self.exposed or is_seen or (memory not in self.batch and _is_view_of_kept(tensor)):
@@ -480,9 +480,9 @@ class Recording(TorchFunctionMode):
         call_tensors = call.tensors
         for slot, _ in result.writes:
             self._check_written(inputs[slot])
-            if inputs[slot] is CAPTURED and _memory(call.tensors[slot]) not in self.batch:
+            if inputs[slot] is CAPTURED and memory_of(call.tensors[slot]) not in self.batch:
                 views = map(weakref.ref, _views_of(call.tensors[slot]))
-                self._views.setdefault(_memory(call.tensors[slot]), []).extend(views)
+                self._views.setdefault(memory_of(call.tensors[slot]), []).extend(views)
         event = self.event.followed_by(
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
@@ -491,7 +491,7 @@ class Recording(TorchFunctionMode):
             self.recorder.num_events[self._beginning] += 1
         for value, tensor in zip(inputs, call_tensors, strict=True):
             if _is_module_tensor(value) and self._tensors.is_replicated(-1 - value):
-                self.recorder.used[_memory(tensor)] = -1 - value
+                self.recorder.used[memory_of(tensor)] = -1 - value
         written = {-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot])}
         if not written <= self._tensors.written:
             self._tensors.written |= written
@@ -650,25 +650,25 @@ class Recording(TorchFunctionMode):
             self.seeds.append(kwargs["generator"].initial_seed())
         elif kind is Kind.READS and function_name(func) in ("numpy", "__array__", "untyped_storage", "data_ptr"):
             self._before_write(args[:1])
-            self.exposed.add(_memory(args[0]))
+            self.exposed.add(memory_of(args[0]))
         found = func(*args, **kwargs)
         if self.provenance is not None:
             self.provenance.note_call(func, args, kwargs, found, draw)
         if isinstance(found, Tensor) and args and isinstance(args[0], Tensor) and found is not args[0]:
-            memory = _memory(found)
-            if memory == _memory(args[0]):
+            memory = memory_of(found)
+            if memory == memory_of(args[0]):
                 self._views.setdefault(memory, []).extend((weakref.ref(found), weakref.ref(args[0])))
         return found
 
     def _before_write(self, tensors: Sequence[Tensor]) -> None:
         """Every rank is about to write into its own, which stages may have yet to use as they are."""
         for tensor in tensors:
-            memory = _memory(tensor)
+            memory = memory_of(tensor)
             if memory in self._copied:
                 continue
             earlier = [one for one in self.recorder.recordings if one is not self]
             number = self.recorder.used.get(memory)
-            is_buffer = number is not None and _memory(self._tensors.tensors[number]) == memory
+            is_buffer = number is not None and memory_of(self._tensors.tensors[number]) == memory
             if is_buffer or any(one.places_of(memory) for one in earlier):
                 self.recorder.changing[memory] = tensor
                 if len(self.recorder.changing) > MAX_CHANGING:
@@ -690,7 +690,7 @@ class Recording(TorchFunctionMode):
         """Where among what is captured tensors of a memory are."""
         for place in range(self._num_looked_through, len(self.captured)):
             if isinstance(self.captured[place], Tensor):
-                self._places.setdefault(_memory(self.captured[place]), []).append(place)
+                self._places.setdefault(memory_of(self.captured[place]), []).append(place)
         self._num_looked_through = len(self.captured)
         return self._places.get(memory, [])
 
@@ -811,7 +811,7 @@ class Recording(TorchFunctionMode):
     def _input(self, tensor: Tensor) -> int | Held | Foreign | None:
         number = self._tensors.number_of(tensor)
         if number is not None:
-            is_copied = self._tensors.is_replicated(number) and _memory(tensor) in self._copied
+            is_copied = self._tensors.is_replicated(number) and memory_of(tensor) in self._copied
             return CAPTURED if is_copied else -1 - number
         if type(tensor) is Placeholder and tensor.recording is self:
             return tensor.value
@@ -877,7 +877,8 @@ def _views_of(tensor: Tensor) -> list[Tensor]:
         return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Tells tensors that share memory from those that do not."""
     if type(tensor) is Placeholder or tensor.layout is not torch.strided:
         return -id(tensor)
     with torch._C.DisableTorchFunction():
@@ -973,7 +974,7 @@ def _arrays_seen(recorder: Recorder) -> Iterator[None]:
     def seen(array: Any) -> Tensor:
         found = own(array)
         if recorder.current is not None:
-            recorder.current.exposed.add(_memory(found))
+            recorder.current.exposed.add(memory_of(found))
         return found
 
     torch.from_numpy = seen  # type: ignore[assignment]

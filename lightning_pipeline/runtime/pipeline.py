@@ -28,7 +28,7 @@ from lightning_pipeline.partition.placeholder import Look, Placeholder
 from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.provenance import Provenance, made_again
 from lightning_pipeline.partition.random import mix
-from lightning_pipeline.partition.recording import Recorder, Recording
+from lightning_pipeline.partition.recording import Recorder, Recording, memory_of
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.ahead import AheadOfPython
@@ -149,6 +149,7 @@ class Pipeline:
         """Virtual stages on which steps have run anything."""
         self._held: dict[Tape, bool] = {}
         self._has_warned_of_reads = False
+        self._warning: str | None = None  # for the step's end: the user may count those within
         self._expectations = Expectations()
         self._ahead: AheadOfPython | None = None
         self._is_rest_in_order = False
@@ -190,12 +191,15 @@ class Pipeline:
                     self._leaf_gradients.begin()
                 self._run_in_stages(work, states)
                 numbers = self._end(work, states, extra)
-                self._write_back()
+                self._write_back(states)
                 _set_retained(states)
                 self._share_leaf_gradients(work, states)
         for state in states:
             if state.recording is not None:
                 state.recording.let_go()
+        if self._warning is not None:
+            warnings.warn(self._warning, stacklevel=2)
+            self._warning = None
         self.peak_live = self._live.peak
         self._run, self._microbatches, self._in_order, self._ahead = None, [], {}, None
         return states, numbers
@@ -274,11 +278,11 @@ class Pipeline:
             return
         self._has_warned_of_reads = True
         if self.rank == 0:
-            warnings.warn(
-                f"the training step reads what a stage computes ({users_line()}), so each micro-batch waits for the "
-                f"one before, and stages do not work at the same time. The result is the same; where speed matters, "
-                f"keep or log the tensor, and read it in on_train_batch_end",
-                stacklevel=2,
+            self._warning = (
+                f"the training step reads what a stage computes ({users_line()}) and goes on differently each time, "
+                f"or prints it, so each micro-batch waits for the one before, and stages do not work at the same time. "
+                f"The result is the same; where speed matters, keep or log the tensor, and read it in "
+                f"on_train_batch_end"
             )
 
     def _spread_kept(self, state: Microbatch, value: int) -> Tensor:
@@ -668,11 +672,15 @@ class Pipeline:
                 states[index].tensors[number] = flat[offset : offset + size].reshape(look.shape).clone()
                 offset += size
 
-    def _write_back(self) -> None:
+    def _write_back(self, states: Sequence[Microbatch]) -> None:
         """What the step has written into its batch, the loader finds there, as in one process."""
         parts, self._parts = self._parts, []
+        arrays = {memory for state in states if state.recording is not None for memory in state.recording.exposed}
         for tensor, part in parts:
-            if type(part) is not Placeholder and (part.is_inference() or part._version):
+            if type(part) is Placeholder:
+                continue
+            # Torch counts its own writes, and not those through arrays.
+            if part.is_inference() or part._version or memory_of(part) in arrays:
                 with torch.no_grad():
                     tensor.copy_(part)
 
