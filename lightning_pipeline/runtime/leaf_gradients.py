@@ -24,25 +24,35 @@ class LeafGradients:
         self._transport = transport
         self._direct = direct
         self._known: list[weakref.ref[Tensor]] = []
-        self._before: dict[int, tuple[Tensor | None, int]] = {}
+        self._before: list[tuple[Tensor, Tensor | None, int]] = []  # each with its gradient, and how often written into
 
     def begin(self) -> None:
         """A step begins."""
         leaves = [leaf for leaf in (reference() for reference in self._known) if leaf is not None]
-        self._before = {id(leaf): _version(leaf) for leaf in leaves}
+        self._before = [(leaf, leaf.grad, _num_writes(leaf.grad)) for leaf in leaves]
 
-    def share(self, captured: Iterable[Tensor]) -> None:
+    def share(self, captured: Sequence[Tensor]) -> None:
         """A step has ended, which took these tensors along. All ranks must call it."""
+        if not captured:
+            self._before = []
+            return
         leaves = [leaf for leaf in _leaves(captured) if self._is_shared(leaf)]
-        own = [leaf.grad is not None and _version(leaf) != self._before.get(id(leaf)) for leaf in leaves]
+        own = [leaf.grad is not None and self._has_changed(leaf) for leaf in leaves]
         vector = torch.tensor(own, dtype=torch.float64)
         rows = self._transport.all_gather_vector(vector, "gradients of tensors").tolist()
         for index, leaf in enumerate(leaves):
             self._share_one(leaf, [rank for rank, row in enumerate(rows) if row[index]])
-        self._known = [weakref.ref(leaf) for leaf in leaves]
+        self._known, self._before = [weakref.ref(leaf) for leaf in leaves], []
+
+    def _has_changed(self, leaf: Tensor) -> bool:
+        """Whether it has another gradient than when the step began, or other numbers in it."""
+        for before, gradient, writes in self._before:
+            if before is leaf:
+                return leaf.grad is not gradient or _num_writes(leaf.grad) != writes
+        return True
 
     def _share_one(self, leaf: Tensor, ranks: Sequence[int]) -> None:
-        old, _ = self._before.get(id(leaf), (None, 0))
+        old = next((gradient for before, gradient, _ in self._before if before is leaf), None)
         if len(ranks) > 1 and old is not None and leaf.grad is old:
             raise NotImplementedError(
                 f"the gradient of a tensor of shape {list(leaf.shape)} that is no parameter adds up over steps, and "
@@ -61,9 +71,8 @@ class LeafGradients:
         return not is_modules and type(leaf) is not Placeholder and holders_of(leaf) is None
 
 
-def _version(leaf: Tensor) -> tuple[Tensor | None, int]:
-    """Its gradient, and how often that was written into."""
-    return leaf.grad, 0 if leaf.grad is None else leaf.grad._version
+def _num_writes(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
 
 
 def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -496,7 +496,7 @@ class Pipeline:
             assert state.recording is not None
             places = state.recording.event.program.leaves if work.loss_of is not None else ()
             captured += [state.recording.captured[place] for place in places]
-        if captured and self._leaf_gradients is not None:
+        if self._leaf_gradients is not None:
             self._leaf_gradients.share(captured)
 
     def _own(self, tensor: Tensor) -> Tensor:
