@@ -14,11 +14,8 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.compiled_calls import CompiledCall
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.operation import NumberSlot, Template, TensorSlot, put_together
-from lightning_pipeline.partition.program import Fork, Program, Region, Strand
+from lightning_pipeline.partition.program import Fork, Program, Region, Strand, VisitFunction
 from lightning_pipeline.partition.recomputed import recomputed
-
-VisitFunction = Callable[..., tuple[list[Tensor], list[Tensor]]]
-"""(received, captured, module's tensors, seeding, batch) -> what goes on to the next visit, and what is kept."""
 
 
 def run_event(event: Event, operands: Sequence[Tensor], captured: Sequence[Any], seed: Callable[[int], None]) -> Any:

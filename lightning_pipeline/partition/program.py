@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.matcher import CAPTURED, Foreign
 from lightning_pipeline.partition.placeholder import Look
 
-VisitFunction = Callable[..., Any]
+VisitFunction = Callable[..., tuple[list[Tensor], list[Tensor]]]
+"""(received, captured, module's tensors, seeding, batch) -> what goes on to the next visit, and what is kept."""
 
 
 class Strand(NamedTuple):

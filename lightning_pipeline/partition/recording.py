@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
-from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.checkpoints import checkpoints_noted
 from lightning_pipeline.partition.compiled import compiled_as_written
-from lightning_pipeline.partition.compiled_calls import CompiledCall, compiled_calls
+from lightning_pipeline.partition.compiled_calls import CompiledCall
 from lightning_pipeline.partition.differentiation import Graph
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.functions import (
@@ -32,182 +25,18 @@ from lightning_pipeline.partition.functions import (
     kind_of,
 )
 from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
-from lightning_pipeline.partition.inference import NOTHING, Inference, Result, written_by_array
-from lightning_pipeline.partition.keyed_calls import KeyedCalls
+from lightning_pipeline.partition.inference import NOTHING, Result, written_by_array
 from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, autocast_state
-from lightning_pipeline.partition.module_tensors import ModuleTensors
-from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.memory import is_view_of_kept, memory_of, views_of
+from lightning_pipeline.partition.operation import Call, TensorSlot, put_together, take_apart
 from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.provenance import Provenance
-from lightning_pipeline.partition.pure_modules import calls_of, pure_within
 from lightning_pipeline.partition.python_state import Unclear
+from lightning_pipeline.partition.recorder import Reads, Recorder
 from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
-
-MAX_EVENTS = 100_000
-"""Calls that are remembered, each some kilobytes, until those that were not met for longest are forgotten."""
-MAX_CHANGING = 256
-"""Tensors of which is remembered that steps change them."""
-
-
-class Reads(Protocol):
-    """Brings data to a recording that asks for it."""
-
-    def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
-        """The data of values that a stage computes, on every rank."""
-
-    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The data of tensors that some ranks hold, of the module or made in hooks."""
-
-    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
-        """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
-
-    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
-        """The text of a value, or of a tensor of the module, with what autograd knows of it."""
-
-
-class Recorder:
-    """What the recordings of a module's steps have in common.
-
-    Args:
-        tensors: the module's.
-        calls: tells the stage of the module that runs.
-        placement: the rank of each virtual stage along the data.
-
-    Attributes:
-        recordings: of the step that runs.
-        changing: memory that all ranks have, and write into in steps while stages may still have to use it, with a
-            tensor that has it: what is taken along of it are copies.
-        used: memory of buffers that all ranks have and stages use, with the buffers' numbers.
-    """
-
-    def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, placement: Sequence[int]) -> None:
-        self.tensors = tensors
-        self.calls = calls
-        self.placement = placement
-        self.num_stages = len(placement)
-        self.inference = Inference()
-        self.has_hooks = False
-        """Whether there are hooks on parameters, so that every micro-batch runs in order."""
-        self.recordings: list[Recording] = []
-        self.changing: OrderedDict[int, Tensor] = OrderedDict()
-        self.used: dict[int, int] = {}
-        self.current: Recording | None = None
-        """The one that runs."""
-        self.num_events: dict[Event, int] = {}
-        """That follow each beginning, the one that was met last at the end."""
-        self._beginnings: dict[Any, Event] = {}
-        self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
-        self._compiled: list[CompiledCall] = []
-        self._results: dict[Any, Result | None] = {}
-        self.infers = False
-        """Whether a module runs to learn what it gives."""
-        self.warns = True
-        self._compiled_functions: set[str] = set()
-
-    def beginning(self, key: Any, num_values: int) -> Event:
-        """Where the paths of micro-batches of one kind begin."""
-        found = self._beginnings.get(key)
-        if found is None:
-            found = self._beginnings[key] = Event.beginning(num_values, repr(num_values).encode())
-        self.num_events[found] = self.num_events.pop(found, 0)
-        return found
-
-    def trim(self) -> bool:
-        """Forget what was not met for long where there is too much, as where data tells the path. On all ranks alike,
-        between steps. Returns whether there was anything."""
-        if sum(self.num_events.values()) <= MAX_EVENTS:
-            return False
-        while self.num_events and sum(self.num_events.values()) > MAX_EVENTS // 2:
-            oldest = next(iter(self.num_events))
-            del self.num_events[oldest]
-            self._beginnings = {key: one for key, one in self._beginnings.items() if one is not oldest}
-        self._results.clear()
-        return True
-
-    def forget(self) -> None:
-        """The module has other tensors now, or other ranks hold them."""
-        self.forget_paths()
-        self.used.clear()
-        self._calls_of_pure = None
-        self.calls.forget()
-
-    def forget_paths(self) -> None:
-        """Micro-batches to come begin anew."""
-        self._beginnings.clear()
-        self.num_events.clear()
-
-    def held(self, ranks: tuple[int, ...]) -> Held:
-        """Of a tensor that was made in a hook."""
-        return Held(ranks, tuple(stage for stage, rank in enumerate(self.placement) if rank in ranks))
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """While entered, steps can be recorded."""
-        if self._calls_of_pure is None:
-            self._calls_of_pure = [(m, calls_of(m, self)) for m in pure_within(self.calls.root)]
-            self._compiled = compiled_calls(self.calls.root, self)
-        for compiled in self._compiled:
-            compiled.note_plain()
-        with ExitStack() as stack:
-            stack.enter_context(self.calls.installed())
-            override = stack.enter_context(overridden())
-            for module, call in self._calls_of_pure:
-                override(module, "_call_impl", call)
-            for compiled in self._compiled:
-                compiled.install(override)
-            for compiled in self._compiled:
-                compiled.note_overrides()
-            stack.enter_context(checkpoints_noted(self._checkpointed))
-            stack.enter_context(_arrays_seen(self))
-            yield
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        """While entered, for a run: what has to be replaced in classes of torch's, where a change costs all their
-        methods the place that Python remembers for them."""
-        if not _patching:
-            _patches.enter_context(_function_apply_seen())
-            _patches.enter_context(_scripted_seen())
-            _patches.enter_context(_module_apply_seen())
-        _patching.append(self)
-        try:
-            yield
-        finally:
-            _patching.remove(self)
-            if not _patching:
-                _patches.close()
-
-    def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
-        if self.infers:
-            raise Unclear("it has checkpointed functions, which the compiler would follow")
-        return nullcontext() if self.current is None else self.current.checkpointed(stops_early)
-
-    def note_as_written(self) -> None:
-        """A compiled function, which is no module, runs."""
-        line = users_line()
-        if line not in self._compiled_functions:
-            self._compiled_functions.add(line)
-            if self.warns:
-                warnings.warn(
-                    f"a compiled function runs as it was written, not compiled ({line}): in a pipeline that does what "
-                    f"is a module on one stage",
-                    stacklevel=2,
-                )
-
-    def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
-        """What an operation gives; None where only the data tells."""
-        key = (function, key_of(call.args), key_of(call.kwargs), tuple(looks), state)
-        if key not in self._results:
-            if type(function) is CompiledCall:
-                found = self.inference.result(function.inferred, call, looks)
-                self._results[key] = found and replace(found, draws=function.num_draws)
-            else:
-                self._results[key] = self.inference.result(function, call, looks)
-        return self._results[key]
 
 
 class Recording(TorchFunctionMode):
@@ -378,7 +207,7 @@ class Recording(TorchFunctionMode):
         memory = memory_of(tensor)
         others = [reference() for reference in self._views.get(memory, ())]
         is_seen = any(other is not None and other is not tensor for other in others)
-        if memory in self.exposed or is_seen or (memory not in self.batch and _is_view_of_kept(tensor)):
+        if memory in self.exposed or is_seen or (memory not in self.batch and is_view_of_kept(tensor)):
             raise NotImplementedError(
                 f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
                 f"another one, a view or an array, which would not see it ({users_line()}): write into a clone(), or "
@@ -481,7 +310,7 @@ class Recording(TorchFunctionMode):
         for slot, _ in result.writes:
             self._check_written(inputs[slot])
             if inputs[slot] is CAPTURED and memory_of(call.tensors[slot]) not in self.batch:
-                views = map(weakref.ref, _views_of(call.tensors[slot]))
+                views = map(weakref.ref, views_of(call.tensors[slot]))
                 self._views.setdefault(memory_of(call.tensors[slot]), []).extend(views)
         event = self.event.followed_by(
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
@@ -670,10 +499,7 @@ class Recording(TorchFunctionMode):
             number = self.recorder.used.get(memory)
             is_buffer = number is not None and memory_of(self._tensors.tensors[number]) == memory
             if is_buffer or any(one.places_of(memory) for one in earlier):
-                self.recorder.changing[memory] = tensor
-                if len(self.recorder.changing) > MAX_CHANGING:
-                    self.recorder.changing.popitem(last=False)
-                self.recorder.forget_paths()
+                self.recorder.note_changing(memory, tensor)
                 is_used = is_buffer and any(-1 - number in event.inputs for event in self.event.path())  # type: ignore[operator]
                 self.is_simple &= not is_used
                 self._reads.finish_before(self, with_own=is_used)
@@ -862,144 +688,3 @@ def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [one for one in value if isinstance(one, Tensor)]
     return [value] if isinstance(value, Tensor) else []
-
-
-def _is_view_of_kept(tensor: Tensor) -> bool:
-    """Whether somebody refers to the tensor of which this is a view."""
-    with torch._C.DisableTorchFunction():
-        base = tensor._base
-        return base is not None and sys.getrefcount(base) > 2
-
-
-def _views_of(tensor: Tensor) -> list[Tensor]:
-    """What shares a tensor's memory as a view of it, wherever it was made."""
-    with torch._C.DisableTorchFunction():
-        return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Tells tensors that share memory from those that do not."""
-    if type(tensor) is Placeholder or tensor.layout is not torch.strided:
-        return -id(tensor)
-    with torch._C.DisableTorchFunction():
-        try:
-            return tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # torch.func's own tensors
-            return -id(tensor)
-
-
-_patching: list[Recorder] = []
-"""Recorders for whose runs torch's classes are patched, and what takes that off."""
-_patches = ExitStack()
-
-
-def _running() -> Recording | None:
-    """The recording that runs, if one does."""
-    return next((recorder.current for recorder in _patching if recorder.current is not None), None)
-
-
-@contextmanager
-def _function_apply_seen() -> Iterator[None]:
-    """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
-    # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
-    owner: Any = torch.autograd.function._SingleLevelFunction
-
-    def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return _as_function(_applying(cls), args, kwargs)
-
-    owner.apply = classmethod(seen)
-    try:
-        yield
-    finally:
-        del owner.apply
-
-
-@contextmanager
-def _scripted_seen() -> Iterator[None]:
-    """So do functions that were scripted or traced."""
-    owner = torch._C.ScriptFunction
-    plain = owner.__call__
-
-    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        called = _SCRIPTED.get(self)
-        if called is None:
-            called = _SCRIPTED[self] = partial(plain, self)
-        return _as_function(called, args, kwargs)
-
-    owner.__call__ = seen  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        owner.__call__ = plain  # type: ignore[method-assign]
-
-
-_SCRIPTED: dict[Any, Callable[..., Any]] = {}
-
-
-def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call what torch does not give to modes as if it did."""
-    recording = _running()
-    if recording is None or not torch._C._len_torch_function_stack() or not recording.is_ours((args, kwargs)):
-        return function(*args, **kwargs)
-    # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
-    with _pop_mode_temporarily() as mode:
-        return mode.__torch_function__(function, (), args, kwargs)
-
-
-@contextmanager
-def _module_apply_seen() -> Iterator[None]:
-    """While entered, a module that is moved to where it is already (`self.head.to(x.dtype)`) is left alone, and no
-    gradients are looked for."""
-    plain = nn.Module._apply
-
-    def seen(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        if _running() is not None:
-            tensors = [*self.parameters(recurse), *self.buffers(recurse)]
-            if all(fn(tensor) is tensor for tensor in tensors):
-                return self
-        return plain(self, fn, recurse)
-
-    nn.Module._apply = seen  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = plain  # type: ignore[method-assign]
-
-
-@contextmanager
-def _arrays_seen(recorder: Recorder) -> Iterator[None]:
-    """While entered, tensors that share an array's memory are noted; they go past modes."""
-    own = torch.from_numpy
-
-    def seen(array: Any) -> Tensor:
-        found = own(array)
-        if recorder.current is not None:
-            recorder.current.exposed.add(memory_of(found))
-        return found
-
-    torch.from_numpy = seen  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.from_numpy = own
-
-
-_APPLYING: dict[type, Callable[..., Any]] = {}
-
-
-def _applying(cls: type) -> Callable[..., Any]:
-    """The same function for a class each time."""
-    found = _APPLYING.get(cls)
-    if found is None:
-        apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            return apply(*args, **kwargs)
-
-        function.__name__ = f"{cls.__name__}.apply"
-        function.runs_python = True  # type: ignore[attr-defined]
-        found = _APPLYING[cls] = function
-    return found
-
-
-__all__ = ["Recorder", "Recording", "tree"]

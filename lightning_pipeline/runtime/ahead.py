@@ -24,6 +24,7 @@ class AheadOfPython:
     Args:
         microbatches: the step's, all of them ahead.
         placement: the rank of each virtual stage.
+        rank: this rank's place in the pipeline.
         read_module: gives every rank the data of tensors of the module.
     """
 
@@ -31,13 +32,16 @@ class AheadOfPython:
         self,
         microbatches: Sequence[Microbatch],
         placement: Sequence[int],
-        transport: Transport,
+        rank: int,
+        transport: Transport | None,
         tensors: ModuleTensors,
         device: torch.device,
+        *,
         read_module: Callable[[Sequence[Tensor]], list[Tensor]],
     ) -> None:
         self._microbatches = microbatches
         self._placement = placement
+        self._rank = rank
         self._transport = transport
         self._tensors = tensors
         self._device = device
@@ -57,7 +61,7 @@ class AheadOfPython:
         assert state.ahead is not None
         ahead = state.ahead
         reads = ahead.expectation.reads_of(visit)
-        if not reads:
+        if not reads or self._transport is None:
             return
         looks = ahead.expectation.program.looks
         is_fine = ahead.error is None and not ahead.is_passed_over
@@ -161,12 +165,13 @@ class AheadOfPython:
             rank = self._placement[visit % len(self._placement)]
             if not reads:
                 continue
-            if rank == self._transport.stage:
+            if rank == self._rank:
                 are_fine &= ahead.error is None
                 found.update((value, state.kept.get(value)) for value in reads)
                 continue
             looks = [expectation.program.looks[value] for value in reads]
             what = f"what the step reads of micro-batch {state.index}"
+            assert self._transport is not None
             message = self._transport.receive_read(num_bytes(looks), rank, what)
             values = unpacked(message, [wire(look) for look in looks])
             are_fine &= values is not None

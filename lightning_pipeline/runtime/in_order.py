@@ -24,10 +24,10 @@ from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.module_writes import ModuleWrites
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.program import Program
-from lightning_pipeline.partition.recomputed import Frame
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.hooks import HookCalls
 from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.repeated import Repeated
 from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.visit import written_into
 from lightning_pipeline.runtime.work import Work
@@ -474,50 +474,6 @@ class InOrder:
             assert self._direct is not None
             return self._direct.receive(look, receiver, f"a gradient of micro-batch {self._state.index}")
         return None
-
-
-class Repeated:
-    """The events of a checkpointed function on one visit, which run again in backward.
-
-    Args:
-        captured: what the recording has taken along.
-        seed: starts the random numbers of a draw.
-    """
-
-    def __init__(self, captured: Sequence[Any], seed: Callable[[int], None], stops_early: bool) -> None:
-        self._captured = captured
-        self._seed = seed
-        self._frame = Frame(self._again, stop_early=stops_early)
-        self._places: dict[int, int] = {}  # of values that are not made here, among the frame's inputs
-        self._made: set[int] = set()
-        self._events: list[tuple[Event, list[Tensor | None]]] = []
-
-    def run(self, event: Event, operands: Sequence[Tensor]) -> Any:
-        """Run an event the first time."""
-        others: list[Tensor | None] = []
-        for value, tensor in zip(event.inputs, operands, strict=True):
-            is_value = isinstance(value, int) and value >= 0
-            others.append(None if is_value else tensor)
-            if is_value and value not in self._made and value not in self._places:
-                self._places[value] = self._frame.add_input(tensor)
-        self._made.update(event.made())
-        self._events.append((event, others))
-        with self._frame.keeping_nothing():
-            return run_event(event, operands, self._captured, self._seed)
-
-    def _again(self, *inputs: Tensor) -> None:
-        values = {value: inputs[place] for value, place in self._places.items()}
-        for event, others in self._events:
-            operands = [
-                values[value] if tensor is None else tensor
-                for value, tensor in zip(event.inputs, others, strict=True)
-            ]
-            found = run_event(event, operands, self._captured, self._seed)
-            for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):
-                if value is not None:
-                    values[value] = tensor
-            for slot, _, value in event.writes:
-                values[value] = operands[slot]
 
 
 def _is_bound(event: Event, slot: int) -> bool:

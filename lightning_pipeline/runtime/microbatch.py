@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,12 +10,34 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lightning_pipeline.partition.contents import Content
-from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.placeholder import Look, Placeholder
 from lightning_pipeline.partition.program import Program, Strand
 from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.split_backward import SplitBackward
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.expectations import Expectation
+
+EVERYWHERE_BYTES = 1 << 16
+"""Up to this size a micro-batch's tensor goes to every rank, which then computes with it what takes no parameters."""
+
+
+class Structure:
+    """What micro-batches have in common: kind, nesting, and looks of the tensors.
+
+    Attributes:
+        is_everywhere: of each tensor, whether every rank has it.
+        large: looks of those that the first rank alone has.
+    """
+
+    def __init__(self, key: Hashable, layout: Layout, looks: list[Look]) -> None:
+        self.key, self.layout, self.looks = key, layout, looks
+        self.is_everywhere = [look.num_bytes <= EVERYWHERE_BYTES and not look.requires_grad for look in looks]
+        self.large = [look for look, is_everywhere in zip(looks, self.is_everywhere, strict=True) if not is_everywhere]
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Of a micro-batch's tensors those that every rank has, and those that the first rank alone has."""
+        own = list(zip(tensors, self.is_everywhere, strict=True))
+        return [tensor for tensor, is_ours in own if is_ours], [tensor for tensor, is_ours in own if not is_ours]
 
 
 class Arriving(Protocol):
@@ -107,7 +130,7 @@ class Microbatch:
     """
 
     index: int
-    structure: int
+    structure: Structure
     layout: Layout
     num_samples: int
     weight: float

@@ -30,11 +30,12 @@ from lightning_pipeline.partition.matcher import autocast_state
 from lightning_pipeline.partition.operation import Call, put_together, take_apart
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, in_hook, is_absent, placeholder
-from lightning_pipeline.partition.recording import Recorder
+from lightning_pipeline.partition.recorder import Recorder
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.exchanges import Exchanges
 from lightning_pipeline.runtime.first_rank import FirstRank, Wanted
+from lightning_pipeline.runtime.microbatch import EVERYWHERE_BYTES
 from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
 
@@ -45,8 +46,6 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _TOGETHER = object()
 """In place of a result: all ranks run the call."""
 
-EVERYWHERE_BYTES = 1 << 16
-"""Up to this size operands of different holders go to every rank, which then has the result."""
 _BY_LOOKS = frozenset(
     (
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),

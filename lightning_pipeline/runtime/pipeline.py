@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,19 +18,18 @@ from lightning_pipeline.partition.contents import contents
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import Held
-from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.module_writes import needs_order
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.provenance import Provenance, made_again
-from lightning_pipeline.partition.random import mix
-from lightning_pipeline.partition.recording import Recorder, Recording, memory_of
-from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.partition.recorder import Recorder
+from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.ahead import AheadOfPython
 from lightning_pipeline.runtime.collectives import over_all_refused
+from lightning_pipeline.runtime.delivery import Delivery
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.draws import Counted, Draws
 from lightning_pipeline.runtime.ending import digest_of, end_step, wanted_values
@@ -41,45 +38,14 @@ from lightning_pipeline.runtime.expectations import Expectations
 from lightning_pipeline.runtime.hooks import hooks_of_parameters
 from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.leaf_gradients import LeafGradients
-from lightning_pipeline.runtime.microbatch import Ahead, Microbatch
-from lightning_pipeline.runtime.routes import Channel
-from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform
+from lightning_pipeline.runtime.microbatch import EVERYWHERE_BYTES, Ahead, Microbatch
+from lightning_pipeline.runtime.results import StepResult
+from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
 from lightning_pipeline.runtime.visit import Visit
 from lightning_pipeline.runtime.work import LiveCount, Work
 from lightning_pipeline.schedules import Action, Kind, Schedule, forward_only, lower
-
-MAX_STRUCTURES = 64
-"""Structures that are remembered; the one that was not seen for longest goes first."""
-EVERYWHERE_BYTES = 1 << 16
-"""Up to this size a micro-batch's tensor goes to every rank, which then computes with it what takes no parameters."""
-
-
-@dataclass(slots=True)
-class Structure:
-    """What the micro-batches of a step have in common: kind, nesting, and looks of the tensors."""
-
-    key: Hashable
-    layout: Layout
-    looks: list[Look]
-
-
-@dataclass(slots=True)
-class Announcement:
-    """What the first rank tells the others of a step: each micro-batch's structure and size.
-
-    Attributes:
-        numbers: each micro-batch's structure, by number.
-        sizes: each micro-batch's number of samples.
-        new: structures that were not announced before, by number.
-        layouts: layouts that differ from their structure's in plain values, by micro-batch.
-    """
-
-    numbers: list[int]
-    sizes: list[int]
-    new: dict[int, Structure]
-    layouts: dict[int, Layout]
 
 
 class Pipeline:
@@ -135,9 +101,7 @@ class Pipeline:
         self._draws = Draws(device)
         self._schedule = schedule
         self._programs: dict[tuple[bool, int], Program] = {}
-        self._structures: OrderedDict[int, Structure] = OrderedDict()
-        self._by_key: dict[Hashable, int] = {}
-        self._next_number = 0
+        self._delivery = Delivery(rank, self.num_ranks, transport)
         self._work: Work | None = None
         self._run: Run | None = None
         self._microbatches: list[Microbatch] = []
@@ -154,7 +118,6 @@ class Pipeline:
         self._ahead: AheadOfPython | None = None
         self._is_rest_in_order = False
         """Whether the step's schedule has been gone through, and what is left runs in order."""
-        self._parts: list[tuple[Tensor, Tensor]] = []  # of the batch on the first rank, with what the step has of each
 
     def run(
         self, work: Work, microbatches: list[Any] | None, extra: Callable[[], Sequence[float]] = list
@@ -169,9 +132,9 @@ class Pipeline:
             The micro-batches with their results, and every rank's numbers; none where ranks did not wait for one
             another.
         """
-        announcement, tensors = self._announce(work, microbatches)
+        states, tensors = self._delivery.announce(work, microbatches)
         self._work, self._live, self._in_order = work, LiveCount(), {}
-        self._microbatches = states = self._states(work, announcement)
+        self._microbatches = states
         self.learning = False
         self.recorder.recordings.clear()
         if self._tensors.refresh():
@@ -182,7 +145,7 @@ class Pipeline:
         self.recorder.has_hooks = self.num_ranks > 1 and bool(hooks_of_parameters(self._tensors))
         installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
         with self._draws.kept(), _no_collection(), installed, over_all_refused():
-            self._deliver(states, tensors)
+            self._delivery.deliver(states, tensors)
             if self.num_ranks == 1:
                 self._run_alone(work, states)
                 numbers = [list(extra())]
@@ -191,7 +154,7 @@ class Pipeline:
                     self._leaf_gradients.begin()
                 self._run_in_stages(work, states)
                 numbers = self._end(work, states, extra)
-                self._write_back(states)
+                self._delivery.write_back(states)
                 _set_retained(states)
                 self._share_leaf_gradients(work, states)
         for state in states:
@@ -398,14 +361,12 @@ class Pipeline:
 
     def _look_ahead(self, states: list[Microbatch]) -> AheadOfPython | None:
         """Where steps like this one have read: let the stages run what they did, before the Python does."""
-        assert self._transport is not None
         expected = []
         for state in states:
             expectation = None if self.recorder.has_hooks else self._expectations.of(self._beginning(state))
             if expectation is None:
                 return None
-            looks = self._structures[state.structure].looks
-            own = [tensor for look, tensor in zip(looks, state.tensors, strict=True) if _is_everywhere(look)]
+            own, _ = state.structure.split(state.tensors)
             try:
                 captured = made_again(expectation.origins, own, partial(self._draws.seed, state.seed))
             except Exception:  # which the step itself may guard against
@@ -416,28 +377,28 @@ class Pipeline:
             state.loss_value, state.asked = ahead.expectation.loss_value, ahead.expectation.asked
             state.given = self._given(state)
         return AheadOfPython(
-            states, self.placement, self._transport, self._tensors, self._device, self._spread_module_tensors
+            states,
+            self.placement,
+            self.rank,
+            self._transport,
+            self._tensors,
+            self._device,
+            read_module=self._spread_module_tensors,
         )
 
     def _beginning(self, state: Microbatch) -> Event:
         """Where the micro-batch's path begins."""
         assert self._work is not None
-        structure = self._structures[state.structure]
-        num_given = sum(not _is_everywhere(look) for look in structure.looks)
-        return self.recorder.beginning((self._work.kind, structure.key), num_given)
+        return self.recorder.beginning((self._work.kind, state.structure.key), len(state.structure.large))
 
     def _given(self, state: Microbatch) -> list[Tensor]:
         """The tensors of the batch that the first stage alone has."""
-        if self.rank != self.placement[0]:
-            return []
-        looks = self._structures[state.structure].looks
-        return [tensor for look, tensor in zip(looks, state.tensors, strict=True) if not _is_everywhere(look)]
+        return state.structure.split(state.tensors)[1] if self.rank == self.placement[0] else []
 
     def _record_one(self, state: Microbatch) -> None:
         work = self._work
         assert work is not None
-        structure = self._structures[state.structure]
-        large = [look for look in structure.looks if not _is_everywhere(look)]
+        structure = state.structure
         if work.loss_of is not None and any(look.requires_grad for look in structure.looks):
             raise NotImplementedError(
                 "a tensor of the batch requires a gradient before the step, of which ranks would have parts: call "
@@ -449,8 +410,8 @@ class Pipeline:
         state.recording = recording
         tensors: list[Tensor] = []
         given = 0
-        for look, tensor in zip(structure.looks, state.tensors, strict=True):
-            if _is_everywhere(look):
+        for look, tensor, is_everywhere in zip(structure.looks, state.tensors, structure.is_everywhere, strict=True):
+            if is_everywhere:
                 tensors.append(tensor)
             else:
                 tensors.append(recording.placeholder_for(given, look, "a tensor of the batch"))
@@ -469,11 +430,11 @@ class Pipeline:
         del batch
         if work.results_on is not None:
             # Not the placeholders: what nobody else refers to need not come to every rank.
-            state.result = _Result.of(state.result, recording)
+            state.result = StepResult.of(state.result, recording)
         del result
         alike = {id(tensor) for tensor in delivered if tensor.is_inference() or not tensor._version}
         state.contents = [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
-        self._end_recording(state, recording, large, work)
+        self._end_recording(state, recording, work)
 
     def _end(
         self, work: Work, states: list[Microbatch], extra: Callable[[], Sequence[float]]
@@ -521,14 +482,14 @@ class Pipeline:
                     found[value] = self._direct.receive(look, owner)
             state.result = state.result.on(found) if self.rank == rank else None
 
-    def _end_recording(self, state: Microbatch, recording: Recording, large: list[Look], work: Work) -> None:
+    def _end_recording(self, state: Microbatch, recording: Recording, work: Work) -> None:
         value = recording.value_of(state.loss)
         loss_value = -1 if value is None else value
         state.places = {place.value: place for place in recording.take_alive()}
-        returned = state.result.values() if isinstance(state.result, _Result) else ()
+        returned = state.result.values() if isinstance(state.result, StepResult) else ()
         program = recording.event.program
         if program is None:
-            program = recording.event.program = Tape(recording.event, large)
+            program = recording.event.program = Tape(recording.event, state.structure.large)
             program.needs_order = needs_order(program.events, len(self.placement))
             self._note_uses(program)
             self.learning = True
@@ -573,7 +534,8 @@ class Pipeline:
 
     def _stays_everywhere(self, number: int) -> bool:
         """Whether all ranks keep a buffer though one of them uses it: what is made of small ones, each makes itself."""
-        return self._tensors.is_replicated(number) and _is_everywhere(Look.of(self._tensors.tensors[number]))
+        is_small = Look.of(self._tensors.tensors[number]).num_bytes <= EVERYWHERE_BYTES
+        return is_small and self._tensors.is_replicated(number)
 
     def _is_held(self, program: Tape) -> bool:
         """Whether every event runs where the module's tensors are that it takes."""
@@ -598,10 +560,9 @@ class Pipeline:
                 self._ahead.pass_over(state, self._run.go_on, self._live)
                 self._is_rest_in_order = True
             self._run.go_on(below=state.index)
-            large = [look for look in self._structures[state.structure].looks if not _is_everywhere(look)]
             run = self._in_order[state.index] = InOrder(
                 state,
-                large,
+                state.structure.large,
                 self.placement,
                 self.rank,
                 self._tensors,
@@ -637,171 +598,6 @@ class Pipeline:
         assert program is not None
         return self.placement[program.homes[value] % len(self.placement)]
 
-    # -- the batch --------------------------------------------------------------------------------------------------
-
-    def _deliver(self, states: list[Microbatch], tensors: list[list[Tensor]] | None) -> None:
-        """Give every rank the tensors that all compute with."""
-        self._parts = []
-        if tensors is not None:
-            for state, own in zip(states, tensors, strict=True):
-                if self.num_ranks == 1:
-                    # Parts of one tensor count writes together, though no micro-batch writes into another one's.
-                    state.tensors = [t.data if _is_everywhere(Look.of(t)) else t for t in own]
-                    continue
-                # As on the other ranks: no parts of one tensor.
-                state.tensors = [t.detach().clone() if _is_everywhere(Look.of(t)) else t for t in own]
-                self._parts += [(t, part) for t, part in zip(own, state.tensors, strict=True) if part is not t]
-            for peer in range(1, self.num_ranks):
-                assert self._transport is not None
-                for packed in _packed(states, self._structures):
-                    self._transport.send(packed, peer, Channel.BATCH)
-            return
-        assert self._transport is not None
-        for state in states:
-            state.tensors = [_ABSENT] * len(self._structures[state.structure].looks)
-        arriving = []
-        for places, dtype in _columns(states, self._structures):
-            size = sum(self._look(states, place).shape.numel() for place in places)
-            arriving.append((places, self._transport.recv(TensorMeta((size,), (1,), dtype), 0, Channel.BATCH)))
-        for places, receive in arriving:
-            flat = receive.wait("the batch")
-            offset = 0
-            for index, number in places:
-                look = self._look(states, (index, number))
-                size = look.shape.numel()
-                states[index].tensors[number] = flat[offset : offset + size].reshape(look.shape).clone()
-                offset += size
-
-    def _write_back(self, states: Sequence[Microbatch]) -> None:
-        """What the step has written into its batch, the loader finds there, as in one process."""
-        parts, self._parts = self._parts, []
-        arrays = {memory for state in states if state.recording is not None for memory in state.recording.exposed}
-        for tensor, part in parts:
-            if type(part) is Placeholder:
-                continue
-            # Torch counts its own writes, and not those through arrays.
-            if part.is_inference() or part._version or memory_of(part) in arrays:
-                with torch.no_grad():
-                    tensor.copy_(part)
-
-    def _look(self, states: list[Microbatch], place: tuple[int, int]) -> Look:
-        return self._structures[states[place[0]].structure].looks[place[1]]
-
-    def _announce(self, work: Work, microbatches: list[Any] | None) -> tuple[Announcement, list[list[Tensor]] | None]:
-        """What the step's micro-batches are, and on the first rank their tensors."""
-        tensors: list[list[Tensor]] | None = None
-        if self.rank == 0:
-            assert microbatches is not None
-            announcement, tensors = self._describe(work.kind, microbatches)
-            for peer in range(1, self.num_ranks):
-                assert self._transport is not None
-                self._transport.send_object(announcement, peer)
-        else:
-            assert self._transport is not None
-            announcement = self._transport.recv_object(0, "the announcement of the next batch")
-        for number in announcement.numbers:
-            if number not in announcement.new:
-                self._structures.move_to_end(number)
-        for number, structure in announcement.new.items():
-            self._structures[number] = structure
-            self._by_key[structure.key] = number
-        while len(self._structures) > max(MAX_STRUCTURES, len(announcement.numbers)):
-            _, structure = self._structures.popitem(last=False)
-            del self._by_key[structure.key]
-        return announcement, tensors
-
-    def _states(self, work: Work, announcement: Announcement) -> list[Microbatch]:
-        total = sum(announcement.sizes)
-        even = len(set(announcement.sizes)) == 1
-        return [
-            Microbatch(
-                index=index,
-                structure=number,
-                layout=announcement.layouts.get(index, self._structures[number].layout),
-                num_samples=announcement.sizes[index],
-                weight=announcement.sizes[index] / total,
-                num_microbatches=len(announcement.numbers),
-                even=even,
-                seed=mix(work.seed, index),
-            )
-            for index, number in enumerate(announcement.numbers)
-        ]
-
-    def _describe(self, kind: Hashable, microbatches: list[Any]) -> tuple[Announcement, list[list[Tensor]]]:
-        announcement = Announcement([], [], {}, {})
-        sizes: list[int | None] = []
-        all_tensors = []
-        for index, microbatch in enumerate(microbatches):
-            tensors, layout, shape_key = signature(microbatch)
-            key = (kind, shape_key)
-            number = self._by_key.get(key)
-            if number is None:
-                number = self._next_number
-                self._next_number += 1
-                announcement.new[number] = Structure(key, layout, [Look.of(tensor) for tensor in tensors])
-                self._by_key[key] = number
-            else:
-                known = announcement.new.get(number) or self._structures[number]
-                if not _same(layout, known.layout):
-                    announcement.layouts[index] = layout
-            announcement.numbers.append(number)
-            sizes.append(num_rows(tensors) or batch_size(microbatch))
-            all_tensors.append(tensors)
-        # Where a split of the user's leaves open how many samples there are, micro-batches count alike.
-        announcement.sizes.extend(size if None not in sizes else 1 for size in sizes)  # type: ignore[misc]
-        return announcement, all_tensors
-
-
-@dataclass(slots=True)
-class _Result:
-    """What a step has returned, without its placeholders.
-
-    Attributes:
-        tensors: data, or the number and the look of a value.
-    """
-
-    layout: Layout
-    tensors: list[Tensor | tuple[int, Look]]
-
-    @classmethod
-    def of(cls, result: Any, recording: Recording) -> _Result:
-        tensors, layout = tree.flatten(result)
-        numbers = [recording.value_of(tensor) for tensor in tensors]
-        return cls(layout, [t if n is None else (n, Look.of(t)) for t, n in zip(tensors, numbers, strict=True)])
-
-    def values(self) -> dict[int, Look]:
-        return dict(item for item in self.tensors if isinstance(item, tuple))
-
-    def on(self, data: dict[int, Tensor]) -> Any:
-        tensors = [data[item[0]] if isinstance(item, tuple) else item for item in self.tensors]
-        return tree.rebuild(self.layout, tensors)
-
-
-_ABSENT = torch.empty(0, device="meta")
-
-
-def _is_everywhere(look: Look) -> bool:
-    return look.num_bytes <= EVERYWHERE_BYTES and not look.requires_grad
-
-
-def _columns(
-    states: Sequence[Microbatch], structures: OrderedDict[int, Structure]
-) -> Iterator[tuple[list[tuple[int, int]], torch.dtype]]:
-    """Tensors that travel together: those of a dtype, each as micro-batch and number."""
-    found: dict[torch.dtype, list[tuple[int, int]]] = {}
-    for state in states:
-        for number, look in enumerate(structures[state.structure].looks):
-            if _is_everywhere(look):
-                found.setdefault(look.dtype, []).append((state.index, number))
-    for dtype, places in found.items():
-        yield places, dtype
-
-
-def _packed(states: Sequence[Microbatch], structures: OrderedDict[int, Structure]) -> Iterator[Tensor]:
-    for places, _ in _columns(states, structures):
-        yield torch.cat([states[index].tensors[number].reshape(-1) for index, number in places])
-
-
 def _set_retained(states: Sequence[Microbatch]) -> None:
     """Give what `retain_grad` was called on its gradient."""
     for state in states:
@@ -830,10 +626,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _same(layout: Layout, other: Layout) -> bool:
-    try:
-        return bool(layout == other)
-    except (RuntimeError, ValueError):  # constants that compare elementwise, such as arrays
-        return False

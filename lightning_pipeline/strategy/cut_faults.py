@@ -14,11 +14,12 @@ from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.observed_run import Step
 from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.partition.program import Program
-from lightning_pipeline.partition.recording import Recorder, Recording
+from lightning_pipeline.partition.recorder import Recorder
+from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.runtime.draws import Draws
 from lightning_pipeline.runtime.in_order import InOrder
-from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.microbatch import Microbatch, Structure
 from lightning_pipeline.runtime.user_state import set_aside
 
 _SEEDS = (0, 1, 2, 3)
@@ -50,7 +51,7 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
     draws = Draws(module.device)
     recorder = Recorder(tensors, KeyedCalls(module, stages), range(num_stages))
     given, layout = tree.flatten(microbatch)
-    state = Microbatch(0, 0, layout, 1, 1.0, 1, True, 0)
+    state = Microbatch(0, Structure("trial", layout, []), layout, 1, 1.0, 1, True, 0)
     data = _OnOneRank(state, tensors, num_stages, draws)
     with torch.set_grad_enabled(module.training), draws.kept():
         recording = Recording(recorder, recorder.beginning("trial", 0), data, lambda number: draws.seed(seed, number))
