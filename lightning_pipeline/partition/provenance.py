@@ -129,6 +129,8 @@ def made_again(origins: Sequence[Origin], batch: Sequence[Tensor], seed: Callabl
 def copied(tensor: Tensor) -> Tensor:
     """A tensor of its own with the same strides, so that kernels treat it alike."""
     tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.clone()
     if tensor.layout is not torch.strided:
         return tensor.clone()
     once = tensor[tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())]
@@ -142,12 +144,19 @@ def is_same(first: Any, second: Any) -> bool:
         return type(first) is type(second) and repr(first) == repr(second)
     if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
         return False
-    if first.layout is not torch.strided:
-        return False
-    if first.stride() != second.stride() or first.device != second.device:
+    if first.layout is not torch.strided or first.stride() != second.stride() or first.device != second.device:
         return False
     return torch.equal(_bits(first), _bits(second))
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    """Nothing is unlike itself, as NaN is."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.itemsize])

@@ -47,6 +47,8 @@ class AheadOfPython:
         self._device = device
         numbers = {number: None for one in microbatches if one.ahead for number in one.ahead.expectation.module_reads}
         own = [tensors.tensors[number] for number in numbers]
+        for one in microbatches[:_RECEIVES_AHEAD]:
+            self._post(one)
         self._of_module = dict(zip(map(id, own), read_module(own), strict=True)) if own else {}
 
     def note_written(self, state: Microbatch, visit: int) -> None:
@@ -60,7 +62,7 @@ class AheadOfPython:
         """Give the other ranks what the step reads of a visit's values."""
         assert state.ahead is not None
         ahead = state.ahead
-        reads = ahead.expectation.reads_of(visit)
+        reads = ahead.expectation.reads_by_visit.get(visit)
         if not reads or self._transport is None:
             return
         looks = ahead.expectation.program.looks
@@ -158,24 +160,42 @@ class AheadOfPython:
         ahead, expectation = state.ahead, state.ahead.expectation
         if ahead.has_answers:
             return ahead.answers
+        for one in self._microbatches[state.index : state.index + _RECEIVES_AHEAD]:
+            self._post(one)
         found: dict[int, Any] = {}
         are_fine = not ahead.is_passed_over
-        for visit in range(len(expectation.program.visits)):
-            reads = expectation.reads_of(visit)
-            rank = self._placement[visit % len(self._placement)]
-            if not reads:
-                continue
-            if rank == self._rank:
+        for visit, reads in expectation.reads_by_visit.items():
+            if self._placement[visit % len(self._placement)] == self._rank:
                 are_fine &= ahead.error is None
                 found.update((value, state.kept.get(value)) for value in reads)
                 continue
-            looks = [expectation.program.looks[value] for value in reads]
-            what = f"what the step reads of micro-batch {state.index}"
-            assert self._transport is not None
-            message = self._transport.receive_read(num_bytes(looks), rank, what)
-            values = unpacked(message, [wire(look) for look in looks])
+            assert ahead.arriving is not None
+            message = ahead.arriving[visit].wait(_what(state))
+            values = unpacked(message, [wire(expectation.program.looks[value]) for value in reads])
             are_fine &= values is not None
             found.update((value, one.to(self._device)) for value, one in zip(reads, values or (), strict=False))
+        ahead.arriving = None
         ahead.has_answers = True
         ahead.answers = found if are_fine else None
         return ahead.answers
+
+    def _post(self, state: Microbatch) -> None:
+        """Post the receives of what a micro-batch's step reads, in the order of micro-batches."""
+        ahead = state.ahead
+        if ahead is None or ahead.arriving is not None or ahead.has_answers:
+            return
+        ahead.arriving = {}
+        for visit, reads in ahead.expectation.reads_by_visit.items():
+            rank = self._placement[visit % len(self._placement)]
+            if rank != self._rank:
+                assert self._transport is not None
+                size = num_bytes([ahead.expectation.program.looks[value] for value in reads])
+                ahead.arriving[visit] = self._transport.receive_read(size, rank, _what(state))
+
+
+def _what(state: Microbatch) -> str:
+    return f"what the step reads of micro-batch {state.index}"
+
+
+_RECEIVES_AHEAD = 4
+"""Micro-batches whose receives are posted before they are needed."""

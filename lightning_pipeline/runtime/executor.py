@@ -57,6 +57,7 @@ class Program:
     def __init__(self, actions: Sequence[Action], *, forwards_ascend: bool = True) -> None:
         self.actions = actions
         self.forwards_ascend = forwards_ascend
+        self.is_backward = [action.kind in (Kind.RECV_B, Kind.B, Kind.I) for action in actions]
         self.splits = any(action.kind is Kind.I for action in actions)
         self.calls = [(action.stage, METHODS[action.kind], action.microbatch, action.kind) for action in actions]
         self.posts = {
@@ -71,11 +72,18 @@ class Run:
     Args:
         stages: this rank's virtual stages, by number.
         observe: gets each action with its start and end in seconds (`time.perf_counter`).
+        before_backward: called with a micro-batch before each of its actions of the backward pass. It may go on.
     """
 
     def __init__(
-        self, program: Program, stages: Mapping[int, StageWork], observe: Callable[[Span], None] | None = None
+        self,
+        program: Program,
+        stages: Mapping[int, StageWork],
+        observe: Callable[[Span], None] | None = None,
+        before_backward: Callable[[int], None] | None = None,
     ) -> None:
+        self._before_backward = before_backward
+        self._is_backward = program.is_backward
         ahead = {kind: _Ahead(posts, stages) for kind, posts in program.posts.items()}
         self._calls = [
             (getattr(stages[stage], method), microbatch, ahead.get(kind))
@@ -100,6 +108,10 @@ class Run:
         for index, (call, microbatch, receives) in enumerate(self._calls):
             if is_done[index] or (below is not None and microbatch >= below):
                 continue
+            if self._before_backward is not None and self._is_backward[index]:
+                self._before_backward(microbatch)
+                if is_done[index]:
+                    continue
             is_done[index] = True
             call(microbatch)
             if receives is not None:

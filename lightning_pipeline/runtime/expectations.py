@@ -16,8 +16,10 @@ have written into the module, and run the rest of the step in order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.program import Program
 from lightning_pipeline.partition.provenance import Constant, Origin
 from lightning_pipeline.partition.recording import Recording
+from lightning_pipeline.runtime.backend_rules import flat
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 
 _MISSED = -10
@@ -36,7 +39,7 @@ _AT_MOST = 20
 """A kind's score: a step that came as expected counts one, up to a limit; kinds below some score are not expected."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Expectation:
     """How a micro-batch of some kind is expected to go.
 
@@ -59,9 +62,13 @@ class Expectation:
     module_reads: tuple[int, ...]
     written: list[list[int]]
 
-    def reads_of(self, visit: int) -> list[int]:
-        """The values that are read, of those that a visit makes."""
-        return [value for value in self.reads if self.program.homes[value] == visit]
+    @cached_property
+    def reads_by_visit(self) -> dict[int, list[int]]:
+        """The values that are read, by the visit that makes them."""
+        found: dict[int, list[int]] = {}
+        for value in self.reads:
+            found.setdefault(self.program.homes[value], []).append(value)
+        return found
 
 
 @dataclass
@@ -180,31 +187,40 @@ def _can_be_taken_back(program: Program) -> bool:
 
 def packed(tensors: Sequence[Tensor], *, is_fine: bool) -> Tensor:
     """Values that were read, in one message, and whether they are what they should be."""
-    parts = [torch.full((1,), is_fine, dtype=torch.uint8)]
-    for tensor in tensors:
-        parts.append(_flat(tensor.detach().cpu()).view(torch.uint8))
-    return torch.cat(parts)
+    message = torch.empty(sum(map(_room, map(_num_bytes, tensors))) + _WORD, dtype=torch.uint8)
+    message[-1] = is_fine
+    for tensor, part in zip(tensors, _parts(message, map(_num_bytes, tensors)), strict=True):
+        part.copy_(flat(tensor.detach().cpu()).reshape(-1).view(torch.uint8))
+    return message
 
 
 def unpacked(message: Tensor, metas: Sequence[TensorMeta]) -> list[Tensor] | None:
     """The values in a message, in host memory; None where they are not what they should be."""
-    if not message[0]:
+    if not message[-1]:
         return None
-    found, offset = [], 1
-    for meta in metas:
-        tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
-        flat = _flat(tensor).view(torch.uint8)
-        flat.copy_(message[offset : offset + len(flat)])
-        found.append(tensor)
-        offset += len(flat)
-    return found
+    sizes = [math.prod(meta.shape) * meta.dtype.itemsize for meta in metas]
+    parts = zip(metas, _parts(message, sizes), strict=True)
+    return [part.view(meta.dtype).as_strided(meta.shape, meta.stride) for meta, part in parts]
 
 
 def num_bytes(looks: Sequence[Look]) -> int:
     """The size of a message."""
-    return 1 + sum(look.num_bytes for look in looks)
+    return sum(_room(look.num_bytes) for look in looks) + _WORD
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The dense memory of a tensor."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+_WORD = 8  # bytes, to which values are aligned
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _room(size: int) -> int:
+    return -(-size // _WORD) * _WORD
+
+
+def _parts(message: Tensor, sizes: Iterable[int]) -> Iterator[Tensor]:
+    offset = 0
+    for size in sizes:
+        yield message[offset : offset + size]
+        offset += _room(size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition.own_device import dumps
 from lightning_pipeline.runtime.backend_rules import flat
-from lightning_pipeline.runtime.endpoint import Endpoint
+from lightning_pipeline.runtime.endpoint import Endpoint, PendingReceive
 
 FRAME = 1024
 """Bytes of an object's first message, its length included: most need no second one."""
@@ -105,9 +105,9 @@ class Messages:
         for endpoint in self._reads.values():
             endpoint.send(message)
 
-    def receive_read(self, size: int, peer: int, what: str) -> Tensor:
-        """The next of these messages from `peer`, of so many bytes; they and objects do not wait for one another."""
-        return self._reads[peer].receive(torch.empty(size, dtype=torch.uint8), what).wait(what)
+    def receive_read(self, size: int, peer: int, what: str) -> PendingReceive:
+        """Post the receive of the next of these messages from `peer`; they and objects do not wait for one another."""
+        return self._reads[peer].receive(torch.empty(size, dtype=torch.uint8), what)
 
     def barrier(self, what: str) -> None:
         """Return once every stage of this pipeline has called this."""

@@ -95,6 +95,7 @@ class Ahead:
         error: what has failed in a forward here.
         answers: the values that the step reads, once they have come; None also where they are wrong.
         has_answers: whether they have come.
+        arriving: the messages with them, by visit.
     """
 
     expectation: Expectation
@@ -107,6 +108,7 @@ class Ahead:
     error: Exception | None = None
     answers: dict[int, Tensor] | None = None
     has_answers: bool = False
+    arriving: dict[int, Arriving] | None = None
 
 
 @dataclass(slots=True)

@@ -347,7 +347,7 @@ class Pipeline:
         for stage in visits:
             if stage + 1 in visits:
                 visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
-        self._run = Run(program, visits, self.observe)
+        self._run = Run(program, visits, self.observe, self._before_backward if self._ahead is not None else None)
         self._run.go_on()
         self._record(states[-1])
         for visit in visits.values():
@@ -358,6 +358,12 @@ class Pipeline:
         for one in self._microbatches[: state.index + 1]:
             if one.recording is None:
                 self._record_one(one)
+
+    def _before_backward(self, microbatch: int) -> None:
+        """A micro-batch goes backward, for which its step's Python has to have come to its end."""
+        state = self._microbatches[microbatch]
+        if state.is_open and not state.is_passed_over:
+            self._record(state)
 
     def _look_ahead(self, states: list[Microbatch]) -> AheadOfPython | None:
         """Where steps like this one have read: let the stages run what they did, before the Python does."""

@@ -215,9 +215,9 @@ class Visit:
 
     def post_backward(self, microbatch: int) -> bool:
         state = self._microbatches[microbatch]
-        if state.is_done or state.is_passed_over:
+        if state.is_done:
             return True
-        if state.program is None or state.is_open:
+        if state.program is None:
             return False
         inside = state.on(self.visit)
         if not inside.are_gradients_posted:
@@ -230,19 +230,24 @@ class Visit:
         return True
 
     def receive_backward(self, microbatch: int) -> None:
-        self._goes_backward(self._microbatches[microbatch])
         self.post_backward(microbatch)
 
-    def _goes_backward(self, state: Microbatch) -> bool:
-        """Whether a micro-batch goes backward visit by visit. Its step's Python comes to its end before."""
-        if state.is_open and not state.is_passed_over:
-            self._record(state)
-        return not state.is_done and not state.is_passed_over
+    def _pass_over(self, state: Microbatch) -> None:
+        """Only pass on messages."""
+        inside = state.on(self.visit)
+        for arriving in inside.arriving_gradients or ():
+            arriving.wait(_gradients_of(state, self.visit))
+        inside.arriving_gradients = None
+        assert state.program is not None
+        self._pass_back(state, [None] * len(state.program.returning(self.visit, state.loss_value)))
 
     def backward(self, microbatch: int) -> None:
         """Run backward from the loss, and from the gradients of what was sent."""
         state = self._microbatches[microbatch]
-        if not self._goes_backward(state):
+        if state.is_done:
+            return
+        if state.is_passed_over:
+            self._pass_over(state)
             return
         roots, gradients = self._roots(state)
         if roots:
@@ -258,7 +263,10 @@ class Visit:
     def backward_input(self, microbatch: int) -> None:
         """The part of backward that the visit before waits for: the gradients of what was received."""
         state = self._microbatches[microbatch]
-        if not self._goes_backward(state):
+        if state.is_done:
+            return
+        if state.is_passed_over:
+            self._pass_over(state)
             return
         inside = state.on(self.visit)
         leaves = self._leaves(state, inside)
@@ -276,7 +284,7 @@ class Visit:
     def backward_weight(self, microbatch: int) -> None:
         """The rest of backward: the gradients of parameters."""
         state = self._microbatches[microbatch]
-        if not self._goes_backward(state):
+        if state.is_done or state.is_passed_over:
             return
         self.ready_at = time.perf_counter()
         inside = state.on(self.visit)
@@ -287,7 +295,7 @@ class Visit:
 
     def send_backward(self, microbatch: int) -> None:
         state = self._microbatches[microbatch]
-        if state.is_done or state.is_passed_over:
+        if state.is_done:
             return
         inside = state.on(self.visit)
         assert self._transport is not None
@@ -304,7 +312,7 @@ class Visit:
         gradients: list[Tensor | None] = []
         returning = program.returning(self.visit + 1, state.loss_value)
         if returning:
-            what = f"the gradients of micro-batch {state.index} ({self.visit}B{state.index})"
+            what = _gradients_of(state, self.visit)
             for strand, arriving in zip(returning, inside.arriving_gradients or (), strict=True):
                 roots.append(inside.edges[strand])
                 gradients.append(arriving.wait(what))
@@ -345,6 +353,10 @@ def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> T
 def written_into(leaf: Tensor) -> Tensor:
     """A leaf of autograd's as a tensor that may be written into, which no view of a leaf may be. It has its memory."""
     return torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+
+
+def _gradients_of(state: Microbatch, visit: int) -> str:
+    return f"the gradients of micro-batch {state.index} ({visit}B{state.index})"
 
 
 def _one(loss: Tensor) -> Tensor:
