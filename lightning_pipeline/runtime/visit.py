@@ -14,6 +14,7 @@ from lightning_pipeline.partition.engine import backward_from
 from lightning_pipeline.partition.execution import visit_function
 from lightning_pipeline.partition.split_backward import SplitBackward
 from lightning_pipeline.runtime.ahead import AheadOfPython
+from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.microbatch import Here, Inside, Microbatch
 from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.site import Site
@@ -156,6 +157,8 @@ class Visit:
                 self._ahead.note_written(state, self.visit)
             try:
                 self._compute(state, inside, use)
+            except (PeerFailedError, PipelineTimeoutError):
+                raise
             except Exception as error:
                 state.ahead.error = error
         if (state.ahead.is_passed_over or state.ahead.error) and self.visit < len(state.program.visits):
