@@ -124,7 +124,7 @@ class Expectations:
         """
         if beginning not in self._scores:
             self._scores[beginning] = 0  # with the next one is noted where what it takes along comes from
-        if not can_run_ahead or not _can_be_taken_back(program):
+        if not can_run_ahead or not _can_be_taken_back(program, recording.reads):
             self._scores[beginning] = 10 * _MISSED
         if not self.wants(beginning) or recording.provenance is None:
             return
@@ -166,23 +166,27 @@ def _origins(recording: Recording) -> list[Origin] | None:
     return found
 
 
-def _can_be_taken_back(program: Program) -> bool:
-    """Whether a run of its events leaves nothing behind but new tensors, and writes into the module's own memory."""
+def _can_be_taken_back(program: Program, reads: Sequence[int]) -> bool:
+    """Whether a run of its events leaves nothing behind but new tensors, and writes into the module's own memory; and
+    whether what is read is still the same when it has run."""
     if program.leaves or any(program.foreign):
         return False
-    given = set(range(program.num_given))  # values in the memory of the batch
     writes = ModuleWrites()
+    memory: dict[object, object] = {}  # of values, by the first one in it; below zero of the module's
+    written = set()
     for event in program.events:
         if event.visit < 0:
             continue
         if getattr(event.function, "runs_python", False) or any(writes.of(event).values()):
             return False
-        if any(event.inputs[slot] in given for slot, _, _ in event.writes):
-            return False
+        for slot, _, value in event.writes:
+            memory[value] = memory.get(event.inputs[slot], event.inputs[slot])
+            written.add(memory[value])
         for output, slots in zip(event.outputs, event.result.shares, strict=True):
-            if output is not None and any(event.inputs[slot] in given for slot in slots):
-                given.add(output)
-    return True
+            for slot in slots:
+                memory[output] = memory.get(event.inputs[slot], event.inputs[slot])
+    is_batch_written = any(isinstance(first, int) and 0 <= first < program.num_given for first in written)
+    return not is_batch_written and all(memory.get(value, value) not in written for value in reads)
 
 
 def packed(tensors: Sequence[Tensor], *, is_fine: bool) -> Tensor:
