@@ -71,7 +71,7 @@ class AheadOfPython:
             tensors = [conform(state.kept[value], looks[value]) for value in reads]
         else:
             tensors = [zeros_like(looks[value]) for value in reads]
-        self._transport.send_read(packed(tensors, is_fine=is_fine))
+        self._transport.send_read(packed(tensors, is_fine=is_fine), self._number(state, visit))
 
     def values(self, state: Microbatch, recording: Recording, values: Sequence[int]) -> list[Tensor] | None:
         """The data of values that the step reads; None where it has not come to the read as expected.
@@ -180,17 +180,21 @@ class AheadOfPython:
         return ahead.answers
 
     def _post(self, state: Microbatch) -> None:
-        """Post the receives of what a micro-batch's step reads, in the order of micro-batches."""
+        """Post the receives of what a micro-batch's step reads."""
         ahead = state.ahead
         if ahead is None or ahead.arriving is not None or ahead.has_answers:
             return
-        ahead.arriving = {}
+        ahead.arriving, looks = {}, ahead.expectation.program.looks
         for visit, reads in ahead.expectation.reads_by_visit.items():
             rank = self._placement[visit % len(self._placement)]
             if rank != self._rank:
                 assert self._transport is not None
-                size = num_bytes([ahead.expectation.program.looks[value] for value in reads])
-                ahead.arriving[visit] = self._transport.receive_read(size, rank, _what(state))
+                size, number = num_bytes([looks[value] for value in reads]), self._number(state, visit)
+                ahead.arriving[visit] = self._transport.receive_read(size, number, rank, _what(state))
+
+    def _number(self, state: Microbatch, visit: int) -> int:
+        """Tells a message from the step's others: visits of a rank do not take turns."""
+        return state.index * len(self._placement) + visit
 
 
 def _what(state: Microbatch) -> str:

@@ -51,10 +51,9 @@ class Endpoint:
         peer: the stage at the other end.
         name: what errors call what is sent.
         window: how many sends may be underway before the oldest is waited for; None for no bound.
-        tag: tells its messages from those of other routes on the same connection.
     """
 
-    __slots__ = ("_connection", "group", "is_gloo", "name", "peer", "tag", "underway", "window")
+    __slots__ = ("_connection", "group", "is_gloo", "name", "peer", "underway", "window")
 
     def __init__(
         self,
@@ -65,7 +64,6 @@ class Endpoint:
         *,
         is_gloo: bool,
         window: int | None,
-        tag: int = 0,
     ) -> None:
         # Gloo's own send and receive rather than the group's, which go through the dispatcher of torch's operators:
         # that takes a third of the time that posting a small message does.
@@ -74,15 +72,14 @@ class Endpoint:
         self.name = name
         self.is_gloo = is_gloo
         self.window = window
-        self.tag = tag
         self.underway: deque[tuple[dist.Work, Tensor]] = deque()
         self._connection = connection
 
-    def send(self, tensor: Tensor) -> None:
-        """Send a contiguous tensor. Returns at once, unless the window is full."""
+    def send(self, tensor: Tensor, tag: int = 0) -> None:
+        """Send a contiguous tensor, to a receive with the same tag. Returns at once, unless the window is full."""
         underway = self.underway
         try:
-            underway.append((self.group.send([tensor], self.peer, self.tag), tensor))
+            underway.append((self.group.send([tensor], self.peer, tag), tensor))
         except RuntimeError as error:
             self._connection.broken(error, self.peer, f"the receipt of {self.name}", "by", None)
         if self.window is not None:
@@ -92,10 +89,10 @@ class Endpoint:
             while underway and underway[0][0].is_completed():
                 underway.popleft()
 
-    def receive(self, buffer: Tensor, what: str) -> PendingReceive:
-        """Post the receive of the next message into `buffer`, a dense tensor."""
+    def receive(self, buffer: Tensor, what: str, tag: int = 0) -> PendingReceive:
+        """Post the receive of the next message with a tag into `buffer`, a dense tensor."""
         try:
-            work = self.group.recv([flat(buffer)], self.peer, self.tag)
+            work = self.group.recv([flat(buffer)], self.peer, tag)
         except RuntimeError as error:
             self._connection.broken(error, self.peer, what, "from", None)
         receive = PendingReceive(self._connection, self, work, buffer)

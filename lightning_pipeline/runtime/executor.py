@@ -48,15 +48,10 @@ POSTS = {Kind.RECV_F: "post_forward", Kind.RECV_B: "post_backward"}
 
 
 class Program:
-    """One rank's actions, looked up in the table once for all steps.
+    """One rank's actions, looked up in the table once for all steps."""
 
-    Args:
-        forwards_ascend: whether each virtual stage of each rank takes micro-batches forward in their order.
-    """
-
-    def __init__(self, actions: Sequence[Action], *, forwards_ascend: bool = True) -> None:
+    def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = actions
-        self.forwards_ascend = forwards_ascend
         self.is_backward = [action.kind in (Kind.RECV_B, Kind.B, Kind.I) for action in actions]
         self.splits = any(action.kind is Kind.I for action in actions)
         self.calls = [(action.stage, METHODS[action.kind], action.microbatch, action.kind) for action in actions]

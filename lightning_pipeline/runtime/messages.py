@@ -15,7 +15,6 @@ from lightning_pipeline.runtime.endpoint import Endpoint, PendingReceive
 FRAME = 1024
 """Bytes of an object's first message, its length included: most need no second one."""
 _LENGTH = 8  # bytes
-READS_TAG = 1
 CONTROL_WINDOW = 64  # objects to one peer that may be underway before the oldest is waited for
 
 
@@ -100,14 +99,14 @@ class Messages:
         """Receive into a dense tensor in host memory."""
         return self._control[peer].receive(buffer, what).wait(what)
 
-    def send_read(self, message: Tensor) -> None:
+    def send_read(self, message: Tensor, number: int) -> None:
         """Give every other stage what a step reads, as a contiguous tensor in host memory. Never waits."""
         for endpoint in self._reads.values():
-            endpoint.send(message)
+            endpoint.send(message, 1 + number)
 
-    def receive_read(self, size: int, peer: int, what: str) -> PendingReceive:
-        """Post the receive of the next of these messages from `peer`; they and objects do not wait for one another."""
-        return self._reads[peer].receive(torch.empty(size, dtype=torch.uint8), what)
+    def receive_read(self, size: int, number: int, peer: int, what: str) -> PendingReceive:
+        """Post the receive of the next such message with this number from `peer`, in any order."""
+        return self._reads[peer].receive(torch.empty(size, dtype=torch.uint8), what, 1 + number)
 
     def barrier(self, what: str) -> None:
         """Return once every stage of this pipeline has called this."""

@@ -45,7 +45,7 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
 from lightning_pipeline.runtime.visit import Visit
 from lightning_pipeline.runtime.work import LiveCount, Work
-from lightning_pipeline.schedules import Action, Kind, Schedule, forward_only, lower
+from lightning_pipeline.schedules import Kind, Schedule, forward_only, lower
 
 
 class Pipeline:
@@ -197,8 +197,7 @@ class Pipeline:
                 schedule = self._schedule(num_microbatches)
             else:
                 schedule = forward_only(self.num_ranks, num_microbatches, placement=self.placement)
-            actions = lower(schedule)
-            self._programs[key] = Program(actions[self.rank], forwards_ascend=all(map(_forwards_ascend, actions)))
+            self._programs[key] = Program(lower(schedule)[self.rank])
         return self._programs[key]
 
     def take_uses(self) -> dict[str, set[int]]:
@@ -328,7 +327,7 @@ class Pipeline:
     def _run_in_stages(self, work: Work, states: list[Microbatch]) -> None:
         program = self.program(training=work.loss_of is not None, num_microbatches=len(states))
         self._is_rest_in_order = False
-        self._ahead = self._look_ahead(states) if program.forwards_ascend else None
+        self._ahead = self._look_ahead(states)
         visits = {
             stage: Visit(
                 stage,
@@ -610,16 +609,6 @@ def _set_retained(states: Sequence[Microbatch]) -> None:
         for place, gradient in state.gradients:
             if type(place) is not Placeholder and gradient is not None:
                 place.grad = gradient
-
-
-def _forwards_ascend(actions: Sequence[Action]) -> bool:
-    latest: dict[int, int] = {}
-    for action in actions:
-        if action.kind is Kind.F:
-            if action.microbatch < latest.get(action.stage, 0):
-                return False
-            latest[action.stage] = action.microbatch
-    return True
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from lightning_pipeline.runtime.backend_rules import backend_of, check_environme
 from lightning_pipeline.runtime.endpoint import Connection, Endpoint, PendingReceive, StagedReceive
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.groups import new_group
-from lightning_pipeline.runtime.messages import CONTROL_WINDOW, READS_TAG, Messages
+from lightning_pipeline.runtime.messages import CONTROL_WINDOW, Messages
 from lightning_pipeline.runtime.routes import Channel, Route, routes_along
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Topology
@@ -162,7 +162,7 @@ class Transport(Messages):
         others = (stage for stage in range(self.topology.num_stages) if stage != self.stage)
         for peer in others:
             self._control[peer] = self._end(control, peer, "a message", is_gloo=True, window=CONTROL_WINDOW)
-            self._reads[peer] = self._end(control, peer, "what a step reads", is_gloo=True, window=None, tag=READS_TAG)
+            self._reads[peer] = self._end(control, peer, "what a step reads", is_gloo=True, window=None)
         groups: dict[tuple[Channel, bool], dist.ProcessGroup] = {}
         for channel, source, destination in routes:
             # What is shared goes both ways in one order on both sides, and there are many pairs that may share.
@@ -184,10 +184,8 @@ class Transport(Messages):
         if not is_gloo:
             self._warm_up(routes)
 
-    def _end(
-        self, group: dist.ProcessGroup, peer: int, name: str, *, is_gloo: bool, window: int | None, tag: int = 0
-    ) -> Endpoint:
-        return Endpoint(self._connection, group, peer, name, is_gloo=is_gloo, window=window, tag=tag)
+    def _end(self, group: dist.ProcessGroup, peer: int, name: str, *, is_gloo: bool, window: int | None) -> Endpoint:
+        return Endpoint(self._connection, group, peer, name, is_gloo=is_gloo, window=window)
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """This pipeline's ranks as a group; every rank of the world makes those of all pipelines."""
