@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -68,6 +69,22 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that the tests of a file share."""
     return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def asked(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Values of a parameter of this file's tests that this session has, each once: what is slow is run when asked for.
+
+    Of several parameters, those that tests have together, as tuples.
+    """
+
+    def values(*names: str) -> list[Any]:
+        items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+        found = (item.callspec.params for item in items)
+        together = (tuple(map(params.get, names)) for params in found if params.keys() >= set(names))
+        return list(dict.fromkeys(each[0] if len(names) == 1 else each for each in together))
+
+    return values
 
 
 @pytest.fixture(scope="module", autouse=True)
