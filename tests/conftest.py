@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +72,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def asked(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """Values of a parameter of this file's tests that this session has, each once: what is slow is run when asked for.
+def wanted(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Which of a file's cases to run: `wanted(cases, slow, "name")` are those that are not slow, and those of the slow
+    ones that tests of this session have as their parameter `name`; of several parameters, as tuples."""
 
-    Of several parameters, those that tests have together, as tuples.
-    """
-
-    def values(*names: str) -> list[Any]:
+    def found(cases: Iterable[Any], slow: Collection[Any], *names: str) -> list[Any]:
         items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
-        found = (item.callspec.params for item in items)
-        together = (tuple(map(params.get, names)) for params in found if params.keys() >= set(names))
-        return list(dict.fromkeys(each[0] if len(names) == 1 else each for each in together))
+        together = [tuple(map(item.callspec.params.get, names)) for item in items]
+        asked = [each[0] if len(names) == 1 else each for each in together]
+        return [case for case in cases if case not in slow or case in asked]
 
-    return values
+    return found
 
 
 @pytest.fixture(scope="module", autouse=True)

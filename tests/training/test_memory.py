@@ -114,8 +114,8 @@ def live_microbatches(world: int) -> dict[Any, Any]:
     for schedule in ("1f1b", "gpipe"):
         for count in (4, 7):
             strategy = {"schedule": schedule, "num_microbatches": count}
-            trainer = pipeline_trainer(gpt_stages(world), world=world, strategy=strategy, max_steps=2)
-            trainer.fit(LitGPT(), token_loader(2 * count, count))
+            trainer = pipeline_trainer(gpt_stages(world), world=world, strategy=strategy, max_steps=1)
+            trainer.fit(LitGPT(), token_loader(count, count))
             found[schedule, count] = trainer.strategy.peak_live
     return found
 
