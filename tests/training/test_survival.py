@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeline import PipelineStrategy
@@ -190,6 +191,7 @@ def hangs_where_nothing_times_out(folder: Path) -> None:
 
     class Data(L.LightningDataModule):
         def prepare_data(self) -> None:
+            wait_for(folder / "waits")
             stop(None)
 
         def train_dataloader(self) -> Any:
@@ -202,9 +204,49 @@ def hangs_where_nothing_times_out(folder: Path) -> None:
         end(notice, found)
 
     FailureNotice._end_process = end_and_tell  # type: ignore[method-assign]
+
+    class ShortOfPatienceOnceConnected(PipelineStrategy):
+        def setup_environment(self) -> None:
+            super().setup_environment()
+            if self.global_rank == 1:
+                notice = FailureNotice._shared
+                assert notice is not None
+                limit = timedelta(seconds=2)
+                assert FailureNotice.shared(notice._root, rank=1, world_size=2, timeout=limit) is notice
+
+    new_group = torch.distributed.new_group
+
+    def then_wait(*args: Any, **options: Any) -> Any:
+        """The group with which Lightning waits for the data; what comes after it does not ask the store."""
+        group = new_group(*args, **options)
+        if os.environ["LOCAL_RANK"] == "1":
+            (folder / "waits").touch()
+        return group
+
+    torch.distributed.new_group = then_wait
+    vars(failure)["PERIOD_S"] = 0.5  # after which a wait that has begun knows of the shorter limit
     with stopping(folder) as stop:
-        strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, timeout=2)
+        strategy = ShortOfPatienceOnceConnected(stage_config=measured_stages(2), num_stages=2, timeout=PATIENCE_S)
         L.Trainer(strategy=strategy, devices=2, **QUIET, max_epochs=1).fit(LitMeasured(), Data())
+
+
+def ends_before_data_is_prepared(folder: Path) -> None:
+    """Lightning makes a process group before, by the store that has gone with its host."""
+
+    class Data(L.LightningDataModule):
+        def prepare_data(self) -> None:
+            raise AssertionError("nobody prepares data")
+
+    class Ends(PassThroughProfiler):  # between the connection of the ranks and the data
+        def setup(self, *_: Any, **__: Any) -> None:
+            if os.environ["LOCAL_RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            deadline = time.monotonic() + PATIENCE_S
+            while not FailureNotice._shared.has_lost_host and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, timeout=PATIENCE_S)
+    L.Trainer(strategy=strategy, devices=2, **QUIET, max_epochs=1, profiler=Ends()).fit(LitMeasured(), Data())
 
 
 def ends_in_a_collective(folder: Path) -> None:
@@ -256,6 +298,7 @@ def fails_without_memory(folder: Path) -> None:
 SCENARIOS = {
     "rank 0 hung": (rank_0_hangs, 2),
     "hung for ever": (hangs_where_nothing_times_out, 2),
+    "before data": (ends_before_data_is_prepared, 2),
     "in a collective": (ends_in_a_collective, 4),
     "folders": (ends_while_folders_are_saved, 2),
     "threads": (fails_without_threads, 2),
@@ -266,10 +309,11 @@ SCENARIOS = {
     "setup": (fails_at_setup, 2),
     "hung": (hangs, 2),
 }
+MORE = {"memory", "replicas"}  # as "threads" and "setup" are
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def ended(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[str, Any]:
     """Several at once, as most of their time is waiting."""
     folder = tmp_path_factory.mktemp("survival")
 
@@ -278,13 +322,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (folder / name).mkdir()
         return run_ranks(body, folder / name, world=world)
 
-    with ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor(6) as threads:
         futures = {
             "script": threads.submit(run_script, "raise", folder / "raise"),
             "torchrun": threads.submit(run_on_host, "kill", folder / "kill", TORCHRUN),
             "left": threads.submit(run_on_host, "leave", folder / "leave"),
         }
-        futures.update((name, threads.submit(scenario, name)) for name in SCENARIOS)
+        futures.update((name, threads.submit(scenario, name)) for name in wanted(SCENARIOS, MORE, "name"))
         return {"folder": folder, **{name: future.result() for name, future in futures.items()}}
 
 
@@ -334,7 +378,7 @@ def test_a_rank_that_does_not_notice_ends_too(ended: Any) -> None:
     assert sleeping.seconds - failed.seconds < SOON_S
 
 
-@pytest.mark.parametrize("name", ["replicas", "setup"])
+@pytest.mark.parametrize("name", [pytest.param("replicas", marks=pytest.mark.slow), "setup"])
 def test_an_error_ends_all_ranks(ended: Any, name: str) -> None:
     failed = ended[name][-1 if name == "replicas" else 1]
     assert failed.error == "ValueError: the user's own error"
@@ -364,6 +408,13 @@ def test_a_rank_is_not_waited_for_where_nothing_times_out(ended: Any) -> None:
     assert "rank 0 failed: it did not answer within 2 s: its process is stopped" in waited.log
 
 
+def test_a_rank_that_is_gone_before_data_is_prepared_is_named(ended: Any) -> None:
+    told = ended["before data"][1]
+    assert told.exit_code == 1
+    assert told.error.startswith("PeerFailedError: rank 0 failed: its process ended or lost its connections")
+    assert "rank 1 was waiting for the rank that prepares data" in told.error
+
+
 def test_a_collective_says_which_rank_is_gone(ended: Any) -> None:
     for rank, end in enumerate(ended["in a collective"][:3]):
         assert "stage 1 (rank 3) failed: its process ended or lost its connections" in end.error
@@ -377,7 +428,7 @@ def test_a_save_of_folders_says_which_rank_is_gone(ended: Any) -> None:
     assert f"the checkpoint {ended['folder'] / 'folders'}" in told.error
 
 
-@pytest.mark.parametrize("name", ["threads", "memory"])
+@pytest.mark.parametrize("name", ["threads", pytest.param("memory", marks=pytest.mark.slow)])
 def test_what_is_short_of_resources_is_told(ended: Any, name: str) -> None:
     told, failed = ended[name]
     assert failed.error == "ValueError: the user's own error"
