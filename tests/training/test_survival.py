@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -165,7 +166,7 @@ def stopping(folder: Path) -> Iterator[Callable[[Any], None]]:
     told = folder / "told"
 
     def stop(trainer: Any) -> None:
-        until_told = f"for i in $(seq 600); do [ -e {told} ] && break; sleep 0.1; done"
+        until_told = f"for i in $(seq 600); do [ -e {shlex.quote(str(told))} ] && break; sleep 0.1; done"
         subprocess.Popen(["sh", "-c", f"{until_told}; kill -KILL {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
