@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.cli import app
 from tests.launching import PATIENCE_S, launch
-from tests.training.models import LitGPT, gpt_stages, tokens
+from tests.training.models import LitTokens, gpt_stages, tokens
 from tests.training.runs import QUIET, Losses, plain_trainer
 
 pytestmark = pytest.mark.multiprocess
@@ -47,7 +47,7 @@ MORE = {"2 x 2, virtual stages"}
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in LAYOUTS]
 
 
-class LitTied(LitGPT):
+class LitTied(LitTokens):
     """With parameter groups, a buffer that is another one on each replica, and state that is no tensor."""
 
     def __init__(self, **options: Any) -> None:

@@ -27,8 +27,8 @@ from tests.training.runs import QUIET, pipeline_trainer, plain_trainer
 
 pytestmark = pytest.mark.multiprocess
 
-BATCH_SIZES = (1, 3, 7)  # a loader of each, over 11 samples: all but the first end in a smaller batch
-NUM_SAMPLES = 11
+BATCH_SIZES = (1, 3, 7)  # a loader of each, over 8 samples: all but the first end in a smaller batch
+NUM_SAMPLES = 8
 NUM_LAYERS = 4
 WIDTH = 5
 MakeTrainer = Callable[..., L.Trainer]

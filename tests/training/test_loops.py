@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline.partition.microbatch import split_batch
 from tests.launching import launch
-from tests.training.measured import LitMeasured, measured_stages, point_loader, points
+from tests.training.measured import LitLayers, LitMeasured, measured_stages, point_loader, points
 from tests.training.runs import Losses, pipeline_trainer, plain_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -61,14 +61,14 @@ def predict_first(make: MakeTrainer) -> Result:
 def endless(make: MakeTrainer) -> Result:
     """An IterableDataset without length, a number of steps, validation between them."""
     trainer = make(max_steps=4, val_check_interval=3, accumulate_grad_batches=2)
-    result = fit(trainer, seeded(LitMeasured), DataLoader(Endless(), batch_size=8), point_loader(21, seed=1))
+    result = fit(trainer, seeded(LitLayers), DataLoader(Endless(), batch_size=8), point_loader(21, seed=1))
     return {**result, "step": trainer.global_step}
 
 
 def ending(make: MakeTrainer) -> Result:
     """An IterableDataset that ends, so the end is found out by reading."""
     trainer = make(max_epochs=2)
-    return {**fit(trainer, seeded(LitMeasured), DataLoader(Ending(), batch_size=8)), "step": trainer.global_step}
+    return {**fit(trainer, seeded(LitLayers), DataLoader(Ending(), batch_size=8)), "step": trainer.global_step}
 
 
 def several(make: MakeTrainer) -> Result:
@@ -89,14 +89,14 @@ def data_module(make: MakeTrainer) -> Result:
     """A LightningDataModule with transfer hooks, reloaded each epoch."""
     data = Data()
     trainer = make(max_epochs=2, reload_dataloaders_every_n_epochs=1)
-    module = seeded(LitMeasured)
+    module = seeded(LitLayers)
     result = fit(trainer, module, datamodule=data)
     return {**result, "test": trainer.test(module, datamodule=data, verbose=False), "called": data.called}
 
 
 def overfit(make: MakeTrainer) -> Result:
     trainer = make(max_epochs=2, overfit_batches=2)
-    return fit(trainer, seeded(LitMeasured), point_loader(45), point_loader(21, seed=1))
+    return fit(trainer, seeded(LitLayers), point_loader(45), point_loader(21, seed=1))
 
 
 def averaged(make: MakeTrainer) -> Result:
@@ -107,7 +107,7 @@ def averaged(make: MakeTrainer) -> Result:
 
 
 def fast_dev_run(make: MakeTrainer) -> Result:
-    return fit(make(fast_dev_run=2), seeded(LitMeasured), point_loader(45), point_loader(21, seed=1))
+    return fit(make(fast_dev_run=2), seeded(LitLayers), point_loader(45), point_loader(21, seed=1))
 
 
 def hooks(make: MakeTrainer) -> Result:
@@ -138,7 +138,7 @@ SCENARIOS: dict[str, Callable[[MakeTrainer], Result]] = {
 # -- their modules and data --------------------------------------------------------------------------------------------
 
 
-class LitMany(LitMeasured):
+class LitMany(LitLayers):
     """Takes a dict of batches, and tells loaders apart."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -168,7 +168,7 @@ class LitSplit(LitMany):
         return [dict(zip(batch, values, strict=True)) for values in zip(*parts, strict=True)]
 
 
-class LitClipping(LitMeasured):
+class LitClipping(LitLayers):
     """Clips by itself."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -188,7 +188,7 @@ class Writer(BasePredictionWriter):
         self.written.append((list(batch_indices), len(prediction["logits"])))
 
 
-class LitHooks(LitMeasured):
+class LitHooks(LitLayers):
     """Notes the calls of its hooks, and what the local parameters' gradients are in them."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 
 from lightning_pipeline import PipelineStrategy
 from tests.launching import PATIENCE_S, launch
-from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import QUIET, Losses, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -30,13 +30,13 @@ class Scales(Callback):
         self.values.append(trainer.precision_plugin.scaler.get_scale())
 
 
-class LitOverflow(LitGPT):
+class LitOverflow(LitTokens):
     """In batch 3 the gradient of one parameter of the first stage overflows, and of no other."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.batch_idx = 0
-        self.net.blocks[0].attention.qkv.weight.register_hook(self.spoil)
+        self.net.blocks[0].mlp[0].weight.register_hook(self.spoil)
 
     def spoil(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * float("inf") if self.batch_idx == 3 else gradient
@@ -85,7 +85,7 @@ def overflow(world: int, names: list[str]) -> dict[str, Any]:
         trainer = L.Trainer(
             strategy=strategy, devices=world, plugins=[plugin], max_epochs=2, callbacks=[scales], **QUIET
         )
-        trainer.fit(LitGPT(), token_loader(48, 8))
+        trainer.fit(LitTokens(), token_loader(48, 8))
         found[name] = {"scales": scales.values, "weights": weights(trainer)}
     return found
 

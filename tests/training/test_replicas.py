@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from lightning_pipeline import PipelineStrategy, sync_pipeline_shared_parameters
 from lightning_pipeline.runtime.fully_sharded import local_part
 from tests.launching import PATIENCE_S, launch
-from tests.training.measured import LitMeasured, measured_stages, point_loader
-from tests.training.models import NUM_BLOCKS, LitGPT, gpt_stages, tokens
+from tests.training.measured import LitLayers, LitMeasured, measured_stages, point_loader
+from tests.training.models import NUM_BLOCKS, LitTokens, gpt_stages, tokens
 from tests.training.runs import QUIET, Losses, Present, measured_shortly
 
 pytestmark = pytest.mark.multiprocess
@@ -84,8 +84,8 @@ class Freeze(Callback):
             pl_module.net.blocks[3].requires_grad_(False)
 
 
-class LitAny(LitGPT):
-    """`LitGPT` with another optimizer, a layer that is never used, and a block that is added before the run."""
+class LitAny(LitTokens):
+    """`LitTokens` with another optimizer, a layer that is never used, and a block that is added before the run."""
 
     def __init__(self, optimizer: str, **options: Any) -> None:
         super().__init__(**options)
@@ -181,9 +181,9 @@ OTHERS: list[tuple[str, str, dict[str, Any]]] = [
 
 # What the others show as well.
 MORE = {
-    ("sgd", "4 replicas"),
+    *(("sgd", layout) for layout in ("4 stages", "4 replicas")),
     ("adamw tied in double", "2 x 2, fsdp"),
-    ("adafactor in double", "2 x 2, opt_shard"),
+    *(("adafactor in double", layout) for layout in LAYOUTS_OF["adafactor in double"]),
     ("sgd", "interleaved, opt_shard"),
     ("sgd in float16", "2 x 2, fsdp"),
     ("adamw in bfloat16", "2 x 2, opt_shard"),
@@ -223,13 +223,13 @@ def sharded_twice(world: int, folder: Path) -> dict[str, Any]:
             trainer.save_checkpoint(folder / "sharded.ckpt")
         return losses.values
 
-    module = LitGPT()
+    module = LitTokens()
     fit(module, 1, data_parallel="fsdp")
     return {
         "again": fit(module, 2, folder / "sharded.ckpt", data_parallel="fsdp"),
-        "new": fit(LitGPT(), 2, folder / "sharded.ckpt"),
+        "new": fit(LitTokens(), 2, folder / "sharded.ckpt"),
         "whole": fit(module, 1),
-        "averaged": fit(LitGPT(), 1, None, EMAWeightAveraging(), data_parallel="fsdp"),
+        "averaged": fit(LitTokens(), 1, None, EMAWeightAveraging(), data_parallel="fsdp"),
     }
 
 
@@ -258,7 +258,7 @@ def measure(world: int) -> dict[str, Any]:
     return {"values": found, "gathered": gathered, "reduced": float(reduced)}
 
 
-class LitSeen(LitMeasured):
+class LitSeen(LitLayers):
     """Keeps the first number of every sample."""
 
     def __init__(self) -> None:
@@ -279,7 +279,7 @@ def samples_seen(world: int) -> list[int]:
 
 
 def uneven(world: int) -> str:
-    class Lit(LitMeasured):
+    class Lit(LitLayers):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self(batch).square().mean()
 
@@ -302,13 +302,13 @@ def disagree(world: int) -> str:
     strategy = PipelineStrategy(stage_config={f"layers.{1 + rank // 3}": 1}, num_microbatches=2, timeout=PATIENCE_S)
     trainer = L.Trainer(strategy=strategy, devices=world, **{**QUIET, "max_epochs": 1})
     try:
-        trainer.fit(LitMeasured(), point_loader(32, 8))
+        trainer.fit(LitLayers(), point_loader(32, 8))
     except Exception as error:
         return str(error)
     return "nothing"
 
 
-class LitContrastive(LitGPT):
+class LitContrastive(LitTokens):
     """Compares each sample with those of all replicas; gradients come back from all of them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -431,7 +431,13 @@ def test_batches_that_accumulate_exchange_no_gradients(ranks: Any) -> None:
     for rank in ranks:
         first, second, last = rank["trained"]["sgd", "2 stages, 2 replicas"]["sums"][:3]
         assert first == 0 < second == last
-        assert set(rank["trained"]["sgd", "4 stages"]["sums"]) == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout"), [("sgd", "4 stages")])
+def test_stages_without_replicas_exchange_no_gradients(name: str, layout: str, ranks: Any) -> None:
+    for rank in ranks:
+        assert set(rank["trained"][name, layout]["sums"]) == {0}
 
 
 def test_shared_parameters_take_the_value_of_their_owner(ranks: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pipeline.schedules import Schedule, build, save_csv, simulate
 from tests.launching import launch
-from tests.training.models import NUM_BLOCKS, LitGPT, token_loader
+from tests.training.models import NUM_BLOCKS, LitTokens, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -67,7 +67,7 @@ def run(schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool) 
     trainer = pipeline_trainer(
         stage_config, world=world, strategy=strategy, callbacks=[losses], max_epochs=1, gradient_clip_val=0.5
     )
-    module = LitGPT(dropout=0.1, tied=tied)
+    module = LitTokens(dropout=0.1, tied=tied)
     loader = token_loader(SAMPLES, BATCH_SIZE, shuffle=True)
     trainer.fit(module, loader)
     found = {"losses": losses.values, "weights": weights(trainer), "live": trainer.strategy.peak_live}

@@ -34,7 +34,7 @@ from lightning_pipeline.runtime.failure import FailureNotice
 from tests.launching import PATIENCE_S, SOON_S, launch, run_ranks
 from tests.scripts import Host
 from tests.training.faulty_script import fit as fit_faulty
-from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.measured import LitLayers, measured_stages, point_loader
 from tests.training.runs import QUIET, Losses, differing, pipeline_trainer, plain_trainer
 
 pytestmark = pytest.mark.multiprocess
@@ -107,7 +107,7 @@ def fit(*callbacks: Callback, world: int = 2, strategy: dict[str, Any] | None = 
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     options = {**QUIET, "enable_checkpointing": saves, "max_epochs": 1, **options}
     L.Trainer(strategy=strategy, devices=world, callbacks=list(callbacks), **options).fit(
-        LitMeasured(), point_loader(64), point_loader(8)
+        LitLayers(), point_loader(64), point_loader(8)
     )
 
 
@@ -228,7 +228,7 @@ def hangs_where_nothing_times_out(folder: Path) -> None:
     vars(failure)["PERIOD_S"] = 0.5  # after which a wait that has begun knows of the shorter limit
     with stopping(folder) as stop:
         strategy = ShortOfPatienceOnceConnected(stage_config=measured_stages(2), num_stages=2, timeout=PATIENCE_S)
-        L.Trainer(strategy=strategy, devices=2, **QUIET, max_epochs=1).fit(LitMeasured(), Data())
+        L.Trainer(strategy=strategy, devices=2, **QUIET, max_epochs=1).fit(LitLayers(), Data())
 
 
 def ends_before_data_is_prepared(folder: Path) -> None:
@@ -247,7 +247,7 @@ def ends_before_data_is_prepared(folder: Path) -> None:
                 time.sleep(0.02)
 
     strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, timeout=PATIENCE_S)
-    L.Trainer(strategy=strategy, devices=2, **QUIET, max_epochs=1, profiler=Ends()).fit(LitMeasured(), Data())
+    L.Trainer(strategy=strategy, devices=2, **QUIET, max_epochs=1, profiler=Ends()).fit(LitLayers(), Data())
 
 
 def ends_in_a_collective(folder: Path) -> None:
@@ -325,16 +325,19 @@ def ended(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[str, An
 
     with ThreadPoolExecutor(6) as threads:
         futures = {
-            "script": threads.submit(run_script, "raise", folder / "raise"),
+            "forked": threads.submit(run_on_host, "raise", folder / "raise"),
             "torchrun": threads.submit(run_on_host, "kill", folder / "kill", TORCHRUN),
             "left": threads.submit(run_on_host, "leave", folder / "leave"),
         }
+        if wanted(["interpreted"], ["interpreted"], "script"):
+            futures["interpreted"] = threads.submit(run_script, "raise", folder / "interpreted")
         futures.update((name, threads.submit(scenario, name)) for name in wanted(SCENARIOS, MORE, "name"))
         return {"folder": folder, **{name: future.result() for name, future in futures.items()}}
 
 
-def test_a_scripts_error_is_told_once_and_ends_it(ended: Any) -> None:
-    output, exit_code, seconds, left = ended["script"]
+@pytest.mark.parametrize("script", ["forked", pytest.param("interpreted", marks=pytest.mark.slow)])
+def test_a_scripts_error_is_told_once_and_ends_it(script: str, ended: Any) -> None:
+    output, exit_code, seconds, left = ended[script]
     assert exit_code == 1
     assert seconds < SOON_S
     assert not left
@@ -391,9 +394,7 @@ def test_an_error_ends_all_ranks(ended: Any, name: str) -> None:
 def test_a_hung_rank_is_reported(ended: Any) -> None:
     told = ended["hung"][0]
     assert told.exit_code == 1
-    assert "stage 0 (rank 0) waited 2 s for a gradient of micro-batch 0 from stage 1 (rank 1)" in (
-        told.error
-    )
+    assert "stage 0 (rank 0) waited 2 s for the gradients of micro-batch 0 (0B0) from stage 1 (rank 1)" in told.error
 
 
 def test_a_hung_rank_0_is_reported(ended: Any) -> None:
@@ -470,7 +471,7 @@ def test_a_preempted_job_is_saved_requeued_and_resumed(tmp_path: Path) -> None:
 # -- losses that are not finite ---------------------------------------------------------------------------------------
 
 
-class Diverges(LitMeasured):
+class Diverges(LitLayers):
     """The third batch's loss is NaN, and so are its gradients."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.strategy.checkpoint_folder import read_folder, replace_stored
 from tests.launching import PATIENCE_S, launch
-from tests.training.models import LENGTH, NUM_BLOCKS, VOCABULARY, WIDTH, LitGPT, tokens
+from tests.training.models import LENGTH, NUM_BLOCKS, VOCABULARY, WIDTH, LitTokens, tokens
 from tests.training.runs import QUIET, Losses
 
 pytestmark = pytest.mark.multiprocess
@@ -52,7 +52,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class LitSplit(LitGPT):
+class LitSplit(LitTokens):
     """Splits its blocks where there is a mesh for it, as a module for ModelParallelStrategy does."""
 
     def __init__(self, optimizer: str) -> None:

@@ -20,7 +20,7 @@ from lightning_pipeline.runtime.visit import Visit
 from lightning_pipeline.schedules import build
 from tests.launching import SOON_S, launch, run_ranks
 from tests.training.measured import LitMeasured, measured_stages, point_loader
-from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, plain_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -59,7 +59,7 @@ def measured(schedule: str, world: int) -> Result:
     }
 
 
-class LitKeeps(LitGPT):
+class LitKeeps(LitTokens):
     """What its steps keep between the layers changes what later steps do."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def resumable(schedule: str | None, folder: Path, *, dropout: float, resume: boo
         trainer = pipeline_trainer(stage_config, world=world, strategy={"schedule": schedule}, **options)
     L.seed_everything(2, verbose=False)
     loader = token_loader(16, 2 if schedule is None else 8)
-    trainer.fit(LitGPT(dropout=dropout), loader, ckpt_path=folder / "0.ckpt" if resume else None)
+    trainer.fit(LitTokens(dropout=dropout), loader, ckpt_path=folder / "0.ckpt" if resume else None)
     values = torch.tensor(losses.values)
     return {
         "losses": (values.reshape(-1, 4).sum(1) if schedule is None else values).tolist(),
@@ -165,7 +165,7 @@ def live(schedule: str, num_virtual_stages: int) -> Result:
     trainer = pipeline_trainer(stage_config, world=WORLD, strategy=strategy, max_steps=2, callbacks=[activations])
     gc.disable()  # what is let go by itself does not wait for the collector
     try:
-        trainer.fit(LitGPT(dropout=0.1), token_loader(32, 16))
+        trainer.fit(LitTokens(dropout=0.1), token_loader(32, 16))
     finally:
         gc.enable()
     return {"peak": activations.peak, "left": activations.left}
@@ -277,7 +277,7 @@ def test_low_memory_orders_need_less_memory(ranks: Any) -> None:
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-class LitFails(LitGPT):
+class LitFails(LitTokens):
     """Something happens to one rank in one block at the third batch.
 
     Args:
