@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -68,6 +69,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that the tests of a file share."""
     return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def wanted(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Which of a file's cases to run: `wanted(cases, slow, "name")` are those that are not slow, and those of the slow
+    ones that tests of this session have as their parameter `name`; of several parameters, as tuples."""
+
+    def found(cases: Iterable[Any], slow: Collection[Any], *names: str) -> list[Any]:
+        items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+        together = [tuple(map(item.callspec.params.get, names)) for item in items]
+        asked = [each[0] if len(names) == 1 else each for each in together]
+        return [case for case in cases if case not in slow or case in asked]
+
+    return found
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -146,7 +146,7 @@ class BoundedStore:
             yield
         except dist.DistNetworkError as error:
             self.shut_down()
-            raise self._lost(error, limit) from None
+            raise self._lost(error, min(limit, self.limit)) from None  # which may be less by now
         finally:
             if limit != self.limit:
                 self._put_limit(self.limit)

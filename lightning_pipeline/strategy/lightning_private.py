@@ -20,6 +20,7 @@ from lightning.fabric.utilities.data import _num_cpus_available
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
+    _InfiniteBarrier,
     _init_dist_connection,
     _set_num_threads_if_needed,
 )
@@ -31,6 +32,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -231,6 +233,34 @@ def requeue_slurm_job(trainer: Trainer, signum: int) -> None:
 def set_received_sigterm(trainer: Trainer, received: bool) -> None:
     """Set what `trainer.received_sigterm` tells, on which the loops raise."""
     trainer._signal_connector.received_sigterm = received
+
+
+def wait_for_data_within(trainer: Trainer, within: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Enter `within()` where the ranks wait for the one that prepares data, the next time that they do.
+
+    Lightning makes a process group for it and no strategy is asked, so that torch's own errors come out of it.
+    """
+
+    class Barrier(_InfiniteBarrier):
+        def __enter__(self) -> Any:
+            with within():
+                return super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            with within():
+                super().__exit__(*error)
+
+    connector = trainer._data_connector
+
+    def prepare_data() -> None:
+        del connector.prepare_data
+        vars(data_connector)["_InfiniteBarrier"] = Barrier
+        try:
+            connector.prepare_data()
+        finally:
+            vars(data_connector)["_InfiniteBarrier"] = _InfiniteBarrier
+
+    connector.prepare_data = prepare_data  # type: ignore[method-assign]
 
 
 def call_before_each_batch(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +38,7 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.strategy.dataloading import has_length
 from lightning_pipeline.strategy.facts import evaluation_of, settings_of, training_of, versions
 from lightning_pipeline.strategy.launcher import PipelineLauncher
-from lightning_pipeline.strategy.lightning_private import connect_processes
+from lightning_pipeline.strategy.lightning_private import connect_processes, wait_for_data_within
 
 EVEN = (
     "give all ranks the same seed, data, checkpoint and optimizers; replicas that read data of their own may need "
@@ -183,6 +183,15 @@ class ProcessStrategy(ParallelStrategy):
                 self.timeout,
                 store=None if store is None else store.torch,
             )
+        if store is None:
+            return
+
+        @contextmanager
+        def told() -> Iterator[None]:
+            with store.asked(), waiting_for("the rank that prepares data"):
+                yield
+
+        wait_for_data_within(trainer, told)
 
     # -- agreement --------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from lightning_pipeline.accelerators.rank_table_formats import format_rank_table
 from lightning_pipeline.accelerators.rank_table_hosts import is_this_host
 from tests.accelerators.tables import group_list, make_table, v1_0, write
 from tests.launching import PATIENCE_S, free_port, launch
-from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.measured import LitLayers, measured_stages, point_loader
 from tests.training.runs import QUIET, Losses
 
 LAUNCHED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -53,7 +53,7 @@ def train(*, num_stages: int = 2, **devices: int) -> dict[str, Any]:
         )
         trainer = L.Trainer(strategy=strategy, callbacks=[losses], **{**QUIET, **devices, "max_epochs": 1})
         before = [trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank]
-        trainer.fit(LitMeasured(), point_loader(12, 4, shuffle=True))
+        trainer.fit(LitLayers(), point_loader(12, 4, shuffle=True))
     assert strategy.topology is not None
     assert before == [trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank]
     return {

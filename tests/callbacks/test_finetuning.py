@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 
 from tests.launching import launch
-from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, plain_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -27,7 +27,7 @@ class Unfreeze(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net.blocks, optimizer, lr=1e-3)
 
 
-class LitFrozen(LitGPT):
+class LitFrozen(LitTokens):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
@@ -35,7 +35,7 @@ class LitFrozen(LitGPT):
 def train(world: int) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     losses = Losses()
-    options: dict[str, Any] = {"callbacks": [losses, Unfreeze()], "max_epochs": 3, "gradient_clip_val": 0.5}
+    options: dict[str, Any] = {"callbacks": [losses, Unfreeze()], "max_epochs": 2, "gradient_clip_val": 0.5}
     trainer = pipeline_trainer(gpt_stages(world), world=world, **options) if world else plain_trainer(**options)
     trainer.fit(LitFrozen(), token_loader(16, 8))
     state = trainer.strategy.optimizer_state(trainer.optimizers[0])
@@ -49,4 +49,4 @@ def test_the_new_group_is_trained_on_all_stages() -> None:
     first, second = launch(train, 2, world=2)
     assert first["losses"] == second["losses"] == one["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert differing(one["weights"], first["weights"]) == {}
-    assert first["sizes"] == plain["sizes"] == [5, 48]
+    assert first["sizes"] == plain["sizes"] == [5, 24]

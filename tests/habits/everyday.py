@@ -320,16 +320,6 @@ class TensorUsedThenChanged(BufferUsedThenChanged):
         self.shift = torch.ones(1)
 
 
-@habit(observed=["temperature"])
-class TemperatureTensor(TemperatureBuffer):
-    """The same with a tensor that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.temperature
-        self.temperature = torch.ones(1)
-
-
 @habit(observed=["history"])
 class HistoryInNumpy(Layers):
     """An array that shares its memory with a tensor is written into between the layers."""

@@ -27,6 +27,17 @@ class Layer(nn.Module):
         return x + self.dropout(torch.tanh(self.linear(x)))
 
 
+class Normed(Layer):
+    """A layer behind a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
 class Layers(L.LightningModule):
     """Four layers and a head that classify vectors."""
 

@@ -10,19 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from tests.habits.modules import SAMPLES, WIDTH, Layer, Layers
+from tests.habits.modules import SAMPLES, WIDTH, Layers, Normed
 from tests.habits.table import habit
-
-
-class Normed(Layer):
-    """With a batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
 
 
 @habit(plain=False)

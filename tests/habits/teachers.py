@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.habits.modules import WIDTH, Layer, Layers
+from tests.habits.modules import WIDTH, Layers, Normed
 from tests.habits.table import habit
 
 MOMENTUM = 0.9
@@ -269,14 +269,6 @@ class ShadowByName(Layers):
 @habit(plain=False, without=STILL)
 class MeanTeacherWithBuffers(WithTeacher):
     """Mean teacher: consistency under noise; parameters are averaged, and buffers of batch norms copied."""
-
-    class Normed(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.norm(x))
 
     layer = Normed
 

@@ -27,15 +27,18 @@ NAMES = {
     "2x2": [name for index, name in enumerate(CASES) if index % 3 == 0 or name in ABOUT_VIRTUAL_STAGES],
 }
 # What follows is run by default, the rest where there is time for it. What the others show on two stages, they show on
-# four and on virtual ones. Some are variants: mixtral is llama with experts, bert is vit but for what it embeds, and
-# whisper_layerdrop is whisper.
+# four and on virtual ones. Some are variants: bert is vit but for what it embeds, and llama a gpt2. Others are habits
+# of tests/habits that run by default.
 OFTEN = {
-    "plain": {*list(CASES)[::5], "counts_calls", "keeps_state", "caches_mask", "frozen"},
-    "2": set(CASES)
-    - {"llama", "vit", "whisper", "gpt2_hidden_states"}
-    - {"gpt2_dropout", "gpt2_checkpointing"},  # on four
-    "4": {"gpt2_dropout", "gpt2_checkpointing", "unet", "frozen", "passes_structures", "shared_layer"},
-    "2x2": {"diffusion", "shared_layer", *ABOUT_VIRTUAL_STAGES},
+    "plain": {"gpt2", "unet", "padded", "keeps_state"},
+    "2": {
+        *("gpt2", "gpt2_embedding_as_head", "gpt2_dropout", "gpt2_checkpointing", "t5", "resnet", "unet", "diffusion"),
+        *("padded", "frozen", "layerdrop", "selects_by_data", "collects_in_leaves", "checkpoint_spanning"),
+        *("checkpoint_reentrant", "direct_parameters", "operates_on_buffers", "passes_structures", "compiled_whole"),
+        "shared_layer",
+    },
+    "4": {"unet", "shared_layer"},
+    "2x2": {"diffusion", "keeps_state", "shared_layer"},
 }
 
 
@@ -150,9 +153,11 @@ def test_the_first_module_of_the_second_stage_is_configuration_enough(results: R
     assert tops == [{"wte", "wpe", "h.0", "h.1"}, {"wte", "h.2", "h.3", "ln_f"}]
 
 
-@pytest.mark.parametrize(("layout", "frozen"), [("2", [0]), ("4", [0, 1])])
-def test_a_frozen_backbone_costs_no_backward(results: Results, layout: str, frozen: list[int]) -> None:
-    backwards = [rank["backwards"] for rank in of(results, layout, "frozen", "stages")]
+@pytest.mark.parametrize(
+    ("name", "layout", "frozen"), [("frozen", "2", [0]), pytest.param("frozen", "4", [0, 1], marks=pytest.mark.slow)]
+)
+def test_a_frozen_backbone_costs_no_backward(results: Results, name: str, layout: str, frozen: list[int]) -> None:
+    backwards = [rank["backwards"] for rank in of(results, layout, name, "stages")]
     assert [rank for rank, count in enumerate(backwards) if count == 0] == frozen
 
 
@@ -174,7 +179,7 @@ def test_trainers_that_follow_one_another_share_their_connections(results: Resul
         assert max(numbers) <= numbers[1] + 4  # autograd and torch start some of their own later
 
 
-@pytest.mark.parametrize("layout", [pytest.param("2", marks=pytest.mark.slow), "4", "2x2"])
+@pytest.mark.parametrize("layout", ["2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("4", "2x2"))])
 def test_checkpointing_draws_the_same_numbers_again(results: Results, layout: str) -> None:
     plain = merged(of(results, layout, "gpt2_dropout", "stages"))
     checkpointed = merged(of(results, layout, "gpt2_checkpointing", "stages"))

@@ -84,7 +84,11 @@ def torchs(interface: str) -> Addresses:
     return addresses
 
 
-@pytest.mark.parametrize("interface", ["", *interfaces()], ids=lambda name: name or "as it comes")
+@pytest.mark.parametrize(
+    "interface",
+    ["", *(pytest.param(name, marks=[pytest.mark.slow] * (name != "lo")) for name in interfaces())],
+    ids=lambda name: name or "as it comes",
+)
 def test_a_run_listens_where_torch_does(interface: str, tmp_path: Path) -> None:
     for rank, (own, plain) in enumerate(
         zip(launch(ours, interface, 2, tmp_path, world=4), launch(torchs, interface, world=4), strict=True)

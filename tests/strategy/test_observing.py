@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_pipeline.schedules import Kind
 from tests.launching import launch
-from tests.training.models import LitGPT, token_loader
+from tests.training.models import LitTokens, token_loader
 from tests.training.runs import pipeline_trainer
 
 NUM_MICROBATCHES, NUM_STEPS = 4, 3
@@ -51,7 +51,7 @@ def counts() -> list[int]:
         max_steps=NUM_STEPS,
         val_check_interval=1,
     )
-    trainer.fit(LitGPT(), token_loader(8 * NUM_STEPS, 8), token_loader(8, 8))
+    trainer.fit(LitTokens(), token_loader(8 * NUM_STEPS, 8), token_loader(8, 8))
     return [callback.count for callback in watching]
 
 

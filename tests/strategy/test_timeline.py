@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_pipeline import PipelineTimeline
 from lightning_pipeline.schedules import build, simulate
 from tests.launching import launch
-from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import pipeline_trainer, plain_trainer
 
 NUM_MICROBATCHES = 4
@@ -53,7 +53,7 @@ def run(schedule: str, world: int, folder: str, timeline: PipelineTimeline | Non
         num_sanity_val_steps=0,
         **options,
     )
-    trainer.fit(LitGPT(), token_loader(32, 8), token_loader(8, 8))
+    trainer.fit(LitTokens(), token_loader(32, 8), token_loader(8, 8))
     final = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("pipeline/")}
     return {
         "metrics": final,
@@ -142,7 +142,7 @@ def test_one_stage(tmp_path: Path) -> None:
 def test_another_strategy_is_left_alone(tmp_path: Path) -> None:
     timeline = PipelineTimeline(tmp_path, every_n_steps=1)
     trainer = plain_trainer(callbacks=[timeline], max_epochs=1)
-    trainer.fit(LitGPT(), token_loader(8, 4))
+    trainer.fit(LitTokens(), token_loader(8, 4))
     assert not [name for name in trainer.callback_metrics if name.startswith("pipeline/")]
     assert timeline.bubble is None
     assert not list(tmp_path.iterdir())

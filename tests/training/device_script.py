@@ -12,11 +12,11 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.measured import LitLayers, measured_stages, point_loader
 from tests.training.runs import QUIET, Losses
 
 
-class Failing(LitMeasured):
+class Failing(LitLayers):
     """Fails on rank 1 in the second step."""
 
     def training_step(self, batch: object, batch_idx: int) -> object:
@@ -32,7 +32,7 @@ def test_train() -> None:
     torch.set_num_threads(1)
     L.seed_everything(1)
     losses = Losses()
-    module = Failing() if fails == "late" else LitMeasured()
+    module = Failing() if fails == "late" else LitLayers()
     module.stage_config = measured_stages(2)
     trainer = L.Trainer(strategy="pipeline", devices=2, callbacks=[losses], **{**QUIET, "max_epochs": 1})
     trainer.fit(module, point_loader(24))

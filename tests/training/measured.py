@@ -1,4 +1,4 @@
-"""A classifier that logs in all the ways there are."""
+"""A classifier, and one that logs in all the ways there are."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WIDTH = 8
 NUM_LAYERS = 4
 
 
-class LitMeasured(L.LightningModule):
-    """Four layers and a head, with values and metrics logged from every step and from hooks.
+class LitLayers(L.LightningModule):
+    """A classifier of four layers and a head.
 
     Args:
         scheduler: "plateau" (on val_loss, each epoch), "one_cycle" (each step) or None.
@@ -31,6 +31,48 @@ class LitMeasured(L.LightningModule):
         self.lr = lr
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_LAYERS))
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return {"loss": loss, "logits": logits}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y), prog_bar=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.log("test_loss", F.cross_entropy(logits, y))
+        return {"logits": logits, "count": len(x)}
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        if self.scheduler == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+        if self.scheduler == "one_cycle":
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=40)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+        return optimizer
+
+
+class LitMeasured(LitLayers):
+    """With values and metrics that are logged in all the ways there are, from every step and from hooks."""
+
+    def __init__(self, *, scheduler: str | None = None, lr: float = 0.05) -> None:
+        super().__init__(scheduler=scheduler, lr=lr)
         self.train_accuracy = MulticlassAccuracy(NUM_CLASSES, average="micro")
         self.val_accuracy = MulticlassAccuracy(NUM_CLASSES, average="micro")
         self.val_recall = MulticlassRecall(NUM_CLASSES)
@@ -81,25 +123,6 @@ class LitMeasured(L.LightningModule):
         self.val_recall.reset()
         self.log("mean_loss", self.mean_loss.compute())
         self.mean_loss.reset()
-
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        logits = self(x)
-        self.log("test_loss", F.cross_entropy(logits, y))
-        return {"logits": logits, "count": len(x)}
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-        if self.scheduler == "plateau":
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
-        if self.scheduler == "one_cycle":
-            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=40)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
-        return optimizer
 
 
 def measured_stages(num_stages: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zoo.models.gpt import GPT
@@ -18,22 +18,53 @@ WIDTH = 16
 NUM_BLOCKS = 4
 
 
-class LitGPT(L.LightningModule):
-    """A small GPT that predicts the next token."""
+class Block(nn.Module):
+    """A two-layer perceptron behind a norm, added to what came in."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Perceptrons(nn.Module):
+    """A GPT without attention, which has most of its operations."""
+
+    def __init__(self, *, dropout: float, tied: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(NUM_BLOCKS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.dropout(self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class LitTokens(L.LightningModule):
+    """A small model that predicts the next token."""
 
     def __init__(self, *, dropout: float = 0.0, tied: bool = False, lr: float = 1e-2) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.lr = lr
-        self.net = GPT(
-            vocab_size=VOCABULARY,
-            max_length=LENGTH,
-            width=WIDTH,
-            num_blocks=NUM_BLOCKS,
-            num_heads=2,
-            dropout=dropout,
-            tied=tied,
-        )
+        self.net = self.make_net(dropout=dropout, tied=tied)
+
+    def make_net(self, *, dropout: float, tied: bool) -> nn.Module:
+        return Perceptrons(dropout=dropout, tied=tied)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.net(ids)
@@ -54,8 +85,23 @@ class LitGPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
+class LitGPT(LitTokens):
+    """The same with attention."""
+
+    def make_net(self, *, dropout: float, tied: bool) -> nn.Module:
+        return GPT(
+            vocab_size=VOCABULARY,
+            max_length=LENGTH,
+            width=WIDTH,
+            num_blocks=NUM_BLOCKS,
+            num_heads=2,
+            dropout=dropout,
+            tied=tied,
+        )
+
+
 def gpt_stages(num_stages: int) -> dict[str, int]:
-    """The stage_config that cuts `LitGPT` into stages of equally many blocks."""
+    """The stage_config that cuts these into stages of equally many blocks."""
     return {f"net.blocks.{stage * NUM_BLOCKS // num_stages}": stage for stage in range(1, num_stages)}
 
 

@@ -10,7 +10,7 @@ import pytest
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.strategy.advice import Advisor
 from tests.launching import launch
-from tests.training.models import LitGPT, token_loader
+from tests.training.models import LitTokens, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, weights
 
 ALONG = {"net.blocks.1": 1, "net.blocks.2": 2, "net.blocks.3": 3}
@@ -23,7 +23,7 @@ def run(schedule: str, stage_config: dict[str, int], world: int, **options: Any)
     losses = Losses()
     strategy = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES, **options}
     trainer = pipeline_trainer(stage_config, world=world, strategy=strategy, callbacks=[losses], max_epochs=2)
-    trainer.fit(LitGPT(dropout=0.1), token_loader(8 * 7 + 5, 8))  # the last batch has other micro-batches
+    trainer.fit(LitTokens(dropout=0.1), token_loader(8 * 7 + 5, 8))  # the last batch has other micro-batches
     advice = trainer.strategy.advice
     return {
         "losses": losses.values,

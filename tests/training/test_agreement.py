@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.runtime import meeting
 from tests.launching import PATIENCE_S, free_port, launch
-from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.measured import LitLayers, measured_stages, point_loader
 from tests.training.runs import QUIET
 
 pytestmark = pytest.mark.multiprocess
@@ -29,11 +29,11 @@ TIMEOUT = PATIENCE_S  # no case is to need it
 CHECKPOINT = "after_an_epoch.ckpt"
 
 
-class Other(LitMeasured):
+class Other(LitLayers):
     """Another class of the same parameters."""
 
 
-class Renamed(LitMeasured):
+class Renamed(LitLayers):
     """As many parameters of the same shapes, one with another name."""
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class Renamed(LitMeasured):
         del self.head
 
 
-class Adam(LitMeasured):
+class Adam(LitLayers):
     """Another optimizer."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters())
 
 
-class Breaking(LitMeasured):
+class Breaking(LitLayers):
     """Fails where the others go on."""
 
     def configure_model(self) -> None:
@@ -57,7 +57,7 @@ class Breaking(LitMeasured):
 
 
 for variant in (Renamed, Adam, Breaking):
-    variant.__qualname__ = LitMeasured.__qualname__
+    variant.__qualname__ = LitLayers.__qualname__
 
 
 class Stream(IterableDataset):
@@ -75,7 +75,7 @@ def stream() -> DataLoader:
 class Run:
     """What a rank does; by default two batches of training and one of validation."""
 
-    module: Callable[[], L.LightningModule] = LitMeasured
+    module: Callable[[], L.LightningModule] = LitLayers
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     data: Callable[[], Any] = lambda: point_loader(32)
@@ -115,7 +115,7 @@ class Case:
 
 
 CASES = {
-    "class": Case((3,), Run(module=Other), "LightningModule: LitMeasured on ranks 0 1 2, Other on rank 3"),
+    "class": Case((3,), Run(module=Other), "LightningModule: LitLayers on ranks 0 1 2, Other on rank 3"),
     "parameter": Case((3,), Run(module=Renamed), "the ranks do not agree on parameters (parameters: 10 of "),
     "num_stages": Case((3,), Run(strategy={"num_stages": 4}), "num_stages: 2 on ranks 0 1 2, 4 on rank 3"),
     "impossible num_stages": Case((1,), Run(strategy={"num_stages": 3}), "num_stages: 2 on ranks 0 2 3, 3 on rank 1"),
@@ -253,7 +253,7 @@ def start_all(ports: dict[str, int], folder: Path) -> dict[str, str]:
             strategy = PipelineStrategy(stage_config=measured_stages(2), timeout=1 if "missing" in name else TIMEOUT)
             trainer = L.Trainer(strategy=strategy, devices=start.get("devices", 2), num_nodes=2, **QUIET)
             with pytest.raises((ValueError, RuntimeError)) as error:
-                trainer.fit(LitMeasured(), point_loader(8))
+                trainer.fit(LitLayers(), point_loader(8))
             found[name] = str(error.value)
     return found
 

@@ -24,7 +24,7 @@ from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
 from tests.launching import launch
 from tests.models.lit import LayerDrop
-from tests.training.models import VOCABULARY, LitGPT, token_loader, tokens
+from tests.training.models import VOCABULARY, LitTokens, token_loader, tokens
 from tests.training.runs import Losses, Present, differing, measured_shortly, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -34,10 +34,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "virtual": {"schedule": "interleaved_1f1b"},
     "v": {"schedule": "zbv"},
     "all chosen": {"schedule": "auto", "num_microbatches": "auto"},
+    "1f1b, measured as ever": {"schedule": "1f1b"},
 }
+AS_EVER = "1f1b, measured as ever"  # and not shortly
+MORE = {"virtual", AS_EVER}  # as "v" and "1f1b"
+NUM_STAGES = {"1f1b": 2, AS_EVER: 2, "virtual": 4}  # of plans for two ranks
 
 
-class Watched(LitGPT):
+class Watched(LitTokens):
     """Counts what a step does to the module, the random numbers and the data."""
 
     def __init__(self, **options: Any) -> None:
@@ -82,7 +86,7 @@ def with_sanity_check(world: int) -> dict[str, Any]:
     losses = Losses()
     trainer = pipeline_trainer("auto" if world > 1 else {}, world=world, callbacks=[losses], max_epochs=1)  # type: ignore[arg-type]
 
-    class Returning(LitGPT):
+    class Returning(LitTokens):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             super().validation_step(batch, batch_idx)
             return {"of": batch_idx}  # and no loss
@@ -101,14 +105,14 @@ def with_sanity_check(world: int) -> dict[str, Any]:
     }
 
 
-class ReturnsEarly(LitGPT):
+class ReturnsEarly(LitTokens):
     """Validates the first layers alone."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.net.blocks[0](self.net.tokens(batch[0])).square().mean())
 
 
-class CallsOthers(LitGPT):
+class CallsOthers(LitTokens):
     """Validates with a module that training does not call."""
 
     def __init__(self) -> None:
@@ -119,7 +123,7 @@ class CallsOthers(LitGPT):
         self.log("val_loss", self.probe(self(batch[0])).square().mean())
 
 
-class FastPath(LitGPT):
+class FastPath(LitTokens):
     """torch's own encoder calls no layers in evaluation."""
 
     def __init__(self) -> None:
@@ -144,7 +148,7 @@ def validating(world: int) -> dict[str, Any]:
                 seen.append(float(trainer.callback_metrics["val_loss"]))
 
         trainer = pipeline_trainer(
-            "auto" if world > 1 else {}, world=world, callbacks=[losses, Logged()], max_steps=2, max_epochs=1
+            "auto" if world > 1 else {}, world=world, callbacks=[losses, Logged()], max_steps=1, max_epochs=1
         )  # type: ignore[arg-type]
         if kind is CallsOthers:
             trainer.validate(module, token_loader(8, 8), verbose=False)
@@ -156,7 +160,7 @@ def validating(world: int) -> dict[str, Any]:
 def only_predicting(world: int) -> list[Tensor]:
     L.seed_everything(1, verbose=False)
 
-    class Predicting(LitGPT):
+    class Predicting(LitTokens):
         def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self(batch[0])
 
@@ -177,7 +181,7 @@ def a_stream(world: int) -> list[float]:
     L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = pipeline_trainer("auto" if world > 1 else {}, world=world, callbacks=[losses], max_epochs=1)  # type: ignore[arg-type]
-    trainer.fit(LitGPT(), DataLoader(Stream(), batch_size=8))
+    trainer.fit(LitTokens(), DataLoader(Stream(), batch_size=8))
     return losses.values
 
 
@@ -187,7 +191,7 @@ def saved_and_read(world: int, folder: str) -> dict[str, Any]:
         return {}
     L.seed_everything(1, verbose=False)
     trainer = pipeline_trainer("auto", world=world, max_steps=2)  # type: ignore[arg-type]
-    trainer.fit(LitGPT(), token_loader(32, 8))
+    trainer.fit(LitTokens(), token_loader(32, 8))
     trainer.save_checkpoint(f"{folder}/last.ckpt")
     plan = trainer.strategy.plan
     path = f"{folder}/plan.yaml"
@@ -198,7 +202,7 @@ def saved_and_read(world: int, folder: str) -> dict[str, Any]:
         strategy=PipelineStrategy(stage_config=path, num_microbatches=4), devices=world, accelerator="cpu",
         max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    pinned.fit(LitGPT(), token_loader(32, 8))
+    pinned.fit(LitTokens(), token_loader(32, 8))
     stored = torch.load(f"{folder}/last.ckpt", weights_only=True)["pipeline_plan"]
     return {
         "plan": plan.as_dict(),
@@ -214,7 +218,7 @@ def on_meta(world: int) -> dict[str, Any]:
         return {}
     L.seed_everything(1, verbose=False)
     with torch.device("meta"):
-        module = LitGPT()
+        module = LitTokens()
     trainer = pipeline_trainer("auto", world=world, max_steps=2)  # type: ignore[arg-type]
     made: list[int] = []
 
@@ -239,7 +243,7 @@ def out_of_memory(world: int) -> dict[str, Any]:
     before, automatic.measure_step = automatic.measure_step, fails
     try:
         L.seed_everything(1, verbose=False)
-        return fit(LitGPT(), world, {}, max_steps=1)
+        return fit(LitTokens(), world, {}, max_steps=1)
     finally:
         automatic.measure_step = before
 
@@ -262,7 +266,7 @@ def unequal(world: int, cores: float | None) -> dict[str, Any]:
         mock.patch.object(plan_choice, "worth_trying", lambda *args: []),
     ):
         L.seed_everything(1, verbose=False)
-        return fit(LitGPT(), world, {}, max_steps=1)
+        return fit(LitTokens(), world, {}, max_steps=1)
 
 
 def another_is_faster(world: int) -> dict[str, Any]:
@@ -280,7 +284,7 @@ def another_is_faster(world: int) -> dict[str, Any]:
         mock.patch.object(plan_choice, "worth_trying", lambda module, plans, *limits: plans[:2]),
     ):
         L.seed_everything(1, verbose=False)
-        found = fit(LitGPT(), world, {"schedule": "auto"}, max_steps=2)
+        found = fit(LitTokens(), world, {"schedule": "auto"}, max_steps=2)
     return {**found, "tried": [(plan.schedule, plan.stage_config) for plan in plans]}
 
 
@@ -309,7 +313,7 @@ def badly_cut(world: int) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     advisor = PipelineRebalance(first_step=2, num_steps=3)
     trainer = pipeline_trainer({"net.blocks.1": 1}, world=world, callbacks=[advisor], max_epochs=1)
-    trainer.fit(LitGPT(), token_loader(8 * 8, 8))
+    trainer.fit(LitTokens(), token_loader(8 * 8, 8))
     found = advisor.rebalance
     assert found is not None
     return {"now": found.now.stage_config, "better": found.better.stage_config, "text": str(found), "gain": found.gain}
@@ -328,15 +332,15 @@ def stopped_before_it_is_cut(world: int) -> int:
     losses = Losses()
     trainer = pipeline_trainer("auto", world=world, callbacks=[losses, Stops()], max_epochs=1)  # type: ignore[arg-type]
     with pytest.raises(SIGTERMException):
-        trainer.fit(LitGPT(), token_loader(32, 8))
+        trainer.fit(LitTokens(), token_loader(32, 8))
     return len(losses.values)
 
 
-def run_all(world: int, folder: str) -> dict[str, Any]:
+def run_all(world: int, folder: str, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, strategy in RUNS.items() if world > 1 else [("1f1b", {"schedule": "1f1b"})]:
-        with nullcontext() if name == "1f1b" else measured_shortly():
-            found[name] = watched(world, {**strategy}, max_epochs=2)
+    for name in names:
+        with nullcontext() if name == AS_EVER else measured_shortly():
+            found[name] = watched(world, {**RUNS[name]}, max_epochs=1)
     with measured_shortly():
         return {"runs": found, **others(world, folder)}
 
@@ -362,35 +366,35 @@ def others(world: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: Any) -> dict[str, Any]:
-    return launch(run_all, 1, str(tmp_path_factory.mktemp("one")), world=1)[0]
+    return launch(run_all, 1, str(tmp_path_factory.mktemp("one")), ["1f1b"], world=1)[0]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    return launch(run_all, 2, str(tmp_path_factory.mktemp("two")), world=2)
+def ranks(tmp_path_factory: Any, wanted: Any) -> list[dict[str, Any]]:
+    return launch(run_all, 2, str(tmp_path_factory.mktemp("two")), wanted(RUNS, MORE, "name"), world=2)
 
 
-def test_the_bits_are_those_of_one_process(one: Any, ranks: Any) -> None:
-    expected = one["runs"]["1f1b"]
+@pytest.mark.parametrize("name", ["1f1b", "v", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(MORE))])
+def test_the_bits_are_those_of_one_process(name: str, one: Any, ranks: Any) -> None:
+    expected, found = one["runs"]["1f1b"], ranks[0]["runs"][name]
     assert expected["plan"] is None
-    for name in ("1f1b", "virtual", "v"):
-        found = ranks[0]["runs"][name]
-        assert found["losses"] == expected["losses"], name
-        assert not differing(found["weights"], expected["weights"]), name
+    assert found["losses"] == expected["losses"]
+    assert not differing(found["weights"], expected["weights"])
 
 
 def test_all_ranks_have_the_same_plan_and_hold_their_part(ranks: Any) -> None:
-    for name in RUNS:
+    for name in ranks[0]["runs"]:
         first, second = (rank["runs"][name] for rank in ranks)
         assert first["plan"] == second["plan"]
         assert first["plan"]["is_measured"] and first["plan"]["is_tried"]
-        assert len(first["plan"]["stages"]) == (2 if name == "1f1b" else len(first["plan"]["stages"]))
+        assert len(first["plan"]["stages"]) == {"1f1b": 2, AS_EVER: 2, "virtual": 4}.get(
+            name, len(first["plan"]["stages"])
+        )
         assert first["live"] and second["live"] and set(first["live"]).isdisjoint(second["live"])
         assert sorted(first["live"] + second["live"]) == first["parameters"]
 
 
 def test_schedules_of_virtual_stages_are_given_them(ranks: Any) -> None:
-    assert len(ranks[0]["runs"]["virtual"]["plan"]["stages"]) == 4
     assert [stage["rank"] for stage in ranks[0]["runs"]["v"]["plan"]["stages"]] == [0, 1, 1, 0]
     assert ranks[0]["runs"]["all chosen"]["plan"]["num_microbatches"] in (2, 4, 8)
 

@@ -23,8 +23,8 @@ SHORT = {**TRAINING, "max_epochs": 1}
 Run = dict[str, Any]
 RUNS: dict[str, Run] = {
     "dropout": {"model": {"dropout": 0.1}, "trainer": TRAINING, "samples": RAGGED},
-    "plain": {"model": {}, "trainer": TRAINING, "samples": EVEN},
-    "tied": {"model": {"tied": True}, "trainer": TRAINING, "samples": RAGGED},
+    "plain": {"model": {}, "trainer": SHORT, "samples": EVEN},
+    "tied": {"model": {"tied": True}, "trainer": SHORT, "samples": RAGGED},
     "by_value": {
         "model": {"dropout": 0.1},
         "trainer": {**SHORT, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
@@ -34,6 +34,7 @@ RUNS: dict[str, Run] = {
     "bf16-true": {"model": {"dropout": 0.1}, "trainer": {**SHORT, "precision": "bf16-true"}, "samples": RAGGED},
 }
 SPLIT = [("dropout", "1f1b"), ("dropout", "gpipe"), *((name, "1f1b") for name in RUNS if name != "dropout")]
+MORE = {("dropout", "gpipe"), ("bf16-true", "1f1b")}  # as others are
 
 
 def run_all(world: int, runs: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
@@ -48,7 +49,7 @@ def run_all(world: int, runs: list[tuple[str, str]]) -> dict[tuple[str, str], An
 
 def run_plain() -> Any:
     """The run without dropout in plain Lightning, over batches of micro-batch size."""
-    options = {**TRAINING, "accumulate_grad_batches": 2 * NUM_MICROBATCHES}
+    options = {**SHORT, "accumulate_grad_batches": 2 * NUM_MICROBATCHES}
     return fit(plain_trainer(**options), RUNS["plain"], BATCH_SIZE // NUM_MICROBATCHES)
 
 
@@ -70,12 +71,14 @@ def one_stage() -> dict[str, Any]:
 @pytest.fixture(
     scope="module", params=[pytest.param(2, marks=pytest.mark.slow, id="2 stages"), pytest.param(4, id="4 stages")]
 )
-def stages(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Any]]:
+def stages(request: pytest.FixtureRequest, wanted: Any) -> list[dict[tuple[str, str], Any]]:
     """All runs, by rank."""
-    return launch(run_all, request.param, SPLIT, world=request.param)
+    return launch(run_all, request.param, wanted(SPLIT, MORE, "name", "schedule"), world=request.param)
 
 
-@pytest.mark.parametrize(("name", "schedule"), SPLIT)
+@pytest.mark.parametrize(
+    ("name", "schedule"), [pytest.param(*run, marks=[pytest.mark.slow] * (run in MORE)) for run in SPLIT]
+)
 def test_losses_and_weights_are_those_of_one_stage(name: str, schedule: str, one_stage: Any, stages: Any) -> None:
     expected, found = one_stage[name], stages[0][name, schedule]
     assert found["steps"] == expected["steps"] == (6 if RUNS[name]["trainer"] is TRAINING else 3)
@@ -99,7 +102,7 @@ def test_the_runs_train_and_differ(one_stage: Any) -> None:
 def test_plain_lightning_accumulating_over_the_micro_batches_gets_the_same_bits(one_stage: Any) -> None:
     plain = launch(run_plain, world=1)[0]
     ours = one_stage["plain"]
-    assert plain["steps"] == ours["steps"] == 6
+    assert plain["steps"] == ours["steps"] == 3
     assert not differing(plain["weights"], ours["weights"])
     # Lightning's own losses are divided by the number of batches that it accumulates over.
     assert torch.tensor(plain["losses"]).reshape(-1, NUM_MICROBATCHES).sum(1).tolist() == ours["losses"]

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.cli import app
 from tests.launching import PATIENCE_S, launch
-from tests.training.models import LitGPT, gpt_stages, tokens
+from tests.training.models import LitTokens, gpt_stages, tokens
 from tests.training.runs import QUIET, Losses, plain_trainer
 
 pytestmark = pytest.mark.multiprocess
@@ -43,7 +43,11 @@ OTHERS: dict[str, dict[str, Any]] = {  # in which the runs above resume
 }
 
 
-class LitTied(LitGPT):
+MORE = {"2 x 2, virtual stages"}
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in LAYOUTS]
+
+
+class LitTied(LitTokens):
     """With parameter groups, a buffer that is another one on each replica, and state that is no tensor."""
 
     def __init__(self, **options: Any) -> None:
@@ -183,9 +187,10 @@ def _no_space(self: Any, plan: Any, planner: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
-def write_all(world: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {name: write(world, folder / name, layout) for name, layout in LAYOUTS.items()}
-    for name, layout in OTHERS.items():
+def write_all(world: int, folder: Path, names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: write(world, folder / name, LAYOUTS[name]) for name in names}
+    for name in names:
+        layout = OTHERS[name]
         trainer = trainer_of(world, layout)
         found[f"resumed {name}"] = fit(trainer, layout, folder / name / "epoch=0.ckpt")
     layout = LAYOUTS["2 x 2, fsdp"]
@@ -194,11 +199,11 @@ def write_all(world: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def alone(world: int, folder: Path) -> dict[str, Any]:
+def alone(world: int, folder: Path, names: list[str]) -> dict[str, Any]:
     """One process's own run, and the rest of the others'."""
     layout = {"num_stages": 1}
     found: dict[str, Any] = {"whole": fit(trainer_of(world, layout), layout)}
-    for name in LAYOUTS:
+    for name in names:
         found[name] = fit(trainer_of(world, layout), layout, folder / name / "epoch=0.ckpt")
     found["back"] = fit(trainer_of(world, layout, max_epochs=EPOCHS + 1), layout, folder / "back.ckpt")
     found["file"] = fit(trainer_of(world, layout, max_epochs=EPOCHS + 1), layout, folder / "from.ckpt")
@@ -221,8 +226,13 @@ def alone(world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    return launch(write_all, WORLD, folder, world=WORLD)
+def names(wanted: Any) -> list[str]:
+    return wanted(LAYOUTS, MORE, "name")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    return launch(write_all, WORLD, folder, names, world=WORLD)
 
 
 def convert(*arguments: Any) -> str:
@@ -232,7 +242,7 @@ def convert(*arguments: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path, ranks: Any) -> dict[str, Any]:
+def one(folder: Path, ranks: Any, names: list[str]) -> dict[str, Any]:
     """What one process does with the folders, and with what has been converted."""
     source = folder / "2 x 2, fsdp"
     convert(source / "file.ckpt", folder / "back.ckpt")
@@ -240,7 +250,7 @@ def one(folder: Path, ranks: Any) -> dict[str, Any]:
     shutil.copytree(source / "end.ckpt", source / "short.ckpt")
     largest = max((source / "short.ckpt").glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    return launch(alone, 1, folder, world=1)[0]
+    return launch(alone, 1, folder, names, world=1)[0]
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -254,7 +264,7 @@ def equal(one: Any, other: Any) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_folder_becomes_the_plain_file_of_the_run(name: str, folder: Path, ranks: Any, tmp_path: Path) -> None:
     said = convert(folder / name / "end.ckpt", tmp_path / "converted.ckpt")
     assert str(tmp_path / "converted.ckpt") in said.replace("\n", "")
@@ -276,8 +286,8 @@ def test_a_file_becomes_a_folder_and_a_file_again(folder: Path, ranks: Any, tmp_
     assert equal(torch.load(tmp_path / "again.ckpt", weights_only=True), before)
 
 
-def test_all_ranks_write(folder: Path, ranks: Any) -> None:
-    for name in LAYOUTS:
+def test_all_ranks_write(folder: Path, names: list[str], ranks: Any) -> None:
+    for name in names:
         sizes = [path.stat().st_size for path in sorted((folder / name / "end.ckpt").glob("*.distcp"))]
         assert len(sizes) == WORLD
         assert max(sizes) < 0.45 * sum(sizes), name  # a file of one rank would have all of it
@@ -291,7 +301,7 @@ def test_a_callback_keeps_and_removes_folders(folder: Path, ranks: Any) -> None:
         assert rank["callback"]["last"] == EPOCHS * SAMPLES // BATCH_SIZE
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_runs_resume_in_another_layout(name: str, ranks: Any, one: Any) -> None:
     expected = one["whole"]
     half = len(expected["losses"]) // EPOCHS

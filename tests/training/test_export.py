@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_pipeline import PipelineStrategy
 from tests.launching import PATIENCE_S, launch
-from tests.training.models import LitGPT, gpt_stages, token_loader, tokens
+from tests.training.models import LitTokens, gpt_stages, token_loader, tokens
 from tests.training.runs import QUIET
 
 pytestmark = pytest.mark.multiprocess
@@ -24,7 +24,7 @@ def scaled(module: Any, inputs: Any, output: Any) -> Any:
     return output * module.scale
 
 
-class LitBuffers(LitGPT):
+class LitBuffers(LitTokens):
     """Has buffers on each stage, one of which is not saved."""
 
     def __init__(self, **options: Any) -> None:
@@ -34,7 +34,7 @@ class LitBuffers(LitGPT):
             block.register_forward_hook(scaled)
 
 
-class LitKeepsArguments(LitGPT):
+class LitKeepsArguments(LitTokens):
     """As forecasting packages do: it makes its Trainer, and keeps what it makes it from."""
 
     def __init__(self, **trainer_arguments: Any) -> None:

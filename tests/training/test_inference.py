@@ -6,7 +6,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -21,18 +21,16 @@ from torchmetrics import SumMetric
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.schedules import Kind
 from lightning_pipeline.strategy.outputs import combine
 from tests.launching import PATIENCE_S, launch
 from tests.training.runs import QUIET, pipeline_trainer, plain_trainer
 
 pytestmark = pytest.mark.multiprocess
 
-BATCH_SIZES = (1, 3, 7)  # a loader of each, over 11 samples: all but the first end in a smaller batch
-NUM_SAMPLES = 11
+BATCH_SIZES = (1, 3, 7)  # a loader of each, over 8 samples: all but the first end in a smaller batch
+NUM_SAMPLES = 8
 NUM_LAYERS = 4
 WIDTH = 5
-SLEEP = 0.02  # seconds
 MakeTrainer = Callable[..., L.Trainer]
 Result = dict[str, Any]
 
@@ -49,17 +47,41 @@ class Answer:
     threshold: float
 
 
+class Begun:
+    """How many micro-batches the stages have begun: the last stage's wait until the first has begun a later one.
+
+    So they can end only if stages work at once.
+    """
+
+    def __init__(self, path: Path, *, is_last: bool, total: int) -> None:
+        path.touch()
+        self.path, self.is_last, self.total = path, is_last, total
+        self.own = 0
+
+    def note(self) -> None:
+        self.own += 1
+        if not self.is_last:
+            with self.path.open("ab") as file:
+                file.write(b".")
+            return
+        deadline = time.monotonic() + PATIENCE_S
+        while self.path.stat().st_size < min(self.own + 1, self.total):
+            assert time.monotonic() < deadline, f"micro-batch {self.own} ran, and the first stage began no later one"
+            time.sleep(0.001)
+
+
 class Work:
     """What the operation below does on this rank."""
 
-    pause = 0.0  # seconds, during which the processor is free
+    begun: Begun | None = None
     most_alive = 0
     alive: list[StorageWeakRef] = []
 
 
 @torch.library.custom_op("tests::tanh_more", mutates_args=())
 def tanh_more(x: Tensor, weight: Tensor) -> Tensor:
-    time.sleep(Work.pause)
+    if Work.begun is not None:
+        Work.begun.note()
     y = torch.tanh(x * weight) + x
     Work.alive = [ref for ref in Work.alive if not ref.expired()] + [StorageWeakRef(y.untyped_storage())]
     Work.most_alive = max(Work.most_alive, len(Work.alive))
@@ -130,7 +152,7 @@ class LitRows(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-class LitSlow(LitRows):
+class LitPair(LitRows):
     """One layer on each of two stages, and an output alone."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,22 +181,6 @@ class Writer(BasePredictionWriter):
     def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
         ids = [[output and output["ids"].tolist() for output in outputs] for outputs in predictions]
         self.epochs.append((ids, [[list(batch) for batch in batches] for batches in batch_indices]))
-
-
-class Spans(Callback):
-    """When this rank ran which forward of each batch."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[tuple[float, float]]] = []
-
-    def on_predict_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        self.batches.append(times := [])
-
-        def observe(span: Any) -> None:
-            if span[0].kind is Kind.F:
-                times.append(span[1:])
-
-        trainer.strategy.pipeline.observe = observe
 
 
 def cut(num_stages: int) -> dict[str, int]:
@@ -237,12 +243,20 @@ def most_alive(make: MakeTrainer) -> int:
     return Work.most_alive
 
 
-def timed(make: MakeTrainer) -> list[list[tuple[float, float]]]:
-    spans = Spans()
-    trainer = make(callbacks=[spans])
-    Work.pause = SLEEP
-    trainer.predict(seeded(LitSlow), DataLoader(TensorDataset(torch.ones(32, WIDTH)), batch_size=8))
-    return spans.batches
+def at_once(make: MakeTrainer, path: str) -> tuple[int, list[Tensor]]:
+    """How many micro-batches this stage has begun, and what the last one gives."""
+    data = DataLoader(TensorDataset(torch.ones(32, WIDTH)), batch_size=8)
+
+    class FromSecondBatch(Callback):
+        """The first one is cut as it runs, one stage after the other."""
+
+        def on_predict_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+            if batch_idx == 1:
+                Work.begun = Begun(Path(path), is_last=trainer.global_rank == 1, total=(len(data) - 1) * 8)
+
+    predictions = make(callbacks=[FromSecondBatch()]).predict(seeded(LitPair), data)
+    assert Work.begun is not None
+    return Work.begun.own, predictions
 
 
 def run_one(path: str) -> Result:
@@ -280,7 +294,7 @@ def run_two(path: str) -> Result:
         "after fit": after_fit(make, path),
         "loaded": loaded(make, path),
         "most alive": most_alive(kept),
-        "timed": timed(kept),
+        "at once": at_once(kept, f"{path}.begun"),
     }
 
 
@@ -400,16 +414,10 @@ def test_no_activations_are_kept(two: Any) -> None:
 
 
 def test_stages_work_at_once_and_go_on_with_the_next_batch(two: Any) -> None:
-    first, last = (rank["timed"] for rank in two)
-    assert [len(times) for times in first] == [len(times) for times in last] == [8] * 4
-    for ends, starts in zip(first, last, strict=True):
-        assert all(start >= end for (_, end), (start, _) in zip(ends, starts, strict=True))
-    # After the first batch; mostly, as the machine may be busy with something else for a while.
-    ahead, behind = (list(chain(*batches[1:])) for batches in (first, last))
-    together = [a[0] < b[1] and b[0] < a[1] for a, b in zip(ahead[1:], behind, strict=False)]
-    assert sum(together) > len(together) / 2
-    goes_on = [later[0][0] < earlier[-1][1] for earlier, later in zip(last[1:], first[2:], strict=False)]
-    assert any(goes_on)
+    # The last stage waits in each micro-batch, that of a batch's end included, until the first has begun the next one.
+    (first, _), (last, predictions) = (rank["at once"] for rank in two)
+    assert first == last == 3 * 8
+    assert [len(batch) for batch in predictions] == [8] * 4
 
 
 # -- putting outputs together -----------------------------------------------------------------------------------------

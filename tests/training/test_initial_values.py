@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from tests.launching import launch
-from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.measured import LitLayers, measured_stages, point_loader
 from tests.training.runs import differing, pipeline_trainer, plain_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multiprocess
 SEED = 3
 
 
-class LitWithTable(LitMeasured):
+class LitWithTable(LitLayers):
     """With a buffer of odd size, in a dtype that not every backend sends."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ def seeds() -> dict[str, str]:
         seed()
         trainer = pipeline_trainer(measured_stages(2), world=2, max_steps=1)
         try:
-            trainer.fit(LitMeasured(), point_loader(16))
+            trainer.fit(LitLayers(), point_loader(16))
             told[name] = ""
         except ValueError as error:
             told[name] = str(error)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.launching import PATIENCE_S, SOON_S, launch
 from tests.scripts import Host
-from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.measured import LitLayers, measured_stages, point_loader
 from tests.training.runs import pipeline_trainer
 
 pytestmark = pytest.mark.multiprocess
@@ -69,7 +69,7 @@ def test_a_refusal_ends_both_processes_of_a_script(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.json"))
 
 
-class ManualOptimization(LitMeasured):
+class ManualOptimization(LitLayers):
     """Steps by itself."""
 
     def __init__(self) -> None:
@@ -77,14 +77,14 @@ class ManualOptimization(LitMeasured):
         self.automatic_optimization = False
 
 
-class WithLBFGS(LitMeasured):
+class WithLBFGS(LitLayers):
     """An optimizer that evaluates the loss several times."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
 
 
-class WithIterator(LitMeasured):
+class WithIterator(LitLayers):
     """Reads its batches by itself."""
 
     def training_step(self, dataloader_iter: Any) -> Tensor:

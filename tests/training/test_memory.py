@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.launching import launch
-from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import pipeline_trainer
 
 pytestmark = pytest.mark.multiprocess
@@ -69,7 +69,7 @@ def held(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
 
 
-class LitWatchful(LitGPT):
+class LitWatchful(LitTokens):
     """Counts in each step how many gradients of the step before are still alive."""
 
     def __init__(self) -> None:
@@ -112,20 +112,20 @@ def live_microbatches(world: int) -> dict[Any, Any]:
     """The executor's count of micro-batches that were live at once, for each schedule and number of micro-batches."""
     found: dict[Any, Any] = {"gradients": last_gradients(world)}
     for schedule in ("1f1b", "gpipe"):
-        for count in (4, 7):
-            strategy = {"schedule": schedule, "num_microbatches": count}
-            trainer = pipeline_trainer(gpt_stages(world), world=world, strategy=strategy, max_steps=2)
-            trainer.fit(LitGPT(), token_loader(2 * count, count))
-            found[schedule, count] = trainer.strategy.peak_live
+        count = 5
+        strategy = {"schedule": schedule, "num_microbatches": count}
+        trainer = pipeline_trainer(gpt_stages(world), world=world, strategy=strategy, max_steps=1)
+        trainer.fit(LitTokens(), token_loader(count, count))
+        found[schedule, count] = trainer.strategy.peak_live
     return found
 
 
 def test_live_microbatches_and_gradients_are_as_few_as_can_be() -> None:
-    world = 4
+    world = 3
     for rank, found in enumerate(launch(live_microbatches, world, world=world)):
         gradients = found.pop("gradients")
         for (schedule, count), live in found.items():
-            assert live == (min(count, world - rank) if schedule == "1f1b" else count)
+            assert live == (world - rank if schedule == "1f1b" else count)
         # Lightning zeroes after training_step; a step would take the memory of two steps' gradients till then.
         unseen, watched = gradients["unseen"], gradients["watched"]
         assert unseen["last"] and set(unseen["alive"]) == {0}

@@ -20,7 +20,7 @@ from lightning_pipeline.runtime.recording import Recording, gather_recordings
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.schedules import build, simulate
 from tests.launching import PATIENCE_S, launch
-from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import QUIET
 
 pytestmark = pytest.mark.multiprocess
@@ -68,7 +68,7 @@ def run(schedule: str, folder: str) -> dict[str, Any]:
     trainer = L.Trainer(
         strategy=strategy, devices=WORLD, callbacks=[timeline, gradients], **{**QUIET, "max_steps": 2, "max_epochs": 1}
     )
-    trainer.fit(LitGPT(), token_loader(32, 8))
+    trainer.fit(LitTokens(), token_loader(32, 8))
     # Four blocks: two a rank, or one for each of its two virtual stages. Backwards end on the last one first.
     stage = strategy.topology.stage_rank
     blocks = [[2 * stage, 2 * stage + 1]] if num_virtual == 1 else [[stage + 2], [stage]]

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from lightning_pipeline import PipelineStrategy, sync_pipeline_shared_parameters
 from lightning_pipeline.runtime.fully_sharded import local_part
 from tests.launching import PATIENCE_S, launch
-from tests.training.measured import LitMeasured, measured_stages, point_loader
-from tests.training.models import NUM_BLOCKS, LitGPT, gpt_stages, tokens
+from tests.training.measured import LitLayers, LitMeasured, measured_stages, point_loader
+from tests.training.models import NUM_BLOCKS, LitTokens, gpt_stages, tokens
 from tests.training.runs import QUIET, Losses, Present, measured_shortly
 
 pytestmark = pytest.mark.multiprocess
@@ -84,8 +84,8 @@ class Freeze(Callback):
             pl_module.net.blocks[3].requires_grad_(False)
 
 
-class LitAny(LitGPT):
-    """`LitGPT` with another optimizer, a layer that is never used, and a block that is added before the run."""
+class LitAny(LitTokens):
+    """`LitTokens` with another optimizer, a layer that is never used, and a block that is added before the run."""
 
     def __init__(self, optimizer: str, **options: Any) -> None:
         super().__init__(**options)
@@ -159,7 +159,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adamw tied in double": {"optimizer": "adamw", "precision": "64-true", "tied": True},
     "adafactor in double": {"optimizer": "adafactor", "precision": "64-true"},
 }
-LAYOUTS_OF = {  # in which each case is run, and in OTHERS
+LAYOUTS_OF = {  # in which each case can be run, and in OTHERS
     "sgd": ["4 stages", "2 stages, 2 replicas", "4 replicas", "2 x 2, fsdp"],
     "adamw tied in double": ["2 stages, 2 replicas", "2 x 2, opt_shard", "2 x 2, fsdp"],
     "adafactor in double": ["2 stages, 2 replicas", "2 x 2, opt_shard", "2 x 2, fsdp"],
@@ -179,10 +179,28 @@ OTHERS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def train_all(world: int, folder: Path) -> dict[tuple[str, str], Any]:
-    runs = [(name, layout, LAYOUTS[layout]) for name, layout in RUNS] + OTHERS
+# What the others show as well.
+MORE = {
+    *(("sgd", layout) for layout in ("4 stages", "4 replicas")),
+    ("adamw tied in double", "2 x 2, fsdp"),
+    *(("adafactor in double", layout) for layout in LAYOUTS_OF["adafactor in double"]),
+    ("sgd", "interleaved, opt_shard"),
+    ("sgd in float16", "2 x 2, fsdp"),
+    ("adamw in bfloat16", "2 x 2, opt_shard"),
+}
+
+
+def often(runs: list[tuple[str, str]]) -> list[Any]:
+    """Runs; those of `MORE` are slow."""
+    return [pytest.param(*run, marks=[pytest.mark.slow] * (run in MORE)) for run in runs]
+
+
+def train_all(world: int, folder: Path, wanted: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    options_of = {(name, layout): LAYOUTS[layout] for name, layout in RUNS}
+    options_of |= {(name, layout): options for name, layout, options in OTHERS}
+    runs = [(name, layout, options_of[name, layout]) for name, layout in wanted]
     if world == 1:
-        runs = [(name, "alone", {"num_stages": 1}) for name in CASES | HALVES]
+        runs = [(name, "alone", {"num_stages": 1}) for name in {name for name, _ in wanted}]
     return {
         (name, layout): train(world, options, folder, SAMPLES.get(name, 12), **(CASES | HALVES)[name])
         for name, layout, options in runs
@@ -205,13 +223,13 @@ def sharded_twice(world: int, folder: Path) -> dict[str, Any]:
             trainer.save_checkpoint(folder / "sharded.ckpt")
         return losses.values
 
-    module = LitGPT()
+    module = LitTokens()
     fit(module, 1, data_parallel="fsdp")
     return {
         "again": fit(module, 2, folder / "sharded.ckpt", data_parallel="fsdp"),
-        "new": fit(LitGPT(), 2, folder / "sharded.ckpt"),
+        "new": fit(LitTokens(), 2, folder / "sharded.ckpt"),
         "whole": fit(module, 1),
-        "averaged": fit(LitGPT(), 1, None, EMAWeightAveraging(), data_parallel="fsdp"),
+        "averaged": fit(LitTokens(), 1, None, EMAWeightAveraging(), data_parallel="fsdp"),
     }
 
 
@@ -240,7 +258,7 @@ def measure(world: int) -> dict[str, Any]:
     return {"values": found, "gathered": gathered, "reduced": float(reduced)}
 
 
-class LitSeen(LitMeasured):
+class LitSeen(LitLayers):
     """Keeps the first number of every sample."""
 
     def __init__(self) -> None:
@@ -261,7 +279,7 @@ def samples_seen(world: int) -> list[int]:
 
 
 def uneven(world: int) -> str:
-    class Lit(LitMeasured):
+    class Lit(LitLayers):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self(batch).square().mean()
 
@@ -284,13 +302,13 @@ def disagree(world: int) -> str:
     strategy = PipelineStrategy(stage_config={f"layers.{1 + rank // 3}": 1}, num_microbatches=2, timeout=PATIENCE_S)
     trainer = L.Trainer(strategy=strategy, devices=world, **{**QUIET, "max_epochs": 1})
     try:
-        trainer.fit(LitMeasured(), point_loader(32, 8))
+        trainer.fit(LitLayers(), point_loader(32, 8))
     except Exception as error:
         return str(error)
     return "nothing"
 
 
-class LitContrastive(LitGPT):
+class LitContrastive(LitTokens):
     """Compares each sample with those of all replicas; gradients come back from all of them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -325,8 +343,8 @@ def local_weights(module: L.LightningModule) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
 
 
-def run_all(world: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"trained": train_all(world, folder), "measured": measure(world)}
+def run_all(world: int, folder: Path, wanted: list[tuple[str, str]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"trained": train_all(world, folder, wanted), "measured": measure(world)}
     with measured_shortly():
         found["contrasted"] = [contrasted(world, config) for config in ({"net.blocks.2": 1}, "auto")]
     found["seen"] = samples_seen(world)
@@ -337,13 +355,18 @@ def run_all(world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch(run_all, WORLD, tmp_path_factory.mktemp("replicas"), world=WORLD)
+def runs(wanted: Any) -> list[tuple[str, str]]:
+    return wanted([*RUNS, *((name, layout) for name, layout, _ in OTHERS)], MORE, "name", "layout")
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    trained = launch(train_all, 1, tmp_path_factory.mktemp("alone"), world=1)[0]
+def ranks(tmp_path_factory: pytest.TempPathFactory, runs: Any) -> list[dict[str, Any]]:
+    return launch(run_all, WORLD, tmp_path_factory.mktemp("replicas"), runs, world=WORLD)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, runs: Any) -> dict[str, Any]:
+    trained = launch(train_all, 1, tmp_path_factory.mktemp("alone"), runs, world=1)[0]
     return {name: found for (name, _), found in trained.items()}
 
 
@@ -353,7 +376,7 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / max(float(expected.abs().max()), 1e-2))
 
 
-@pytest.mark.parametrize(("name", "layout"), RUNS + [(name, layout) for name, layout, _ in OTHERS])
+@pytest.mark.parametrize(("name", "layout"), often(RUNS + [(name, layout) for name, layout, _ in OTHERS]))
 def test_weights_and_optimizer_state_are_those_of_one_process(name: str, layout: str, alone: Any, ranks: Any) -> None:
     expected, found = alone[name]["checkpoint"], ranks[0]["trained"][name, layout]["checkpoint"]
     tolerance = 1e-12 if "double" in name else 2e-2 if name in HALVES else 1e-6
@@ -370,7 +393,7 @@ def test_weights_and_optimizer_state_are_those_of_one_process(name: str, layout:
     assert ranks[0]["trained"][name, layout]["world"] == WORLD
 
 
-@pytest.mark.parametrize(("name", "layout"), RUNS)
+@pytest.mark.parametrize(("name", "layout"), often(RUNS))
 def test_losses_are_the_means_over_replicas(name: str, layout: str, alone: Any, ranks: Any) -> None:
     num_replicas = WORLD // LAYOUTS[layout]["num_stages"]
     by_replica = [ranks[replica]["trained"][name, layout]["losses"] for replica in range(num_replicas)]
@@ -381,7 +404,7 @@ def test_losses_are_the_means_over_replicas(name: str, layout: str, alone: Any, 
     assert num_replicas == 1 or by_replica[0] != by_replica[1]
 
 
-@pytest.mark.parametrize(("name", "layout"), RUNS)
+@pytest.mark.parametrize(("name", "layout"), often(RUNS))
 def test_the_norm_of_all_gradients_is_the_same_everywhere(name: str, layout: str, alone: Any, ranks: Any) -> None:
     expected = alone[name]["norms"]
     assert len(expected) == (4 if name == "sgd" else 2)
@@ -390,7 +413,9 @@ def test_the_norm_of_all_gradients_is_the_same_everywhere(name: str, layout: str
             assert found == pytest.approx(one, rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "layout"), [run for run in RUNS if run[1] in ("2 x 2, opt_shard", "2 x 2, fsdp")])
+@pytest.mark.parametrize(
+    ("name", "layout"), often([run for run in RUNS if run[1] in ("2 x 2, opt_shard", "2 x 2, fsdp")])
+)
 def test_replicas_share_out_what_they_hold(name: str, layout: str, ranks: Any) -> None:
     whole = [rank["trained"][name, "2 stages, 2 replicas"] for rank in ranks]
     shares = [rank["trained"][name, layout] for rank in ranks]
@@ -406,15 +431,21 @@ def test_batches_that_accumulate_exchange_no_gradients(ranks: Any) -> None:
     for rank in ranks:
         first, second, last = rank["trained"]["sgd", "2 stages, 2 replicas"]["sums"][:3]
         assert first == 0 < second == last
-        assert set(rank["trained"]["sgd", "4 stages"]["sums"]) == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout"), [("sgd", "4 stages")])
+def test_stages_without_replicas_exchange_no_gradients(name: str, layout: str, ranks: Any) -> None:
+    for rank in ranks:
+        assert set(rank["trained"][name, layout]["sums"]) == {0}
 
 
 def test_shared_parameters_take_the_value_of_their_owner(ranks: Any) -> None:
     for layout in ("2 stages, 2 replicas", "2 x 2, opt_shard"):
         found = [rank["trained"]["adamw tied in double", layout]["synced"] for rank in ranks]
         assert found == [0.0, 1.0, 0.0, 1.0]  # of the first stage in each replica
-        untied = [rank["trained"]["adafactor in double", layout]["synced"] for rank in ranks]
-        assert untied == [None, None, 2.0, 3.0]
+    untied = [rank["trained"]["sgd", "2 stages, 2 replicas"]["synced"] for rank in ranks]
+    assert untied == [None, None, 2.0, 3.0]
 
 
 def test_a_sharded_module_goes_on_in_another_run(ranks: Any) -> None:

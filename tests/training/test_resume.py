@@ -59,6 +59,7 @@ CASES = {
     "random data": Case(stop=4, randomly=True),
     "fp16": Case(stop=4, fp16=True, dropout=0.2),
 }
+MORE = {"one_cycle"}  # as "no dropout" and "fp16" together
 EXACT_IN_PLAIN = [name for name, case in CASES.items() if not case.dropout]  # whose random numbers are others
 # Of the others Lightning loses something: the state of a loader without one, gradients within a window, and the step
 # of a ReduceLROnPlateau at the end of the epoch in which it goes on.
@@ -192,10 +193,12 @@ def second_runs(num_stages: int, names: list[str], world: int, folder: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[str, Any]:
     """By layout and case, and by rank: the interrupted run's losses, the whole run, and the one that went on."""
     folder = tmp_path_factory.mktemp("resume")
-    layouts = {"plain": (PLAIN, EXACT_IN_PLAIN, 1), "two": (2, list(CASES), 2), "replicas": (2, IN_REPLICAS, 4)}
+    cases = wanted(CASES, MORE, "name")
+    replicas = [name for name in IN_REPLICAS if name in cases]
+    layouts = {"plain": (PLAIN, EXACT_IN_PLAIN, 1), "two": (2, cases, 2), "replicas": (2, replicas, 4)}
 
     def run(layout: str) -> list[dict[str, Any]]:
         stages, names, world = layouts[layout]
@@ -221,7 +224,7 @@ def test_it_stops_after_the_batch_in_which_one_rank_was_told(runs: Any) -> None:
                 assert run["interrupted"] == run["whole"]["losses"][: CASES[name].stop + 1]
 
 
-@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in CONTINUED])
 def test_it_goes_on_as_if_it_had_not_been_interrupted(runs: Any, name: str) -> None:
     for rank in runs["two"]:
         whole, resumed = rank[name]["whole"], rank[name]["resumed"]

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pipeline.schedules import Schedule, build, save_csv, simulate
 from tests.launching import launch
-from tests.training.models import NUM_BLOCKS, LitGPT, token_loader
+from tests.training.models import NUM_BLOCKS, LitTokens, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -49,8 +49,15 @@ CASES: dict[str, tuple[Any, dict[str, int]]] = {
 }
 
 
+MORE = {"interleaved_1f1b by group", "a schedule"}  # as others are
+MORE_TIED = {"interleaved_1f1b by group", "zero_bubble"}
 NAMED = [name for name, (schedule, _) in CASES.items() if isinstance(schedule, str)]
 TIED = ["1f1b", "interleaved_1f1b by group", "zero_bubble", "zbv"]
+
+
+def often(names: list[str], more: set[str]) -> list[Any]:
+    """Names of cases; those of `more` are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in more)) for name in names]
 
 
 def run(schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool) -> dict[str, Any]:
@@ -58,9 +65,9 @@ def run(schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool) 
     losses = Losses()
     strategy = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES}
     trainer = pipeline_trainer(
-        stage_config, world=world, strategy=strategy, callbacks=[losses], max_epochs=2, gradient_clip_val=0.5
+        stage_config, world=world, strategy=strategy, callbacks=[losses], max_epochs=1, gradient_clip_val=0.5
     )
-    module = LitGPT(dropout=0.1, tied=tied)
+    module = LitTokens(dropout=0.1, tied=tied)
     loader = token_loader(SAMPLES, BATCH_SIZE, shuffle=True)
     trainer.fit(module, loader)
     found = {"losses": losses.values, "weights": weights(trainer), "live": trainer.strategy.peak_live}
@@ -69,10 +76,9 @@ def run(schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool) 
     return found
 
 
-def run_cases(world: int, csv: str) -> dict[tuple[str, bool], Any]:
-    cases = {**CASES, "a file": (csv, ALONG)} if world > 1 else {"1f1b": CASES["1f1b"]}
-    found = {(name, False): run(*case, world, tied=False) for name, case in cases.items()}
-    return found | {(name, True): run(*cases[name], world, tied=True) for name in cases if name in TIED}
+def run_cases(world: int, csv: str, runs: list[tuple[str, bool]]) -> dict[tuple[str, bool], Any]:
+    cases = {**CASES, "a file": (csv, ALONG)}
+    return {(name, tied): run(*cases[name], world, tied=tied) for name, tied in runs}
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +90,17 @@ def csv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_process(csv: Path) -> dict[tuple[str, bool], Any]:
-    return launch(run_cases, 1, str(csv), world=1)[0]
+    return launch(run_cases, 1, str(csv), [("1f1b", False), ("1f1b", True)], world=1)[0]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(csv: Path) -> list[dict[tuple[str, bool], Any]]:
-    return launch(run_cases, WORLD, str(csv), world=WORLD)
+def two_ranks(csv: Path, wanted: Any) -> list[dict[tuple[str, bool], Any]]:
+    runs = [(name, False) for name in wanted([*CASES, "a file"], MORE, "name")]
+    runs += [(name, True) for name in wanted(TIED, MORE_TIED, "tied")]
+    return launch(run_cases, WORLD, str(csv), runs, world=WORLD)
 
 
-@pytest.mark.parametrize("name", [*CASES, "a file"])
+@pytest.mark.parametrize("name", often([*CASES, "a file"], MORE))
 def test_the_bits_are_those_of_one_process(name: str, one_process: Any, two_ranks: Any) -> None:
     expected, found = one_process["1f1b", False], two_ranks[0][name, False]
     assert found["losses"] == two_ranks[1][name, False]["losses"] == expected["losses"]
@@ -100,14 +108,14 @@ def test_the_bits_are_those_of_one_process(name: str, one_process: Any, two_rank
     assert found["loss"] == expected["loss"]
 
 
-@pytest.mark.parametrize("name", TIED)
-def test_tied_weights_too(name: str, one_process: Any, two_ranks: Any) -> None:
-    expected, found = one_process["1f1b", True], two_ranks[0][name, True]
+@pytest.mark.parametrize("tied", often(TIED, MORE_TIED))
+def test_tied_weights_too(tied: str, one_process: Any, two_ranks: Any) -> None:
+    expected, found = one_process["1f1b", True], two_ranks[0][tied, True]
     assert all(difference < 1e-5 for difference in differing(found["weights"], expected["weights"]).values())
     assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", often(NAMED, MORE))
 def test_live_activations_are_as_many_as_simulated(name: str, two_ranks: Any) -> None:
     schedule, stage_config = CASES[name]
     num_virtual_stages = len(stage_config) // 2 + 1

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.launching import launch
-from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.measured import LitLayers, measured_stages, point_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, plain_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multiprocess
 IS_A_SUM = "is a sum over samples"
 
 
-class Summed(LitMeasured):
+class Summed(LitLayers):
     """A sum over samples, logged in several ways, with other values beside it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -60,7 +60,7 @@ class Logged(Losses):
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def fit(module_of: type[LitMeasured], trainer_of: Any) -> dict[str, Any]:
+def fit(module_of: type[LitLayers], trainer_of: Any) -> dict[str, Any]:
     logged = Logged()
     L.seed_everything(3, verbose=False)
     module = module_of(lr=0.005)
@@ -90,7 +90,7 @@ def fit_all(world: int) -> dict[str, Any]:
         "sum": fit(Summed, pipeline("sum")),
         "parts": fit(SummedInParts, pipeline("sum")),
         "mean of sums": fit(Summed, pipeline("mean")),
-        "mean": fit(LitMeasured, pipeline("mean")),
+        "mean": fit(LitLayers, pipeline("mean")),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeline import PipelineStrategy
@@ -32,7 +34,7 @@ from lightning_pipeline.runtime.failure import FailureNotice
 from tests.launching import PATIENCE_S, SOON_S, launch, run_ranks
 from tests.scripts import Host
 from tests.training.faulty_script import fit as fit_faulty
-from tests.training.measured import LitMeasured, measured_stages, point_loader
+from tests.training.measured import LitLayers, measured_stages, point_loader
 from tests.training.runs import QUIET, Losses, differing, pipeline_trainer, plain_trainer
 
 pytestmark = pytest.mark.multiprocess
@@ -105,7 +107,7 @@ def fit(*callbacks: Callback, world: int = 2, strategy: dict[str, Any] | None = 
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     options = {**QUIET, "enable_checkpointing": saves, "max_epochs": 1, **options}
     L.Trainer(strategy=strategy, devices=world, callbacks=list(callbacks), **options).fit(
-        LitMeasured(), point_loader(64), point_loader(8)
+        LitLayers(), point_loader(64), point_loader(8)
     )
 
 
@@ -164,7 +166,7 @@ def stopping(folder: Path) -> Iterator[Callable[[Any], None]]:
     told = folder / "told"
 
     def stop(trainer: Any) -> None:
-        until_told = f"for i in $(seq 600); do [ -e {told} ] && break; sleep 0.1; done"
+        until_told = f"for i in $(seq 600); do [ -e {shlex.quote(str(told))} ] && break; sleep 0.1; done"
         subprocess.Popen(["sh", "-c", f"{until_told}; kill -KILL {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -190,6 +192,7 @@ def hangs_where_nothing_times_out(folder: Path) -> None:
 
     class Data(L.LightningDataModule):
         def prepare_data(self) -> None:
+            wait_for(folder / "waits")
             stop(None)
 
         def train_dataloader(self) -> Any:
@@ -202,9 +205,49 @@ def hangs_where_nothing_times_out(folder: Path) -> None:
         end(notice, found)
 
     FailureNotice._end_process = end_and_tell  # type: ignore[method-assign]
+
+    class ShortOfPatienceOnceConnected(PipelineStrategy):
+        def setup_environment(self) -> None:
+            super().setup_environment()
+            if self.global_rank == 1:
+                notice = FailureNotice._shared
+                assert notice is not None
+                limit = timedelta(seconds=2)
+                assert FailureNotice.shared(notice._root, rank=1, world_size=2, timeout=limit) is notice
+
+    new_group = torch.distributed.new_group
+
+    def then_wait(*args: Any, **options: Any) -> Any:
+        """The group with which Lightning waits for the data; what comes after it does not ask the store."""
+        group = new_group(*args, **options)
+        if os.environ["LOCAL_RANK"] == "1":
+            (folder / "waits").touch()
+        return group
+
+    torch.distributed.new_group = then_wait
+    vars(failure)["PERIOD_S"] = 0.5  # after which a wait that has begun knows of the shorter limit
     with stopping(folder) as stop:
-        strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, timeout=2)
-        L.Trainer(strategy=strategy, devices=2, **QUIET, max_epochs=1).fit(LitMeasured(), Data())
+        strategy = ShortOfPatienceOnceConnected(stage_config=measured_stages(2), num_stages=2, timeout=PATIENCE_S)
+        L.Trainer(strategy=strategy, devices=2, **QUIET, max_epochs=1).fit(LitLayers(), Data())
+
+
+def ends_before_data_is_prepared(folder: Path) -> None:
+    """Lightning makes a process group before, by the store that has gone with its host."""
+
+    class Data(L.LightningDataModule):
+        def prepare_data(self) -> None:
+            raise AssertionError("nobody prepares data")
+
+    class Ends(PassThroughProfiler):  # between the connection of the ranks and the data
+        def setup(self, *_: Any, **__: Any) -> None:
+            if os.environ["LOCAL_RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            deadline = time.monotonic() + PATIENCE_S
+            while not FailureNotice._shared.has_lost_host and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, timeout=PATIENCE_S)
+    L.Trainer(strategy=strategy, devices=2, **QUIET, max_epochs=1, profiler=Ends()).fit(LitLayers(), Data())
 
 
 def ends_in_a_collective(folder: Path) -> None:
@@ -256,6 +299,7 @@ def fails_without_memory(folder: Path) -> None:
 SCENARIOS = {
     "rank 0 hung": (rank_0_hangs, 2),
     "hung for ever": (hangs_where_nothing_times_out, 2),
+    "before data": (ends_before_data_is_prepared, 2),
     "in a collective": (ends_in_a_collective, 4),
     "folders": (ends_while_folders_are_saved, 2),
     "threads": (fails_without_threads, 2),
@@ -266,10 +310,11 @@ SCENARIOS = {
     "setup": (fails_at_setup, 2),
     "hung": (hangs, 2),
 }
+MORE = {"memory", "replicas"}  # as "threads" and "setup" are
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def ended(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[str, Any]:
     """Several at once, as most of their time is waiting."""
     folder = tmp_path_factory.mktemp("survival")
 
@@ -278,18 +323,21 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (folder / name).mkdir()
         return run_ranks(body, folder / name, world=world)
 
-    with ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor(6) as threads:
         futures = {
-            "script": threads.submit(run_script, "raise", folder / "raise"),
+            "forked": threads.submit(run_on_host, "raise", folder / "raise"),
             "torchrun": threads.submit(run_on_host, "kill", folder / "kill", TORCHRUN),
             "left": threads.submit(run_on_host, "leave", folder / "leave"),
         }
-        futures.update((name, threads.submit(scenario, name)) for name in SCENARIOS)
+        if wanted(["interpreted"], ["interpreted"], "script"):
+            futures["interpreted"] = threads.submit(run_script, "raise", folder / "interpreted")
+        futures.update((name, threads.submit(scenario, name)) for name in wanted(SCENARIOS, MORE, "name"))
         return {"folder": folder, **{name: future.result() for name, future in futures.items()}}
 
 
-def test_a_scripts_error_is_told_once_and_ends_it(ended: Any) -> None:
-    output, exit_code, seconds, left = ended["script"]
+@pytest.mark.parametrize("script", ["forked", pytest.param("interpreted", marks=pytest.mark.slow)])
+def test_a_scripts_error_is_told_once_and_ends_it(script: str, ended: Any) -> None:
+    output, exit_code, seconds, left = ended[script]
     assert exit_code == 1
     assert seconds < SOON_S
     assert not left
@@ -334,7 +382,7 @@ def test_a_rank_that_does_not_notice_ends_too(ended: Any) -> None:
     assert sleeping.seconds - failed.seconds < SOON_S
 
 
-@pytest.mark.parametrize("name", ["replicas", "setup"])
+@pytest.mark.parametrize("name", [pytest.param("replicas", marks=pytest.mark.slow), "setup"])
 def test_an_error_ends_all_ranks(ended: Any, name: str) -> None:
     failed = ended[name][-1 if name == "replicas" else 1]
     assert failed.error == "ValueError: the user's own error"
@@ -346,9 +394,7 @@ def test_an_error_ends_all_ranks(ended: Any, name: str) -> None:
 def test_a_hung_rank_is_reported(ended: Any) -> None:
     told = ended["hung"][0]
     assert told.exit_code == 1
-    assert "stage 0 (rank 0) waited 2 s for a gradient of micro-batch 0 from stage 1 (rank 1)" in (
-        told.error
-    )
+    assert "stage 0 (rank 0) waited 2 s for the gradients of micro-batch 0 (0B0) from stage 1 (rank 1)" in told.error
 
 
 def test_a_hung_rank_0_is_reported(ended: Any) -> None:
@@ -364,6 +410,13 @@ def test_a_rank_is_not_waited_for_where_nothing_times_out(ended: Any) -> None:
     assert "rank 0 failed: it did not answer within 2 s: its process is stopped" in waited.log
 
 
+def test_a_rank_that_is_gone_before_data_is_prepared_is_named(ended: Any) -> None:
+    told = ended["before data"][1]
+    assert told.exit_code == 1
+    assert told.error.startswith("PeerFailedError: rank 0 failed: its process ended or lost its connections")
+    assert "rank 1 was waiting for the rank that prepares data" in told.error
+
+
 def test_a_collective_says_which_rank_is_gone(ended: Any) -> None:
     for rank, end in enumerate(ended["in a collective"][:3]):
         assert "stage 1 (rank 3) failed: its process ended or lost its connections" in end.error
@@ -377,7 +430,7 @@ def test_a_save_of_folders_says_which_rank_is_gone(ended: Any) -> None:
     assert f"the checkpoint {ended['folder'] / 'folders'}" in told.error
 
 
-@pytest.mark.parametrize("name", ["threads", "memory"])
+@pytest.mark.parametrize("name", ["threads", pytest.param("memory", marks=pytest.mark.slow)])
 def test_what_is_short_of_resources_is_told(ended: Any, name: str) -> None:
     told, failed = ended[name]
     assert failed.error == "ValueError: the user's own error"
@@ -418,7 +471,7 @@ def test_a_preempted_job_is_saved_requeued_and_resumed(tmp_path: Path) -> None:
 # -- losses that are not finite ---------------------------------------------------------------------------------------
 
 
-class Diverges(LitMeasured):
+class Diverges(LitLayers):
     """The third batch's loss is NaN, and so are its gradients."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

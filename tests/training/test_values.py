@@ -67,7 +67,7 @@ def fit_with_everything(trainer_of: Any, folder: Path, bar: Any, max_epochs: int
         max_epochs=max_epochs,
         default_root_dir=folder,
     )
-    trainer.fit(LitMeasured(scheduler="plateau"), point_loader(45, shuffle=True), point_loader(21, seed=1))
+    trainer.fit(LitMeasured(scheduler="plateau"), point_loader(29, shuffle=True), point_loader(21, seed=1))
     return {
         "metrics": metrics(trainer),
         "epochs": watch.epochs,

@@ -20,7 +20,7 @@ from lightning_pipeline.runtime.visit import Visit
 from lightning_pipeline.schedules import build
 from tests.launching import SOON_S, launch, run_ranks
 from tests.training.measured import LitMeasured, measured_stages, point_loader
-from tests.training.models import LitGPT, gpt_stages, token_loader
+from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, plain_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.multiprocess
 WORLD = 2
 LOOP, V = "interleaved_1f1b", "zbv"
 LAST = {LOOP: 1, V: 0}  # the rank of the last virtual stage
+SCHEDULES = [pytest.param(LOOP, marks=pytest.mark.slow), V]
 Result = dict[str, Any]
 
 
@@ -58,7 +59,7 @@ def measured(schedule: str, world: int) -> Result:
     }
 
 
-class LitKeeps(LitGPT):
+class LitKeeps(LitTokens):
     """What its steps keep between the layers changes what later steps do."""
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ def resumable(schedule: str | None, folder: Path, *, dropout: float, resume: boo
         trainer = pipeline_trainer(stage_config, world=world, strategy={"schedule": schedule}, **options)
     L.seed_everything(2, verbose=False)
     loader = token_loader(16, 2 if schedule is None else 8)
-    trainer.fit(LitGPT(dropout=dropout), loader, ckpt_path=folder / "0.ckpt" if resume else None)
+    trainer.fit(LitTokens(dropout=dropout), loader, ckpt_path=folder / "0.ckpt" if resume else None)
     values = torch.tensor(losses.values)
     return {
         "losses": (values.reshape(-1, 4).sum(1) if schedule is None else values).tolist(),
@@ -164,26 +165,27 @@ def live(schedule: str, num_virtual_stages: int) -> Result:
     trainer = pipeline_trainer(stage_config, world=WORLD, strategy=strategy, max_steps=2, callbacks=[activations])
     gc.disable()  # what is let go by itself does not wait for the collector
     try:
-        trainer.fit(LitGPT(dropout=0.1), token_loader(32, 16))
+        trainer.fit(LitTokens(dropout=0.1), token_loader(32, 16))
     finally:
         gc.enable()
     return {"peak": activations.peak, "left": activations.left}
 
 
+RESUMED = {  # dropout, the schedules that write and that go on, and on one stage
+    "plain": (0.0, LOOP, V, ("1f1b", None)),
+    "dropout": (0.1, V, "interleaved_zero_bubble", ("1f1b",)),
+}
 LIVE = {"1f1b": 1, "zero_bubble": 1, LOOP: 2, "interleaved_1f1b_low_memory": 2, "interleaved_zero_bubble": 2, V: 2}
 
 
-def on_two(folder: Path) -> Result:
-    results: Result = {schedule: measured(schedule, WORLD) for schedule in (LOOP, V)}
-    results["keeping"] = {schedule: keeping(schedule, WORLD) for schedule in (LOOP, V)}
-    results["written"] = {
-        "dropout": resumable(V, folder / "dropout", dropout=0.1),
-        "plain": resumable(LOOP, folder / "plain", dropout=0.0),
-    }
-    results["resumed"] = {
-        "dropout": resumable("interleaved_zero_bubble", folder / "dropout", dropout=0.1, resume=True),
-        "plain": resumable(V, folder / "plain", dropout=0.0, resume=True),
-    }
+def on_two(folder: Path, schedules: list[str], resumed: list[str]) -> Result:
+    results: Result = {schedule: measured(schedule, WORLD) for schedule in schedules}
+    results["keeping"] = {schedule: keeping(schedule, WORLD) for schedule in schedules}
+    results["written"], results["resumed"] = {}, {}
+    for name in resumed:
+        dropout, first, second, _ = RESUMED[name]
+        results["written"][name] = resumable(first, folder / name, dropout=dropout)
+        results["resumed"][name] = resumable(second, folder / name, dropout=dropout, resume=True)
     results["live"] = {schedule: live(schedule, count) for schedule, count in LIVE.items()}
     return results
 
@@ -192,11 +194,9 @@ def on_one() -> Result:
     return {"measured": measured("1f1b", 1), "keeping": keeping("1f1b", 1)}
 
 
-def resume_on_one(folder: Path) -> Result:
-    return {
-        "dropout": [resumable("1f1b", folder / "dropout", dropout=0.1, resume=True)],
-        "plain": [resumable(by, folder / "plain", dropout=0.0, resume=True) for by in ("1f1b", None)],
-    }
+def resume_on_one(folder: Path, name: str) -> list[Result]:
+    dropout, _, _, others = RESUMED[name]
+    return [resumable(by, folder / name, dropout=dropout, resume=True) for by in others]
 
 
 @pytest.fixture(scope="module")
@@ -205,14 +205,15 @@ def one() -> Result:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[Result]:
-    return launch(on_two, folder, world=WORLD)
+def ranks(folder: Path, wanted: Any) -> list[Result]:
+    schedules, resumed = wanted([LOOP, V], [LOOP], "schedule"), wanted(RESUMED, ["dropout"], "resumed")
+    return launch(on_two, folder, schedules, resumed, world=WORLD)
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [LOOP, V])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_function_of_the_trainer_gives_the_bits_of_one_stage(schedule: str, one: Any, ranks: Any) -> None:
     expected = one["measured"]
     assert {"train_accuracy_epoch", "val_recall", "mean_hidden", "mean_loss"} <= expected["metrics"].keys()
@@ -226,7 +227,7 @@ def test_every_function_of_the_trainer_gives_the_bits_of_one_stage(schedule: str
     assert not differing(ranks[0][schedule]["weights"], expected["weights"])
 
 
-@pytest.mark.parametrize("schedule", [LOOP, V])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_predictions_stay_with_the_last_virtual_stage_when_asked(schedule: str, one: Any, ranks: Any) -> None:
     last = LAST[schedule]
     assert ranks[1 - last][schedule]["kept"] == [None, None]
@@ -234,7 +235,7 @@ def test_predictions_stay_with_the_last_virtual_stage_when_asked(schedule: str, 
         assert torch.equal(batch, other)
 
 
-@pytest.mark.parametrize("schedule", [LOOP, V])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_rank_has_what_a_step_keeps(schedule: str, one: Any, ranks: Any) -> None:
     expected = one["keeping"]
     for rank in ranks:
@@ -246,23 +247,24 @@ def test_every_rank_has_what_a_step_keeps(schedule: str, one: Any, ranks: Any) -
     assert float(expected["weights"]["average"]) != 0
 
 
-def test_a_run_resumes_on_any_placement(folder: Path, ranks: Any) -> None:
-    (others,) = launch(resume_on_one, folder, world=1)
-    for name, written in ranks[0]["written"].items():
-        assert len(written["losses"]) == 4
-        for rank in ranks:
-            assert rank["written"][name]["losses"] == written["losses"]
-            assert rank["resumed"][name]["losses"] == written["losses"][2:]
-        for found in (ranks[0]["resumed"][name], *others[name]):
-            assert found["losses"] == written["losses"][2:]
-            assert not differing(found["weights"], written["weights"])
-
-
-@pytest.mark.parametrize("schedule", LIVE)
-def test_no_activation_outlives_its_step(schedule: str, ranks: Any) -> None:
+@pytest.mark.parametrize("resumed", ["plain", pytest.param("dropout", marks=pytest.mark.slow)])
+def test_a_run_resumes_on_any_placement(resumed: str, folder: Path, ranks: Any) -> None:
+    (others,) = launch(resume_on_one, folder, resumed, world=1)
+    written = ranks[0]["written"][resumed]
+    assert len(written["losses"]) == 4
     for rank in ranks:
-        assert rank["live"][schedule]["peak"] > 0
-        assert rank["live"][schedule]["left"] == [0, 0]
+        assert rank["written"][resumed]["losses"] == written["losses"]
+        assert rank["resumed"][resumed]["losses"] == written["losses"][2:]
+    for found in (ranks[0]["resumed"][resumed], *others):
+        assert found["losses"] == written["losses"][2:]
+        assert not differing(found["weights"], written["weights"])
+
+
+@pytest.mark.parametrize("lively", LIVE)
+def test_no_activation_outlives_its_step(lively: str, ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["live"][lively]["peak"] > 0
+        assert rank["live"][lively]["left"] == [0, 0]
 
 
 def test_low_memory_orders_need_less_memory(ranks: Any) -> None:
@@ -275,7 +277,7 @@ def test_low_memory_orders_need_less_memory(ranks: Any) -> None:
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-class LitFails(LitGPT):
+class LitFails(LitTokens):
     """Something happens to one rank in one block at the third batch.
 
     Args:
@@ -303,7 +305,7 @@ def fail(block: int, rank: int, kill: bool, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "block", "kill"),
+    ("failing", "block", "kill"),
     [
         pytest.param(V, 3, False, id="zbv raises"),
         pytest.param(LOOP, 2, True, id="interleaved is killed"),
@@ -311,10 +313,10 @@ def fail(block: int, rank: int, kill: bool, schedule: str) -> None:
         pytest.param(LOOP, 2, False, id="interleaved raises", marks=pytest.mark.slow),
     ],
 )
-def test_a_failure_on_a_virtual_stage_ends_all_ranks(schedule: str, block: int, kill: bool) -> None:
-    placement = build(schedule, WORLD, 4, 2).placement
+def test_a_failure_on_a_virtual_stage_ends_all_ranks(failing: str, block: int, kill: bool) -> None:
+    placement = build(failing, WORLD, 4, 2).placement
     failed = placement[block]
-    ended = run_ranks(fail, block, failed, kill, schedule, world=WORLD)
+    ended = run_ranks(fail, block, failed, kill, failing, world=WORLD)
     stages = [" and ".join(str(s) for s, place in enumerate(placement) if place == rank) for rank in range(WORLD)]
     assert ended[failed].exit_code == (-9 if kill else 1)
     other = ended[1 - failed]
