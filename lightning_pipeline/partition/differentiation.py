@@ -71,7 +71,6 @@ class Graph:
         call: Call,
         inputs: Sequence[Any],
         looks: Sequence[Look],
-        tensors: Sequence[Tensor],
         inference: Inference,
     ) -> Result:
         """What a call of autograd gives, found out on a graph of fake tensors."""

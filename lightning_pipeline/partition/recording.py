@@ -1,28 +1,20 @@
-"""Recording: the user's step runs once a micro-batch, on placeholders, and leaves behind what there is to compute."""
+"""Recordings: the user's step runs once for each micro-batch, on placeholders, and what it calls becomes events."""
 
 from __future__ import annotations
 
-import gc
 import sys
-import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.checkpoints import checkpoints_noted
+from lightning_pipeline.partition import autograd_calls
 from lightning_pipeline.partition.compiled import compiled_as_written
-from lightning_pipeline.partition.compiled_calls import CompiledCall, compiled_calls
-from lightning_pipeline.partition.differentiation import Graph
+from lightning_pipeline.partition.compiled_calls import CompiledCall
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.functions import (
     Kind,
@@ -31,197 +23,43 @@ from lightning_pipeline.partition.functions import (
     is_laid_out_by_others,
     kind_of,
 )
-from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
-from lightning_pipeline.partition.inference import NOTHING, Inference, Result, written_by_array
-from lightning_pipeline.partition.keyed_calls import KeyedCalls
-from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, autocast_state
-from lightning_pipeline.partition.module_tensors import ModuleTensors
-from lightning_pipeline.partition.operation import Call, TensorSlot, key_of, put_together, take_apart
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook
+from lightning_pipeline.partition.inference import NOTHING, Result, written_by_array
+from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, never, torch_state
+from lightning_pipeline.partition.memory import is_view_of_kept, views_of
+from lightning_pipeline.partition.memory import memory_of as _memory
+from lightning_pipeline.partition.operation import Call, TensorSlot, put_together, take_apart
+from lightning_pipeline.partition.operation import tensors_in as _tensors_in
 from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
-from lightning_pipeline.partition.pure_modules import calls_of, pure_within
 from lightning_pipeline.partition.python_state import Unclear
-from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
+from lightning_pipeline.partition.recorder import MAX_CHANGING, Reads, Recorder
+from lightning_pipeline.partition.split_calls import SplitCall, refuse_split, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
-
-MAX_EVENTS = 100_000
-"""Calls that are remembered, each some kilobytes, until those that were not met for longest are forgotten."""
-MAX_CHANGING = 256
-"""Tensors of which is remembered that steps change them."""
-
-
-class Reads(Protocol):
-    """Brings data to a recording that asks for it."""
-
-    def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
-        """The data of values that a stage computes, on every rank."""
-
-    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The data of tensors that some ranks hold, of the module or made in hooks."""
-
-    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
-        """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
-
-    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
-        """The text of a value, or of a tensor of the module, with what autograd knows of it."""
-
-
-class Recorder:
-    """What the recordings of a module's steps have in common.
-
-    Args:
-        tensors: the module's.
-        calls: tells the stage of the module that runs.
-        placement: the rank of each virtual stage along the data.
-
-    Attributes:
-        recordings: of the step that runs.
-        changing: memory that all ranks have, and write into in steps while stages may still have to use it, with a
-            tensor that has it: what is taken along of it are copies.
-        used: memory of buffers that all ranks have and stages use, with the buffers' numbers.
-    """
-
-    def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, placement: Sequence[int]) -> None:
-        self.tensors = tensors
-        self.calls = calls
-        self.placement = placement
-        self.num_stages = len(placement)
-        self.inference = Inference()
-        self.has_hooks = False
-        """Whether there are hooks on parameters, so that every micro-batch runs in order."""
-        self.recordings: list[Recording] = []
-        self.changing: OrderedDict[int, Tensor] = OrderedDict()
-        self.used: dict[int, int] = {}
-        self.current: Recording | None = None
-        """The one that runs."""
-        self.num_events: dict[Event, int] = {}
-        """That follow each beginning, the one that was met last at the end."""
-        self._beginnings: dict[Any, Event] = {}
-        self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
-        self._compiled: list[CompiledCall] = []
-        self._results: dict[Any, Result | None] = {}
-        self.infers = False
-        """Whether a module runs to learn what it gives."""
-        self.warns = True
-        self._compiled_functions: set[str] = set()
-
-    def beginning(self, key: Any, num_values: int) -> Event:
-        """Where the paths of micro-batches of one kind begin."""
-        found = self._beginnings.get(key)
-        if found is None:
-            found = self._beginnings[key] = Event.beginning(num_values, repr(num_values).encode())
-        self.num_events[found] = self.num_events.pop(found, 0)
-        return found
-
-    def trim(self) -> bool:
-        """Forget what was not met for long where there is too much, as where data tells the path. On all ranks alike,
-        between steps. Returns whether there was anything."""
-        if sum(self.num_events.values()) <= MAX_EVENTS:
-            return False
-        while self.num_events and sum(self.num_events.values()) > MAX_EVENTS // 2:
-            oldest = next(iter(self.num_events))
-            del self.num_events[oldest]
-            self._beginnings = {key: one for key, one in self._beginnings.items() if one is not oldest}
-        self._results.clear()
-        return True
-
-    def forget(self) -> None:
-        """The module has other tensors now, or other ranks hold them."""
-        self.forget_paths()
-        self.used.clear()
-        self._calls_of_pure = None
-        self.calls.forget()
-
-    def forget_paths(self) -> None:
-        """Micro-batches to come begin anew."""
-        self._beginnings.clear()
-        self.num_events.clear()
-
-    def held(self, ranks: tuple[int, ...]) -> Held:
-        """Of a tensor that was made in a hook."""
-        return Held(ranks, tuple(stage for stage, rank in enumerate(self.placement) if rank in ranks))
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """While entered, steps can be recorded."""
-        if self._calls_of_pure is None:
-            self._calls_of_pure = [(m, calls_of(m, self)) for m in pure_within(self.calls.root)]
-            self._compiled = compiled_calls(self.calls.root, self)
-        for compiled in self._compiled:
-            compiled.note_plain()
-        with ExitStack() as stack:
-            stack.enter_context(self.calls.installed())
-            override = stack.enter_context(overridden())
-            for module, call in self._calls_of_pure:
-                override(module, "_call_impl", call)
-            for compiled in self._compiled:
-                compiled.install(override)
-            for compiled in self._compiled:
-                compiled.note_overrides()
-            stack.enter_context(checkpoints_noted(self._checkpointed))
-            stack.enter_context(_arrays_seen(self))
-            yield
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        """While entered, for a run: what has to be replaced in classes of torch's, where a change costs all their
-        methods the place that Python remembers for them."""
-        if not _patching:
-            _patches.enter_context(_function_apply_seen())
-            _patches.enter_context(_scripted_seen())
-            _patches.enter_context(_module_apply_seen())
-        _patching.append(self)
-        try:
-            yield
-        finally:
-            _patching.remove(self)
-            if not _patching:
-                _patches.close()
-
-    def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
-        if self.infers:
-            raise Unclear("it has checkpointed functions, which the compiler would follow")
-        return nullcontext() if self.current is None else self.current.checkpointed(stops_early)
-
-    def note_as_written(self) -> None:
-        """A compiled function, which is no module, runs."""
-        line = users_line()
-        if line not in self._compiled_functions:
-            self._compiled_functions.add(line)
-            if self.warns:
-                warnings.warn(
-                    f"a compiled function runs as it was written, not compiled ({line}): in a pipeline that does what "
-                    f"is a module on one stage",
-                    stacklevel=2,
-                )
-
-    def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
-        """What an operation gives; None where only the data tells."""
-        key = (function, key_of(call.args), key_of(call.kwargs), tuple(looks), state)
-        if key not in self._results:
-            if type(function) is CompiledCall:
-                found = self.inference.result(function.inferred, call, looks)
-                self._results[key] = found and replace(found, draws=function.num_draws)
-            else:
-                self._results[key] = self.inference.result(function, call, looks)
-        return self._results[key]
 
 
 class Recording(TorchFunctionMode):
-    """One micro-batch's.
+    """The recording of one micro-batch's step.
+
+    Args:
+        beginning: the event that the step's path begins at.
+        reads: brings the data that the step's Python asks for.
+        seed_draw: starts the random numbers of a draw, by its number in the step.
 
     Attributes:
         event: the last one so far.
         captured: tensors and numbers that events have taken along.
-        seeds: of the generators of the user's that were drawn from.
+        seeds: of the user's own generators that were drawn from.
         overwritten: ids of captured tensors that a stage writes into; what was in them may never have been set.
-        seed: from which its random numbers derive.
         hooks: on gradients of its values, in the order in which they were registered.
-        retained: values of which the gradient is retained.
+        retained: values whose gradients are retained.
+        has_run_backward: whether the step has run a backward of its own.
         is_simple: whether nothing was read, and nothing goes back to an earlier stage.
         floor: the lowest visit on which further events may run.
+        batch: the memory of the batch's tensors, which are parts of larger ones that no step sees.
+        exposed: memory that numpy knows as well.
+        skipped: ends of calls that were answered as a whole, with the event before each.
     """
 
     def __init__(self, recorder: Recorder, beginning: Event, reads: Reads, seed_draw: Callable[[int], None]) -> None:
@@ -242,12 +80,11 @@ class Recording(TorchFunctionMode):
         self._tensors = recorder.tensors
         self.hooks: list[Hook] = []
         self.retained: list[tuple[int, Placeholder]] = []
-        self._has_run_backward = False
+        self.has_run_backward = False
         self._depth = 0  # of checkpointed functions
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
         self.batch: set[int] = set()
-        """The memory of the batch's tensors, which are parts of larger ones that no step sees."""
-        self.exposed: set[int] = set()  # memory that numpy knows as well
+        self.exposed: set[int] = set()
         self._copied = frozenset(memory for memory, tensor in recorder.changing.items() if _memory(tensor) == memory)
         self._places: dict[int, list[int]] = {}  # among what is captured, by memory, as far as it was looked through
         self._num_looked_through = 0
@@ -255,7 +92,6 @@ class Recording(TorchFunctionMode):
         self.num_modes = 0
         self._arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, Event] = {}
-        """Ends of calls that were answered as a whole, with the event before each."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -369,7 +205,7 @@ class Recording(TorchFunctionMode):
         memory = _memory(tensor)
         others = [reference() for reference in self._views.get(memory, ())]
         is_seen = any(other is not None and other is not tensor for other in others)
-        if memory in self.exposed or is_seen or (memory not in self.batch and _is_view_of_kept(tensor)):
+        if memory in self.exposed or is_seen or (memory not in self.batch and is_view_of_kept(tensor)):
             raise NotImplementedError(
                 f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
                 f"another one, a view or an array, which would not see it ({users_line()}): write into a clone(), or "
@@ -386,7 +222,25 @@ class Recording(TorchFunctionMode):
         tensor.value, tensor.recording = value, self  # type: ignore[attr-defined]
         self._kept.append(tensor)  # type: ignore[arg-type]
 
+    def register(
+        self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]
+    ) -> Handle:
+        """Have a hook run when the gradient of a value comes."""
+        self.is_simple = False
+        hook = Hook(function, len(self.hooks))
+        self.hooks.append(hook)
+        self.__torch_function__(how, (), (tensor, hook))
+        return Handle(hook)
+
     # -- calls off the known path -----------------------------------------------------------------------------------
+
+    def look_at(
+        self, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Call, list[int | Held | Foreign | None], list[Look], tuple[bool, bool, Any]]:
+        """A call, of each of its tensors what it stands for and its look, and the `torch_state`."""
+        call = take_apart(func, args, kwargs)
+        inputs = [self._input(tensor) for tensor in call.tensors]
+        return call, inputs, [Look.of(tensor) for tensor in call.tensors], torch_state()
 
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
@@ -400,7 +254,7 @@ class Recording(TorchFunctionMode):
         elif not self.is_ours(args) and not (kwargs and self.is_ours(tuple(kwargs.values()))):
             return self._compute_everywhere(func, kind, args, kwargs)
         if self._tensors.split_calls and type(func) is not SplitCall:
-            self._refuse_split(func, args, kwargs)
+            refuse_split(func, args, kwargs)
         if kind is Kind.PRINTS or kind is Kind.READS:
             return self._read(func, args, kwargs)
         if is_drawing_of_own(kwargs):
@@ -415,15 +269,12 @@ class Recording(TorchFunctionMode):
                 f"cannot be told from outside ({users_line()}): write it with torch.where, or plain Python"
             )
         if kind is Kind.HOOKS:
-            return self._hook(func, *args, **kwargs)
+            return autograd_calls.hook(self, func, *args, **kwargs)
         if kind is Kind.BACKWARD:
-            return self._differentiate(func, args, kwargs)
-        if func in _GRADIENT:
-            return self._gradient_of(*args)
-        call = take_apart(func, args, kwargs)
-        inputs = [self._input(tensor) for tensor in call.tensors]
-        looks = [Look.of(tensor) for tensor in call.tensors]
-        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
+            return autograd_calls.differentiate(self, func, args, kwargs)
+        if func in autograd_calls.GETTERS:
+            return autograd_calls.read_gradient(self, *args)
+        call, inputs, looks, state = self.look_at(func, args, kwargs)
         result = self.recorder.result(func, call, looks, state)
         depends = result is None
         if type(func) is CompiledCall:
@@ -461,18 +312,18 @@ class Recording(TorchFunctionMode):
             draws = args[1] in func.drawing
         else:
             draws = result.draws > 0 or (kind is Kind.DRAWS and not is_drawing_of_own(kwargs))
-        event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
+        event = self.follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
         if depends:
-            event.match = _never
-        return self._answer(event, func, args, kwargs)
+            event.match = never
+        return self.answer(event, func, args, kwargs)
 
-    def _follow(self, func: Any, call: Call, inputs: Any, looks: Any, state: Any, result: Result, **how: Any) -> Event:
+    def follow(self, func: Any, call: Call, inputs: Any, looks: Any, state: Any, result: Result, **how: Any) -> Event:
         """A new event after the one so far."""
         call_tensors = call.tensors
         for slot, _ in result.writes:
             self._check_written(inputs[slot])
             if inputs[slot] is CAPTURED and _memory(call.tensors[slot]) not in self.batch:
-                views = map(weakref.ref, _views_of(call.tensors[slot]))
+                views = map(weakref.ref, views_of(call.tensors[slot]))
                 self._views.setdefault(_memory(call.tensors[slot]), []).extend(views)
         event = self.event.followed_by(
             func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
@@ -507,85 +358,11 @@ class Recording(TorchFunctionMode):
                 f"make it a buffer of the module, or write into it in a hook"
             )
 
-    def _answer(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
+    def answer(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
         found = event.matcher.match(func, args, kwargs, self)
         assert found is not UNLIKE, event.name
         self.event = event
         return found
-
-    # -- autograd ---------------------------------------------------------------------------------------------------
-
-    def _hook(self, func: Any, tensor: Tensor, hook: Callable[..., Any] | None = None) -> Any:
-        """A hook on a gradient."""
-        self.is_simple = False
-        if self._tensors.number_of(tensor) is not None or type(tensor) is not Placeholder:
-            with torch._C.DisableTorchFunction():
-                return func(tensor) if hook is None else func(tensor, hook)
-        if not tensor.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(tensor) if hook is None else func(tensor, hook)  # torch's own error
-        name = function_name(func)
-        if name == "retain_grad":
-            if not tensor.is_leaf:
-                self.retained.append((tensor.value, tensor))
-                self.__torch_function__(retained, (), (tensor,))
-            return None
-        if name != "register_hook" or hook is None:
-            raise NotImplementedError(
-                f"{name} on what a stage computes is not supported within a step: use register_hook ({users_line()})"
-            )
-        return self.register(hook_of_tensor, tensor, hook)
-
-    def register(
-        self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]
-    ) -> Handle:
-        """Have a hook run when the gradient of a value comes."""
-        self.is_simple = False
-        hook = Hook(function, len(self.hooks))
-        self.hooks.append(hook)
-        self.__torch_function__(how, (), (tensor, hook))
-        return Handle(hook)
-
-    def _gradient_of(self, tensor: Tensor) -> None:
-        if self._tensors.number_of(tensor) is not None or self._has_run_backward:
-            raise NotImplementedError(
-                f"the gradient of {getattr(tensor, 'what', 'a parameter')} is read within a step: it is on one stage, "
-                f"and other micro-batches' are not in it; read it in on_after_backward, or take torch.autograd.grad "
-                f"({users_line()})"
-            )
-
-    def _differentiate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """`torch.autograd.grad`, or a backward, within one visit."""
-        if func is not torch.autograd.grad:
-            self.is_simple = False  # gradients of parameters add up in the order of micro-batches
-            self._has_run_backward = True
-            for child in self.event.children:
-                found = child.matcher.match(func, args, kwargs, self)
-                if found is not UNLIKE:
-                    self.event = child
-                    return found
-        call = take_apart(func, args, kwargs)
-        inputs = [self._input(tensor) for tensor in call.tensors]
-        looks = [Look.of(tensor) for tensor in call.tensors]
-        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
-        is_grad = func is torch.autograd.grad
-        outputs = _tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
-        wanted = _tensors_in(args[1] if len(args) > 1 else kwargs["inputs"]) if is_grad else None
-        graph = Graph(self.event, self.captured, [self._input(one) for one in outputs])
-        visits = graph.visits(None if wanted is None else [(self._input(one), one) for one in wanted])
-        if len(visits) != 1:
-            shown = " and ".join(str(visit % self.recorder.num_stages) for visit in sorted(visits))
-            raise NotImplementedError(
-                f"{function_name(func)} goes back over what stages {shown} compute ({users_line()}): gradients within "
-                f"a step can be had within one stage. Put these modules on one stage, or differentiate with respect "
-                f"to what its first module is given"
-            )
-        [visit] = visits
-        result = graph.result(visit, func, call, inputs, looks, self._tensors.tensors, self.recorder.inference)
-        event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=False)
-        if not is_grad:
-            event.match = _never
-        return self._answer(event, func, args, kwargs)
 
     # -- what else there is -----------------------------------------------------------------------------------------
 
@@ -607,9 +384,8 @@ class Recording(TorchFunctionMode):
                 self.event = child
                 return
         call = take_apart(function, args, {})
-        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         event = self.event.followed_by(
-            function, call, (), (), state, NOTHING, visit=-1, draws=False, line=users_line(), module_tensors=()
+            function, call, (), (), torch_state(), NOTHING, visit=-1, draws=False, line=users_line(), module_tensors=()
         )
         self.placing.note(event)
         self.event = event
@@ -717,15 +493,6 @@ class Recording(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return self.recorder.inference.result_on_data(func, call, data, looks)
 
-    @staticmethod
-    def _refuse_split(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if any(isinstance(tensor, DTensor) for tensor in take_apart(func, args, kwargs).tensors):
-            raise NotImplementedError(
-                f"{function_name(func)} is given a parameter that tensor parallelism has split, outside of the module "
-                f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, "
-                f"or leave the parameter whole"
-            )
-
     def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
         """Data that tells the looks of a result without a read: that of what every rank has, where that is enough."""
         if not is_laid_out_by_others(func) or not call.args or type(call.args[0]) is not TensorSlot:
@@ -827,156 +594,3 @@ class _Watching(Recording):
 
 def _is_module_tensor(value: Any) -> bool:
     return type(value) is int and value < 0
-
-
-_GRADIENT = tuple(getattr(Tensor, name).__get__ for name in ("grad", "_grad"))
-
-
-def _never(*_: Any) -> Any:
-    """The match of a call that is not to be answered at once: its result's looks depend on data, or it says more."""
-    return UNLIKE
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [one for one in value if isinstance(one, Tensor)]
-    return [value] if isinstance(value, Tensor) else []
-
-
-def _is_view_of_kept(tensor: Tensor) -> bool:
-    """Whether somebody refers to the tensor of which this is a view."""
-    with torch._C.DisableTorchFunction():
-        base = tensor._base
-        return base is not None and sys.getrefcount(base) > 2
-
-
-def _views_of(tensor: Tensor) -> list[Tensor]:
-    """What shares a tensor's memory as a view of it, wherever it was made."""
-    with torch._C.DisableTorchFunction():
-        return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]
-
-
-def _memory(tensor: Tensor) -> int:
-    if type(tensor) is Placeholder or tensor.layout is not torch.strided:
-        return -id(tensor)
-    with torch._C.DisableTorchFunction():
-        try:
-            return tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # torch.func's own tensors
-            return -id(tensor)
-
-
-_patching: list[Recorder] = []
-"""Recorders for whose runs torch's classes are patched, and what takes that off."""
-_patches = ExitStack()
-
-
-def _running() -> Recording | None:
-    """The recording that runs, if one does."""
-    return next((recorder.current for recorder in _patching if recorder.current is not None), None)
-
-
-@contextmanager
-def _function_apply_seen() -> Iterator[None]:
-    """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
-    # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
-    owner: Any = torch.autograd.function._SingleLevelFunction
-
-    def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return _as_function(_applying(cls), args, kwargs)
-
-    owner.apply = classmethod(seen)
-    try:
-        yield
-    finally:
-        del owner.apply
-
-
-@contextmanager
-def _scripted_seen() -> Iterator[None]:
-    """So do functions that were scripted or traced."""
-    owner = torch._C.ScriptFunction
-    plain = owner.__call__
-
-    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        called = _SCRIPTED.get(self)
-        if called is None:
-            called = _SCRIPTED[self] = partial(plain, self)
-        return _as_function(called, args, kwargs)
-
-    owner.__call__ = seen  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        owner.__call__ = plain  # type: ignore[method-assign]
-
-
-_SCRIPTED: dict[Any, Callable[..., Any]] = {}
-
-
-def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call what torch does not give to modes as if it did."""
-    recording = _running()
-    if recording is None or not torch._C._len_torch_function_stack() or not recording.is_ours((args, kwargs)):
-        return function(*args, **kwargs)
-    # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
-    with _pop_mode_temporarily() as mode:
-        return mode.__torch_function__(function, (), args, kwargs)
-
-
-@contextmanager
-def _module_apply_seen() -> Iterator[None]:
-    """While entered, a module that is moved to where it is already (`self.head.to(x.dtype)`) is left alone, and no
-    gradients are looked for."""
-    plain = nn.Module._apply
-
-    def seen(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        if _running() is not None:
-            tensors = [*self.parameters(recurse), *self.buffers(recurse)]
-            if all(fn(tensor) is tensor for tensor in tensors):
-                return self
-        return plain(self, fn, recurse)
-
-    nn.Module._apply = seen  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = plain  # type: ignore[method-assign]
-
-
-@contextmanager
-def _arrays_seen(recorder: Recorder) -> Iterator[None]:
-    """While entered, tensors that share an array's memory are noted; they go past modes."""
-    own = torch.from_numpy
-
-    def seen(array: Any) -> Tensor:
-        found = own(array)
-        if recorder.current is not None:
-            recorder.current.exposed.add(_memory(found))
-        return found
-
-    torch.from_numpy = seen  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.from_numpy = own
-
-
-_APPLYING: dict[type, Callable[..., Any]] = {}
-
-
-def _applying(cls: type) -> Callable[..., Any]:
-    """The same function for a class each time."""
-    found = _APPLYING.get(cls)
-    if found is None:
-        apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            return apply(*args, **kwargs)
-
-        function.__name__ = f"{cls.__name__}.apply"
-        found = _APPLYING[cls] = function
-    return found
-
-
-__all__ = ["Recorder", "Recording", "tree"]

@@ -16,9 +16,11 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.functions import Kind, kind_of
+from lightning_pipeline.partition.functions import Kind, function_name, kind_of
 from lightning_pipeline.partition.inference import CallError
+from lightning_pipeline.partition.operation import take_apart
 from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.users_line import users_line
 
 _OF_TORCH = "torch.distributed.tensor"
 
@@ -90,6 +92,20 @@ def split_calls_seen(calls: Sequence[SplitCall]) -> Iterator[None]:
         for call in calls:
             override(call.module, "_call_impl", call.of)
         yield
+
+
+def refuse_split(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a call of another function on split tensors.
+
+    Raises:
+        NotImplementedError: there are some among the arguments.
+    """
+    if any(isinstance(tensor, DTensor) for tensor in take_apart(func, args, kwargs).tensors):
+        raise NotImplementedError(
+            f"{function_name(func)} is given a parameter that tensor parallelism has split, outside of the module "
+            f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, "
+            f"or leave the parameter whole"
+        )
 
 
 def _is_split(module: nn.Module) -> bool:

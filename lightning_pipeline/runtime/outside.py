@@ -26,11 +26,11 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.guards import absent_state_expected
-from lightning_pipeline.partition.matcher import autocast_state
+from lightning_pipeline.partition.matcher import torch_state
 from lightning_pipeline.partition.operation import Call, put_together, take_apart
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, in_hook, is_absent, placeholder
-from lightning_pipeline.partition.recording import Recorder
+from lightning_pipeline.partition.recorder import Recorder
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.exchanges import Exchanges
@@ -260,8 +260,7 @@ class Outside(TorchFunctionMode):
         """The holders compute; the others get placeholders."""
         held = [holders_of(tensor) for tensor in call.tensors]
         looks = [Look.of(tensor) for tensor in call.tensors]
-        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
-        result = self._recorder.result(func, call, looks, state)
+        result = self._recorder.result(func, call, looks, torch_state())
         if result is None:
             if kind is Kind.WRITES:  # by a mask, as in x[x < 0] = y
                 here = self._gather(call.tensors, [held[0]] * len(held), name)

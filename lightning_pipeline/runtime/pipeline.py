@@ -25,7 +25,8 @@ from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 from lightning_pipeline.partition.program import Program as Tape
 from lightning_pipeline.partition.random import mix
-from lightning_pipeline.partition.recording import Recorder, Recording
+from lightning_pipeline.partition.recorder import Recorder
+from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.collectives import over_all_refused

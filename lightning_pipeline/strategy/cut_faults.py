@@ -14,7 +14,8 @@ from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.observed_run import Step
 from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.partition.program import Program
-from lightning_pipeline.partition.recording import Recorder, Recording
+from lightning_pipeline.partition.recorder import Recorder
+from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.runtime.draws import Draws
 from lightning_pipeline.runtime.in_order import InOrder

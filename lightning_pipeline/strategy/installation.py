@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 
-from lightning_pipeline.partition.recording import Recorder
+from lightning_pipeline.partition.recorder import Recorder
 from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology

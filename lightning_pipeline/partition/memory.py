@@ -1,0 +1,35 @@
+"""Which tensors share memory."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition.placeholder import Placeholder
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that tensors with the same memory have in common; below zero for a tensor without memory of its own."""
+    if type(tensor) is Placeholder or tensor.layout is not torch.strided:
+        return -id(tensor)
+    with torch._C.DisableTorchFunction():
+        try:
+            return tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # torch.func's own tensors
+            return -id(tensor)
+
+
+def is_view_of_kept(tensor: Tensor) -> bool:
+    """Whether a tensor is a view, and somebody still refers to its base."""
+    with torch._C.DisableTorchFunction():
+        base = tensor._base
+        return base is not None and sys.getrefcount(base) > 2
+
+
+def views_of(tensor: Tensor) -> list[Tensor]:
+    """All views of a tensor, wherever they were made."""
+    with torch._C.DisableTorchFunction():
+        return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]

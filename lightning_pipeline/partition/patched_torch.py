@@ -1,0 +1,144 @@
+"""Calls of torch's that go past function modes, patched so that the recording of a running step sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _pop_mode_temporarily
+
+from lightning_pipeline.partition.memory import memory_of
+
+if TYPE_CHECKING:
+    from lightning_pipeline.partition.recorder import Recorder
+    from lightning_pipeline.partition.recording import Recording
+
+_patched_for: list[Recorder] = []
+"""Recorders whose runs need the patches."""
+_patches = ExitStack()
+_AS_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Of scripted functions, and classes of autograd functions, one function each, by which events know their calls."""
+
+
+@contextmanager
+def classes_patched(recorder: Recorder) -> Iterator[None]:
+    """While entered, a recorder's recordings see what goes past modes in torch's classes.
+
+    For a whole run: a change to a class costs all of its methods the place that Python remembers for them.
+    """
+    if not _patched_for:
+        _patches.enter_context(_function_apply_seen())
+        _patches.enter_context(_scripted_seen())
+        _patches.enter_context(_module_apply_seen())
+    _patched_for.append(recorder)
+    try:
+        yield
+    finally:
+        _patched_for.remove(recorder)
+        if not _patched_for:
+            _patches.close()
+
+
+@contextmanager
+def arrays_seen(recorder: Recorder) -> Iterator[None]:
+    """While entered, the running recording notes the memory that tensors share with arrays."""
+    plain = torch.from_numpy
+
+    def seen(array: Any) -> Tensor:
+        found = plain(array)
+        if recorder.current is not None:
+            recorder.current.exposed.add(memory_of(found))
+        return found
+
+    torch.from_numpy = seen  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.from_numpy = plain
+
+
+def _running() -> Recording | None:
+    """The recording that runs, if one does."""
+    return next((recorder.current for recorder in _patched_for if recorder.current is not None), None)
+
+
+def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what torch does not give to modes as if it did."""
+    recording = _running()
+    if recording is None or not torch._C._len_torch_function_stack() or not recording.is_ours((args, kwargs)):
+        return function(*args, **kwargs)
+    # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
+    with _pop_mode_temporarily() as mode:
+        return mode.__torch_function__(function, (), args, kwargs)
+
+
+@contextmanager
+def _function_apply_seen() -> Iterator[None]:
+    """While entered, modes see calls of `torch.autograd.Function.apply`."""
+    # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
+    owner: Any = torch.autograd.function._SingleLevelFunction
+
+    def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        called = _AS_FUNCTIONS.get(cls)
+        if called is None:
+            called = _AS_FUNCTIONS[cls] = _applying(cls)
+        return _as_function(called, args, kwargs)
+
+    owner.apply = classmethod(seen)
+    try:
+        yield
+    finally:
+        del owner.apply
+
+
+def _applying(cls: type) -> Callable[..., Any]:
+    apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return apply(*args, **kwargs)
+
+    function.__name__ = f"{cls.__name__}.apply"
+    return function
+
+
+@contextmanager
+def _scripted_seen() -> Iterator[None]:
+    """While entered, modes see calls of functions that were scripted or traced."""
+    owner = torch._C.ScriptFunction
+    plain = owner.__call__
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called = _AS_FUNCTIONS.get(self)
+        if called is None:
+            called = _AS_FUNCTIONS[self] = partial(plain, self)
+        return _as_function(called, args, kwargs)
+
+    owner.__call__ = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        owner.__call__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _module_apply_seen() -> Iterator[None]:
+    """While entered, a module that is moved to where it is already (`self.head.to(x.dtype)`) is left alone, and no
+    gradients are looked for."""
+    plain = nn.Module._apply
+
+    def seen(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if _running() is not None:
+            tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+            if all(fn(tensor) is tensor for tensor in tensors):
+                return self
+        return plain(self, fn, recurse)
+
+    nn.Module._apply = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = plain  # type: ignore[method-assign]
