@@ -39,7 +39,7 @@ from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.leaf_gradients import LeafGradients
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.routes import Channel
-from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES, TensorMeta
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
 from lightning_pipeline.runtime.visit import Visit, conform
@@ -48,8 +48,6 @@ from lightning_pipeline.schedules import Kind, Schedule, forward_only, lower
 
 MAX_STRUCTURES = 64
 """Structures that are remembered; the one that was not seen for longest goes first."""
-EVERYWHERE_BYTES = 1 << 16
-"""Up to this size a micro-batch's tensor goes to every rank, which then computes with it what takes no parameters."""
 
 
 @dataclass(slots=True)
