@@ -33,13 +33,12 @@ from lightning_pipeline.partition.compiled import (
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.inference import writes_beside
 from lightning_pipeline.partition.operation import NumberSlot, TensorSlot, is_atom, take_apart
-from lightning_pipeline.partition.overrides import Override
+from lightning_pipeline.partition.overrides import Override, hooks_of
 from lightning_pipeline.partition.python_state import State, Unclear, as_it_was
 
 MAX_STATES = 16
 """That a module may have; one whose attributes change more often runs as it was written."""
 _OVERRIDDEN = ("forward", "_call_impl", "_compiled_call_impl")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TRACES = (Kind.READS, Kind.PRINTS, Kind.HOOKS, Kind.BACKWARD)
 _NONE = object()
 
@@ -169,7 +168,7 @@ class CompiledCall:
         return stage
 
     def _check_parts(self, args: Any, kwargs: Any) -> None:
-        if any(getattr(m, hooks) for m in {self.module, *self._modules} for hooks in _HOOKS):
+        if any(any(hooks_of(m)) for m in {self.module, *self._modules}):
             raise Unclear("it has hooks")
         inner = {id(vars(m)) for m in self._modules}
         if any(key == "forward" and plain is not _NONE and id(at) in inner for at, key, plain in self._plain):
