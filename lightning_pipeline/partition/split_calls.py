@@ -26,10 +26,10 @@ _OF_TORCH = "torch.distributed.tensor"
 
 
 class SplitCall:
-    """Calls a module, as a function of its tensors, of which modules in it are in training, and of its arguments.
+    """The call of a module, as a function of its tensors, the training modes of the modules in it, and its arguments.
 
     Attributes:
-        drawing: of those, the ones with which it has drawn random numbers.
+        drawing: the training modes in which it has drawn random numbers.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -75,7 +75,7 @@ class SplitCall:
 
 
 def split_calls(root: nn.Module) -> list[SplitCall]:
-    """Those of the outermost modules with hooks of torch's that split."""
+    """The calls of the outermost modules that torch's hooks split."""
     found: list[SplitCall] = []
     inner: set[nn.Module] = set()
     for name, module in root.named_modules():
@@ -121,7 +121,7 @@ def _split(tensor: Tensor, mesh: Any, placements: Any) -> Tensor:
 
 
 class _Draws(TorchFunctionMode):
-    """Whether random numbers are drawn while this is entered."""
+    """Finds out whether random numbers are drawn while it is entered."""
 
     found = False
 

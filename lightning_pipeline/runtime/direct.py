@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.runtime.visit import wire
+from lightning_pipeline.runtime.visit import conform, wire
 
 
 class Direct:
@@ -60,8 +60,6 @@ class Direct:
         """One rank's tensor, on every rank."""
         if tensor is None:
             return self.receive(look, owner)
-        from lightning_pipeline.runtime.visit import conform
-
         dense = conform(tensor, look)
         for peer in range(self._transport.num_stages):
             if peer != owner:

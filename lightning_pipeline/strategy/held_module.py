@@ -1,4 +1,4 @@
-"""What a rank holds of a module in stages."""
+"""The part of a module that a rank holds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _AT_ONCE = 1 << 26
 
 
 class HeldModule:
-    """Lets a rank have its stages' tensors: makes or reads them, moves them, and lets go of what steps show others use.
+    """Keeps a rank's part of a module: makes or reads its tensors, moves them, and releases what only others use.
 
     Args:
         module: whole, or with each rank's part on it where an earlier run has left it so.
@@ -131,7 +131,7 @@ class HeldModule:
         lift_guards(self._module)
 
     def to_device(self) -> None:
-        """Move it there, and give every stage and replica one value of what several hold."""
+        """Move the module to this rank's device, and give all stages and replicas one value of what they share."""
         self._move(self._device)
         held = {id(t): (t, self.ownership.holders[n]) for n, t in named_tensors(self._module) if n in self.ownership}
         spread_from_owner([item for item in held.values() if len(item[1]) > 1], self._transport, self.ownership.stage)
@@ -142,7 +142,7 @@ class HeldModule:
             self._tensor_group.spread(here)
 
     def to_cpu(self) -> None:
-        """Move it back, as a run that has ended leaves it."""
+        """Move the module back to the CPU, where a run that has ended leaves it."""
         if self._device.type != "cpu":
             self._move(torch.device("cpu"))
 
@@ -213,5 +213,5 @@ class HeldModule:
 
 
 def _told(tensor: Tensor) -> Look | Tensor:
-    """What others need to know of a tensor to receive it; itself where that does not do."""
+    """What others need to know of a tensor to receive it; the tensor where looks do not say enough."""
     return Look.of(tensor) if tensor.layout is torch.strided and not tensor.is_quantized else tensor.detach()
