@@ -1,8 +1,8 @@
 """Compiled modules on one stage: to a recording, a call of one is one function, which its owner runs compiled.
 
-What it gives is inferred by running the module as it was written, on fake tensors. That shows what else it does:
-a module that leaves a trace, as a counter or a buffer that it writes into, would leave it on its owner only. Such a one
-runs as it was written, with a warning, and so does one that a boundary lies in.
+What it gives is inferred by running the module as it was written, on fake tensors. That shows what else it does: a
+module that leaves a trace, such as a counter or a buffer that it writes into, would leave it on its owner only. Such a
+module runs as it was written, with a warning, and so does one with a stage boundary inside.
 """
 
 from __future__ import annotations
@@ -33,26 +33,25 @@ from lightning_pipeline.partition.compiled import (
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.inference import writes_beside
 from lightning_pipeline.partition.operation import NumberSlot, TensorSlot, is_atom, take_apart
-from lightning_pipeline.partition.overrides import Override
+from lightning_pipeline.partition.overrides import Override, hooks_of
 from lightning_pipeline.partition.python_state import State, Unclear, as_it_was
 
 MAX_STATES = 16
-"""That a module may have; one whose attributes change more often runs as it was written."""
+"""The most states of a module; one whose attributes change more often runs as it was written."""
 _OVERRIDDEN = ("forward", "_call_impl", "_compiled_call_impl")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TRACES = (Kind.READS, Kind.PRINTS, Kind.HOOKS, Kind.BACKWARD)
 _NONE = object()
 
 
 class CompiledCall:
-    """Calls a compiled module, as a function of its tensors, of what it has in Python, and of its arguments.
+    """The call of a compiled module, as a function of its tensors, its Python state and its arguments.
 
     Args:
         recorder: has the recording that runs as ``current``, and the stages of modules.
 
     Attributes:
-        shaped_by_numbers: what it gives may depend on any argument.
-        why: it runs as it was written; empty where it does not.
+        shaped_by_numbers: the looks of what it gives may depend on any number among its arguments.
+        why: why it runs as it was written; empty where it runs compiled.
         num_draws: of the call that was inferred last.
     """
 
@@ -69,6 +68,7 @@ class CompiledCall:
         self._modules = list(self._inner.modules())
         self._entry = "_call_impl" if is_wrapper(module) else "_compiled_call_impl"
         self._plain: list[tuple[dict[str, Any], str, Any]] = []
+        self._has_own_forward = False  # one of its modules
         self._overrides: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._states: list[tuple[str, State]] = []
         stages = recorder.calls.stages
@@ -81,15 +81,16 @@ class CompiledCall:
         self._own_stage = (stages.exact.get(name), stages.minimum.get(name, 0)) if has_key else None
 
     def note_plain(self) -> None:
-        """Before steps override anything."""
+        """Note what the modules have before a step overrides anything."""
         modules = self._modules if self._inner is self.module else [self.module, *self._modules]
         self._plain = [(vars(m), key, vars(m).get(key, _NONE)) for m in modules for key in _OVERRIDDEN]
+        self._has_own_forward = any("forward" in vars(m) for m in self._modules)
 
     def install(self, override: Override) -> None:
         override(self.module, self._entry, self.of)
 
     def note_overrides(self) -> None:
-        """After they have."""
+        """Note what the step has overridden."""
         self._overrides = [
             (attributes, key, plain, attributes[key])
             for attributes, key, plain in self._plain
@@ -108,20 +109,11 @@ class CompiledCall:
         ):
             return self._called(args, kwargs)
         try:
-            stage = self._stage()
-            self._check_parts(args, kwargs)
-            key = self._key()
+            with self._on_its_stage():
+                self._check_parts(args, kwargs)
+                found = handle_torch_function(self, (), list(tensors.values()), self._key(), args, kwargs)
         except Unclear as error:
             return self._as_written(str(error), args, kwargs)
-        calls = self._recorder.calls
-        before, calls.stage = calls.stage, stage
-        try:
-            found = handle_torch_function(self, (), list(tensors.values()), key, args, kwargs)
-        except Unclear as error:
-            calls.stage = before
-            return self._as_written(str(error), args, kwargs)
-        finally:
-            calls.stage = before
         draws = recording.event.result.draws
         recording.num_draws += max(draws - 1, 0)
         return found
@@ -148,7 +140,7 @@ class CompiledCall:
         return partial(type(self.module)._call_impl, self.module) if plain is _NONE else plain
 
     def _called(self, args: Any, kwargs: Any) -> Any:
-        """As it is called without this."""
+        """Call the module as without this class."""
         if self._recorder.current is None:
             return self._call()(*args, **kwargs)
         with compiled_as_written():
@@ -160,19 +152,24 @@ class CompiledCall:
             warnings.warn(f"{self.name} runs as it was written, not compiled: {why}", stacklevel=2)
         return self._called(args, kwargs)
 
-    def _stage(self) -> tuple[int | None, int]:
-        """On which it runs now."""
-        stage: tuple[int | None, int] = self._own_stage or self._recorder.calls.stage
+    @contextmanager
+    def _on_its_stage(self) -> Iterator[None]:
+        """While entered, the stage of the module that runs is this one's."""
+        calls = self._recorder.calls
+        stage = self._own_stage or calls.stage
         for exact, lowest in self._keys:
             if stage[0] is None or (exact is not None and exact != stage[0]) or lowest > stage[0]:
                 raise Unclear("stage_config puts parts of it on stages of their own")
-        return stage
+        before, calls.stage = calls.stage, stage
+        try:
+            yield
+        finally:
+            calls.stage = before
 
     def _check_parts(self, args: Any, kwargs: Any) -> None:
-        if any(getattr(m, hooks) for m in {self.module, *self._modules} for hooks in _HOOKS):
+        if any(any(hooks_of(m)) for m in {self.module, *self._modules}):
             raise Unclear("it has hooks")
-        inner = {id(vars(m)) for m in self._modules}
-        if any(key == "forward" and plain is not _NONE and id(at) in inner for at, key, plain in self._plain):
+        if self._has_own_forward:
             raise Unclear("a module in it has a forward of its own")
         call = take_apart(self, args, kwargs)
         if not _is_clear((call.args, call.kwargs)):
@@ -240,7 +237,7 @@ class CompiledCall:
 
 
 def compiled_calls(root: nn.Module, recorder: Any) -> list[CompiledCall]:
-    """Those of all modules that are compiled."""
+    """The calls of all compiled modules below the root."""
     return [CompiledCall(name, m, recorder) for name, m in root.named_modules() if m is not root and is_compiled(m)]
 
 

@@ -1,4 +1,4 @@
-"""What a recording has taken along, in brief: ranks compare it, for it has to be the same on all of them."""
+"""Digests of what a recording has taken along, which ranks compare: it has to be the same on all of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from lightning_pipeline.partition.ownership import HELD_BY
 
 SAMPLE = 1 << 14
-"""Elements of a tensor that count; of larger ones, as many at even distances."""
+"""The most elements of a tensor that count; of a larger one, as many at even distances."""
 
 Content = Sequence["int | Tensor"]
 
 
 def contents(captured: Sequence[Any], known: Collection[int]) -> list[int | Tensor]:
-    """Of each thing taken along a number that tells it from others, or a tensor that `digests` makes one of.
+    """For each thing taken along, a number that tells it from others, or the tensor of which `digests` makes one.
 
     Args:
         known: ids of the tensors that do not count.
@@ -38,12 +38,13 @@ def contents(captured: Sequence[Any], known: Collection[int]) -> list[int | Tens
 
 
 def digests(content: Content) -> list[int]:
-    """The numbers alone. What is on a device comes from there."""
+    """All of it as numbers, for which tensors come from their devices."""
     return [_digest(one) if isinstance(one, Tensor) else one for one in content]
 
 
 def _sample(tensor: Tensor) -> int | Tensor:
-    """Floats on devices do not count: some kernels do not give the same bits twice. Nor does what some ranks hold."""
+    """The elements that count: none of what some ranks hold, and no floats on devices, where some kernels do not give
+    the same bits twice."""
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     is_plain = is_plain and HELD_BY not in tensor.__dict__
     if not is_plain or tensor.is_meta or tensor.is_quantized or not tensor.numel():

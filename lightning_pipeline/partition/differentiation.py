@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.event import Event
-from lightning_pipeline.partition.execution import run_event
+from lightning_pipeline.partition.execution import run_event, values_made
 from lightning_pipeline.partition.inference import NOTHING, Inference, Result
 from lightning_pipeline.partition.operation import Call, put_together
 from lightning_pipeline.partition.placeholder import Look
@@ -71,7 +71,6 @@ class Graph:
         call: Call,
         inputs: Sequence[Any],
         looks: Sequence[Look],
-        tensors: Sequence[Tensor],
         inference: Inference,
     ) -> Result:
         """What a call of autograd gives, found out on a graph of fake tensors."""
@@ -95,11 +94,7 @@ class Graph:
                     captured = None if place is None else self._captured[event.first_captured + place]
                     operands.append(fake(value if type(value) is int else None, look, captured))
                 found = run_event(event, operands, self._captured, lambda number: None)
-                for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):
-                    if value is not None:
-                        fakes[value] = tensor
-                for slot, _, value in event.writes:
-                    fakes[value] = operands[slot]
+                fakes.update(values_made(event, operands, found))
             own = [
                 fake(value if type(value) is int else None, look, tensor)
                 for value, look, tensor in zip(inputs, looks, call.tensors, strict=True)

@@ -39,6 +39,19 @@ def run_event(event: Event, operands: Sequence[Tensor], captured: Sequence[Any],
         return function(*args, **kwargs)
 
 
+def values_made(event: Event, operands: Sequence[Tensor], found: Any) -> Iterator[tuple[int, Tensor]]:
+    """The numbers and tensors of the values that an event has made, those of operands that it writes into included.
+
+    Args:
+        found: what `run_event` gave.
+    """
+    for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):
+        if value is not None:
+            yield value, tensor
+    for slot, _, value in event.writes:
+        yield value, operands[slot]
+
+
 @contextmanager
 def autocast_as(state: Any) -> Iterator[None]:
     """Autocast as ``autocast_state`` gave it."""
@@ -71,7 +84,6 @@ class _Writer:
         self._kept = kept
         self._names: dict[str, Any] = {"fork": torch.ops.aten.alias.default, "leaves": tree.leaves}
         self._lines: list[str] = []
-        self._events: list[Event | None] = []
         self._indent = 1
         self._used: set[str] = set()  # variables, since a region began
         self._made: set[str] = set()
@@ -181,13 +193,13 @@ class _Writer:
         self._made.update(name for name in made if name is not None)
         layout = event.result.layout
         if not any(made):
-            self._line(call, event)
+            self._line(call)
         elif isinstance(layout, tree.Slot):
-            self._line(f"{made[0]} = {call}", event)
+            self._line(f"{made[0]} = {call}")
         elif isinstance(layout, tree.Sequence) and [*layout.items] == [tree.Slot(i) for i in range(len(made))]:
-            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = {call}", event)
+            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = {call}")
         else:
-            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = leaves({call})", event)
+            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = leaves({call})")
         for value in event.outputs:
             if value is not None:
                 self._variables[value] = f"v{value}"
@@ -262,9 +274,8 @@ class _Writer:
         self._names[name] = value
         return name
 
-    def _line(self, text: str, event: Event | None = None, *, indent: int | None = None) -> None:
+    def _line(self, text: str, *, indent: int | None = None) -> None:
         self._lines.append("    " * (self._indent if indent is None else indent) + text)
-        self._events.append(event)
 
 
 def _of(strand: Strand) -> str:

@@ -275,6 +275,12 @@ def is_held_alike(tensor: Any, ranks: tuple[int, ...], look: Look) -> bool:
     )
 
 
+def never(*_: Any) -> Any:
+    """The match of a call that is not to be answered at once: its result's looks depend on data, or it does more than
+    compute."""
+    return UNLIKE
+
+
 def renewed(old: Placeholder, look: Look, what: str) -> Placeholder:
     """A new placeholder in the place of one that somebody still refers to, of which its recording is to know."""
     if old.recording is not None:
@@ -291,6 +297,11 @@ def _result(source: Source, layout: tree.Layout, found: list[str]) -> str:
         inner = ", ".join(_result(source, item, found) for item in layout.items)
         return f"[{inner}]" if layout.type is list else f"({inner}{',' * (len(layout.items) == 1)})"
     return f"{source.constant(tree.rebuild)}({source.constant(layout)}, [{', '.join(found)}])"
+
+
+def torch_state() -> tuple[bool, bool, Any]:
+    """Whether autograd, and inference mode, are on, and `autocast_state`: what an event's calls have in common."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()
 
 
 def autocast_state() -> Any:

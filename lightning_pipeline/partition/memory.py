@@ -12,7 +12,7 @@ from lightning_pipeline.partition.placeholder import Placeholder
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Tells tensors that share memory from those that do not."""
+    """A number that tensors with the same memory have in common; below zero for a tensor without memory of its own."""
     if type(tensor) is Placeholder or tensor.layout is not torch.strided:
         return -id(tensor)
     with torch._C.DisableTorchFunction():
@@ -23,13 +23,13 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def is_view_of_kept(tensor: Tensor) -> bool:
-    """Whether somebody refers to the tensor of which this is a view."""
+    """Whether a tensor is a view, and somebody still refers to its base."""
     with torch._C.DisableTorchFunction():
         base = tensor._base
         return base is not None and sys.getrefcount(base) > 2
 
 
 def views_of(tensor: Tensor) -> list[Tensor]:
-    """What shares a tensor's memory as a view of it, wherever it was made."""
+    """All views of a tensor, wherever they were made."""
     with torch._C.DisableTorchFunction():
         return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]

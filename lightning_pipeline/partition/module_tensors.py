@@ -8,6 +8,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.partition.ownership import named_tensors
 from lightning_pipeline.partition.split_calls import SplitCall, split_calls
 from lightning_pipeline.partition.stage_config import StageMap
 
@@ -106,11 +107,12 @@ class ModuleTensors:
         self.holders[:] = [set() for _ in names]
 
     def _check_scripted(self, name: str, module: nn.Module) -> None:
-        """What is in a scripted module is torch's own: nothing can be put in the place of its parameters."""
-        if self._stages.num_stages > 1 and (next(module.parameters(), None) is not None or any(module.buffers())):
+        """A scripted module's tensors are torch's own: nothing can be put in their place."""
+        if self._stages.num_stages > 1 and any(True for _ in named_tensors(module)):
             raise NotImplementedError(
-                f"{name} is a scripted or traced module with parameters, of which a pipeline cannot hold some stages' "
-                f"alone: give the LightningModule the module that it was made from, and script it to export it"
+                f"{name} is a scripted or traced module with parameters or buffers, of which a pipeline cannot hold "
+                f"some stages' alone: give the LightningModule the module that it was made from, and script it to "
+                f"export it"
             )
 
     def _home(self, names: list[str]) -> int | None:

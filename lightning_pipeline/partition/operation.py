@@ -130,6 +130,13 @@ def put_together(template: Template, tensors: Sequence[Any], numbers: Sequence[A
     return template
 
 
+def tensors_in(argument: Any) -> list[Tensor]:
+    """The tensors of an argument that is one, or a list of them."""
+    if isinstance(argument, (tuple, list)):
+        return [one for one in argument if isinstance(one, Tensor)]
+    return [argument] if isinstance(argument, Tensor) else []
+
+
 def is_atom(value: Any) -> bool:
     """Whether a value is no container, and does not change."""
     return isinstance(value, _ATOMS)

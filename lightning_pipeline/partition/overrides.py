@@ -1,4 +1,4 @@
-"""Attributes that instances of modules have for a while."""
+"""What instances of modules have beside their classes: overrides that stay for a while, and hooks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 Override = Callable[[nn.Module, str, Any], None]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes that have a module's hooks on its calls."""
 _NONE = object()
 
 
@@ -17,6 +19,11 @@ def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called."""
     # A scripted module's class cannot be asked.
     return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """A module's hooks on its calls, by kind."""
+    return [getattr(module, kind) for kind in HOOKS]
 
 
 @contextmanager

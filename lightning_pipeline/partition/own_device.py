@@ -1,4 +1,4 @@
-"""Devices of a rank in what ranks tell one another: on each it is its own."""
+"""Devices in messages between ranks: each rank reads its own device in place of the sender's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _NAME = re.compile(r"(cuda|npu|xpu|hpu|mtia|mps|musa|mlu|privateuseone):\d+")
 
 
 def without_index(device: torch.device | str) -> str:
-    """A device as all ranks name it; a text that names none as it is."""
+    """A device as all ranks name it. Texts that name no device stay as they are."""
     if isinstance(device, torch.device):
         return device.type
     return device.partition(":")[0] if _NAME.fullmatch(device) else device
 
 
 def dumps(obj: Any) -> bytes:
-    """A pickle for other ranks, where a device of this one becomes theirs."""
+    """A pickle for other ranks, in which this rank's device becomes theirs."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = REDUCTIONS
@@ -42,4 +42,4 @@ def _reduce(device: torch.device) -> Any:
 
 
 REDUCTIONS: ChainMap[Any, Any] = ChainMap({torch.device: _reduce}, copyreg.dispatch_table)
-"""How a pickle for other ranks is made of what is not as elsewhere."""
+"""The dispatch table of pickles for other ranks."""

@@ -84,6 +84,20 @@ def note_holders(tensor: torch.Tensor, stages: tuple[int, ...] | None) -> None:
         tensor.__dict__.pop(HELD_BY, None)
 
 
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter and buffer of a module, under each of its names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def names_of_tensors(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter and buffer of a module; tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(module):
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
 def release(module: nn.Module, ownership: Ownership) -> list[str]:
     """Put every parameter and buffer that this stage does not hold on the meta device, and free its memory.
 
@@ -96,7 +110,7 @@ def release(module: nn.Module, ownership: Ownership) -> list[str]:
     """
     released: list[str] = []
     now: set[int] = set()
-    for tensor, name in _tensors(module):
+    for name, tensor in named_tensors(module):
         if name not in ownership:
             continue
         stages = ownership.holders[name]
@@ -110,9 +124,3 @@ def release(module: nn.Module, ownership: Ownership) -> list[str]:
         if id(tensor) in now:
             released.append(name)
     return released
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
-    """Each parameter and buffer of the module, with each of its names."""
-    yield from ((tensor, name) for name, tensor in module.named_parameters(remove_duplicate=False))
-    yield from ((tensor, name) for name, tensor in module.named_buffers(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""What torch does not give to function modes, as if it did: replaced for the time of a run."""
+"""Calls of torch's that go past function modes, patched so that the recording of a running step sees them."""
 
 from __future__ import annotations
 
@@ -17,68 +17,53 @@ if TYPE_CHECKING:
     from lightning_pipeline.partition.recorder import Recorder
     from lightning_pipeline.partition.recording import Recording
 
-_patching: list[Recorder] = []
-"""Recorders for whose runs torch's classes are patched, and what takes that off."""
+_patched_for: list[Recorder] = []
+"""Recorders whose runs need the patches."""
 _patches = ExitStack()
-
-
-def _running() -> Recording | None:
-    """The recording that runs, if one does."""
-    return next((recorder.current for recorder in _patching if recorder.current is not None), None)
+_AS_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Of scripted functions, and classes of autograd functions, one function each, by which events know their calls."""
 
 
 @contextmanager
-def patched_for(recorder: Recorder) -> Iterator[None]:
-    """While entered, torch's classes are patched for the recordings of a recorder."""
-    if not _patching:
+def classes_patched(recorder: Recorder) -> Iterator[None]:
+    """While entered, a recorder's recordings see what goes past modes in torch's classes.
+
+    For a whole run: a change to a class costs all of its methods the place that Python remembers for them.
+    """
+    if not _patched_for:
         _patches.enter_context(_function_apply_seen())
         _patches.enter_context(_scripted_seen())
         _patches.enter_context(_module_apply_seen())
-    _patching.append(recorder)
+    _patched_for.append(recorder)
     try:
         yield
     finally:
-        _patching.remove(recorder)
-        if not _patching:
+        _patched_for.remove(recorder)
+        if not _patched_for:
             _patches.close()
 
 
 @contextmanager
-def _function_apply_seen() -> Iterator[None]:
-    """`torch.autograd.Function.apply` goes past modes: while entered, it is a function like others."""
-    # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
-    owner: Any = torch.autograd.function._SingleLevelFunction
+def arrays_seen(recorder: Recorder) -> Iterator[None]:
+    """While entered, the running recording notes the memory that tensors share with arrays."""
+    plain = torch.from_numpy
 
-    def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return _as_function(_applying(cls), args, kwargs)
+    def seen(array: Any) -> Tensor:
+        found = plain(array)
+        if recorder.current is not None:
+            recorder.current.exposed.add(memory_of(found))
+        return found
 
-    owner.apply = classmethod(seen)
+    torch.from_numpy = seen  # type: ignore[assignment]
     try:
         yield
     finally:
-        del owner.apply
+        torch.from_numpy = plain
 
 
-@contextmanager
-def _scripted_seen() -> Iterator[None]:
-    """So do functions that were scripted or traced."""
-    owner = torch._C.ScriptFunction
-    plain = owner.__call__
-
-    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        called = _SCRIPTED.get(self)
-        if called is None:
-            called = _SCRIPTED[self] = partial(plain, self)
-        return _as_function(called, args, kwargs)
-
-    owner.__call__ = seen  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        owner.__call__ = plain  # type: ignore[method-assign]
-
-
-_SCRIPTED: dict[Any, Callable[..., Any]] = {}
+def _running() -> Recording | None:
+    """The recording that runs, if one does."""
+    return next((recorder.current for recorder in _patched_for if recorder.current is not None), None)
 
 
 def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -89,6 +74,55 @@ def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
     with _pop_mode_temporarily() as mode:
         return mode.__torch_function__(function, (), args, kwargs)
+
+
+@contextmanager
+def _function_apply_seen() -> Iterator[None]:
+    """While entered, modes see calls of `torch.autograd.Function.apply`."""
+    # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
+    owner: Any = torch.autograd.function._SingleLevelFunction
+
+    def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        called = _AS_FUNCTIONS.get(cls)
+        if called is None:
+            called = _AS_FUNCTIONS[cls] = _applying(cls)
+        return _as_function(called, args, kwargs)
+
+    owner.apply = classmethod(seen)
+    try:
+        yield
+    finally:
+        del owner.apply
+
+
+def _applying(cls: type) -> Callable[..., Any]:
+    apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return apply(*args, **kwargs)
+
+    function.__name__ = f"{cls.__name__}.apply"
+    function.runs_python = True  # type: ignore[attr-defined]
+    return function
+
+
+@contextmanager
+def _scripted_seen() -> Iterator[None]:
+    """While entered, modes see calls of functions that were scripted or traced."""
+    owner = torch._C.ScriptFunction
+    plain = owner.__call__
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called = _AS_FUNCTIONS.get(self)
+        if called is None:
+            called = _AS_FUNCTIONS[self] = partial(plain, self)
+        return _as_function(called, args, kwargs)
+
+    owner.__call__ = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        owner.__call__ = plain  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -109,39 +143,3 @@ def _module_apply_seen() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = plain  # type: ignore[method-assign]
-
-
-@contextmanager
-def arrays_seen(recorder: Recorder) -> Iterator[None]:
-    """While entered, tensors that share an array's memory are noted; they go past modes."""
-    own = torch.from_numpy
-
-    def seen(array: Any) -> Tensor:
-        found = own(array)
-        if recorder.current is not None:
-            recorder.current.exposed.add(memory_of(found))
-        return found
-
-    torch.from_numpy = seen  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.from_numpy = own
-
-
-_APPLYING: dict[type, Callable[..., Any]] = {}
-
-
-def _applying(cls: type) -> Callable[..., Any]:
-    """The same function for a class each time."""
-    found = _APPLYING.get(cls)
-    if found is None:
-        apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            return apply(*args, **kwargs)
-
-        function.__name__ = f"{cls.__name__}.apply"
-        function.runs_python = True  # type: ignore[attr-defined]
-        found = _APPLYING[cls] = function
-    return found

@@ -98,7 +98,14 @@ class Program:
         num_given: values that are given to it.
         looks, homes: of each value, and the visit that makes it.
         visits: by number.
-        needs_order: whether a micro-batch has to be done with before the next one begins (`needs_order`).
+        functions: of visits, by number and the values that are kept, once they are made.
+        regions: the outermost checkpointed function of each event that is in one, by the event's number.
+        foreign: by visit, places among what is captured of values of earlier micro-batches.
+        leaves: places among what is captured of tensors that require gradients.
+        comes_back: whether a value of an earlier micro-batch comes from another visit.
+        writes_again: whether a region writes into tensors of the module, which it does again in backward.
+        needs_order: whether a micro-batch has to be done with before the next one begins; set by the caller
+            (`module_writes.needs_order`).
     """
 
     def __init__(self, end: Event, looks: Sequence[Look] = ()) -> None:
@@ -115,16 +122,12 @@ class Program:
         self._returning: dict[tuple[int, int], list[Strand]] = {}
         self.visits = [VisitPlan() for _ in range(1 + max((event.visit for event in self.events), default=0))]
         self.foreign: list[list[int]] = [[] for _ in self.visits]
-        """By visit: places among what is captured of values of earlier micro-batches."""
         self.leaves: list[int] = []
-        """Places among what is captured of tensors that require gradients."""
         self.comes_back = False
         self.needs_order = False
-        """Whether a value of an earlier micro-batch comes from another visit."""
-        uses: dict[int, list[int]] = {}
-        self.regions = regions_of(self.events)
         self.writes_again = False
-        """Whether a region writes into tensors of the module, which it does again in backward."""
+        self.regions = regions_of(self.events)
+        uses: dict[int, list[int]] = {}
         for number, event in enumerate(self.events):
             if event.visit < 0:
                 continue

@@ -20,6 +20,7 @@ from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.keyed_calls import IS_KEYED
 from lightning_pipeline.partition.matcher import CAPTURED, renewed
+from lightning_pipeline.partition.overrides import HOOKS, hooks_of
 from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 
@@ -36,8 +37,7 @@ PURE = frozenset(
     and "Lazy" not in cls.__name__
     and cls.forward is not nn.Module.forward
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
+_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{kind}") for kind in HOOKS)
 DRAW, ARGUMENT = object(), object()
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
@@ -86,7 +86,7 @@ class PureModule:
         children: list[tuple[Any, str]] = [(m._modules, key) for m in modules for key in m._modules]
         self._modules = modules
         self._classes = list(map(type, modules))
-        self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, name) for m in modules for name in _HOOKS)]
+        self._hooks = [*_GLOBAL_HOOKS, *(hooks for m in modules for hooks in hooks_of(m))]
         self._sized = [*map(vars, modules), *(m._parameters for m in modules), *(m._modules for m in modules)]
         self._sizes = list(map(len, self._sized))
         everything = [*places, *slots, *children]
@@ -113,11 +113,7 @@ class PureModule:
 def is_pure(module: nn.Module) -> bool:
     """Whether a module and all that is in it may count as `PureModule`."""
     return all(
-        type(m) in PURE
-        and is_own(m)
-        and not m._buffers
-        and not any(getattr(m, name) for name in _HOOKS)
-        for m in module.modules()
+        type(m) in PURE and is_own(m) and not m._buffers and not any(hooks_of(m)) for m in module.modules()
     )
 
 

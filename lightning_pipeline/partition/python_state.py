@@ -1,4 +1,4 @@
-"""What a module has in Python: plain values and containers, of which can be told whether they changed."""
+"""The Python state of modules: plain values and containers, whose changes can be told."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ _MAX_DEPTH = 6
 
 
 class Unclear(CallError):
-    """Of a module cannot be told what it does beside computing."""
+    """It cannot be told what a module does besides computing."""
 
 
 class State:
-    """What some modules have at one time.
+    """What some modules have in Python at one time.
 
     Attributes:
-        key: as text, alike on all ranks.
+        key: a digest of it, the same on all ranks.
+
+    Raises:
+        Unclear: they have something whose changes cannot be told.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -55,7 +58,7 @@ class State:
         self.key = hashlib.blake2b("\0".join(self._text).encode(), digest_size=8).hexdigest()
 
     def is_now(self, other: State) -> bool:
-        """Whether another one is the same."""
+        """Whether another state is the same."""
         return (
             self._text == other._text
             and len(self._others) == len(other._others)
@@ -149,7 +152,7 @@ def as_it_was(modules: Sequence[nn.Module], state: State) -> Iterator[None]:
 
 
 def _globals_of(cls: type) -> Iterator[tuple[str, Any]]:
-    """Values and containers in the globals, and what encloses it, of a class's own code."""
+    """Plain values and containers in the globals and closures of a class's own code."""
     found = _GLOBALS.get(cls)
     if found is None:
         found = _GLOBALS[cls] = []

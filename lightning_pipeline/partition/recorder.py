@@ -1,4 +1,4 @@
-"""What the recordings of a module's steps have in common, and what they ask of the runtime."""
+"""The recorder: what the recordings of one module's steps have in common, and what a recording asks of a pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_pipeline.partition.matcher import Held
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.operation import Call, key_of
 from lightning_pipeline.partition.overrides import overridden
-from lightning_pipeline.partition.patched_torch import arrays_seen, patched_for
+from lightning_pipeline.partition.patched_torch import arrays_seen, classes_patched
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.pure_modules import calls_of, pure_within
 from lightning_pipeline.partition.python_state import Unclear
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from lightning_pipeline.partition.recording import Recording
 
 MAX_EVENTS = 100_000
-"""Calls that are remembered, each some kilobytes, until those that were not met for longest are forgotten."""
+"""The most events that are kept, each some kilobytes; then the paths that were not met for longest are forgotten."""
 MAX_CHANGING = 256
-"""Tensors of which is remembered that steps change them."""
+"""The most tensors that are known to change in steps."""
 
 
 class Reads(Protocol):
-    """Brings data to a recording that asks for it."""
+    """Brings a recording the data that the step's Python asks for."""
 
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
-        """The data of values that a stage computes, on every rank."""
+        """The data, on every rank, of values that a stage computes."""
 
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The data of tensors that some ranks hold, of the module or made in hooks."""
+        """The data of tensors that only some ranks hold: the module's, or made in hooks."""
 
     def finish_before(self, recording: Recording, *, with_own: bool) -> None:
-        """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
+        """Finish earlier micro-batches, and `with_own` the recording's own calls so far."""
 
     def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
-        """The text of a value, or of a tensor of the module, with what autograd knows of it."""
+        """What `show` makes of a value, or of a tensor of the module (below zero), with its autograd state."""
 
 
 class Recorder:
@@ -60,9 +60,14 @@ class Recorder:
         placement: the rank of each virtual stage along the data.
 
     Attributes:
-        recordings: of the step that runs.
-        changing: memory that all ranks have, and write into in steps while stages may still have to use it, with a
-            tensor that has it: what is taken along of it are copies.
+        has_hooks: whether there are hooks on parameters, so that every micro-batch runs in order.
+        warns: whether this rank warns of compiled code that runs as it was written.
+        infers: whether a module runs now only to learn what it gives.
+        recordings: those of the running step.
+        current: the one that runs.
+        num_events: that follow each beginning; the beginning that was met last comes last.
+        changing: memory that all ranks have and write into in steps while stages may still have to use it, with a
+            tensor that has it: recordings take along copies of such tensors.
         used: memory of buffers that all ranks have and stages use, with the buffers' numbers.
     """
 
@@ -73,21 +78,17 @@ class Recorder:
         self.num_stages = len(placement)
         self.inference = Inference()
         self.has_hooks = False
-        """Whether there are hooks on parameters, so that every micro-batch runs in order."""
+        self.warns = True
+        self.infers = False
         self.recordings: list[Recording] = []
         self.changing: OrderedDict[int, Tensor] = OrderedDict()
         self.used: dict[int, int] = {}
         self.current: Recording | None = None
-        """The one that runs."""
         self.num_events: dict[Event, int] = {}
-        """That follow each beginning, the one that was met last at the end."""
         self._beginnings: dict[Any, Event] = {}
         self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
         self._compiled: list[CompiledCall] = []
         self._results: dict[Any, Result | None] = {}
-        self.infers = False
-        """Whether a module runs to learn what it gives."""
-        self.warns = True
         self._compiled_functions: set[str] = set()
 
     def beginning(self, key: Any, num_values: int) -> Event:
@@ -99,8 +100,10 @@ class Recorder:
         return found
 
     def trim(self) -> bool:
-        """Forget what was not met for long where there is too much, as where data tells the path. On all ranks alike,
-        between steps. Returns whether there was anything."""
+        """Forget the oldest paths where there are too many events, as where data decides the path.
+
+        Called between steps, on all ranks alike. Returns whether anything was forgotten.
+        """
         if sum(self.num_events.values()) <= MAX_EVENTS:
             return False
         while self.num_events and sum(self.num_events.values()) > MAX_EVENTS // 2:
@@ -111,26 +114,26 @@ class Recorder:
         return True
 
     def forget(self) -> None:
-        """The module has other tensors now, or other ranks hold them."""
+        """Forget everything: the module has other tensors now, or other ranks hold them."""
         self.forget_paths()
         self.used.clear()
         self._calls_of_pure = None
         self.calls.forget()
 
     def forget_paths(self) -> None:
-        """Micro-batches to come begin anew."""
+        """Let micro-batches to come begin anew."""
         self._beginnings.clear()
         self.num_events.clear()
 
     def note_changing(self, memory: int, tensor: Tensor) -> None:
-        """Steps write into a tensor while stages may still have to use it."""
+        """Note that steps write into a tensor while stages may still have to use it."""
         self.changing[memory] = tensor
         if len(self.changing) > MAX_CHANGING:
             self.changing.popitem(last=False)
         self.forget_paths()
 
     def held(self, ranks: tuple[int, ...]) -> Held:
-        """Of a tensor that was made in a hook."""
+        """What stands for a tensor that was made in a hook, and is on these ranks."""
         return Held(ranks, tuple(stage for stage, rank in enumerate(self.placement) if rank in ranks))
 
     @contextmanager
@@ -155,9 +158,8 @@ class Recorder:
             yield
 
     def patched(self) -> AbstractContextManager[None]:
-        """While entered, for a run: what has to be replaced in classes of torch's, where a change costs all their
-        methods the place that Python remembers for them."""
-        return patched_for(self)
+        """While entered, for a whole run, recordings see what torch's classes do past modes."""
+        return classes_patched(self)
 
     def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
         if self.infers:
@@ -165,7 +167,7 @@ class Recorder:
         return nullcontext() if self.current is None else self.current.checkpointed(stops_early)
 
     def note_as_written(self) -> None:
-        """A compiled function, which is no module, runs."""
+        """Warn, once for each line, that a compiled function which is no module runs as it was written."""
         line = users_line()
         if line not in self._compiled_functions:
             self._compiled_functions.add(line)

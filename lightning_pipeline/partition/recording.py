@@ -1,4 +1,4 @@
-"""Recording: the user's step runs once a micro-batch, on placeholders, and leaves behind what there is to compute."""
+"""Recordings: the user's step runs once for each micro-batch, on placeholders, and what it calls becomes events."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline.partition import autograd_calls
 from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.compiled_calls import CompiledCall
-from lightning_pipeline.partition.differentiation import Graph
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.partition.functions import (
     Kind,
@@ -24,37 +23,45 @@ from lightning_pipeline.partition.functions import (
     is_laid_out_by_others,
     kind_of,
 )
-from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook, hook_of_tensor, retained
+from lightning_pipeline.partition.hooks import REGISTERING, Handle, Hook
 from lightning_pipeline.partition.inference import NOTHING, Result, written_by_array
-from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, autocast_state
+from lightning_pipeline.partition.matcher import CAPTURED, UNLIKE, Foreign, Held, never, torch_state
 from lightning_pipeline.partition.memory import is_view_of_kept, memory_of, views_of
-from lightning_pipeline.partition.operation import Call, TensorSlot, put_together, take_apart
+from lightning_pipeline.partition.operation import Call, TensorSlot, put_together, take_apart, tensors_in
 from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, placeholder
 from lightning_pipeline.partition.placing import Placing
 from lightning_pipeline.partition.provenance import Provenance
 from lightning_pipeline.partition.python_state import Unclear
 from lightning_pipeline.partition.recorder import Reads, Recorder
-from lightning_pipeline.partition.split_calls import SplitCall, split_calls_seen
+from lightning_pipeline.partition.split_calls import SplitCall, refuse_split, split_calls_seen
 from lightning_pipeline.partition.users_line import users_line
 
 
 class Recording(TorchFunctionMode):
-    """One micro-batch's.
+    """The recording of one micro-batch's step.
+
+    Args:
+        beginning: the event that the step's path begins at.
+        reads: brings the data that the step's Python asks for.
+        seed_draw: starts the random numbers of a draw, by its number in the step.
 
     Attributes:
         event: the last one so far.
         captured: tensors and numbers that events have taken along.
-        seeds: of the generators of the user's that were drawn from.
+        seeds: of the user's own generators that were drawn from.
         overwritten: ids of captured tensors that a stage writes into; what was in them may never have been set.
-        seed: from which its random numbers derive.
         hooks: on gradients of its values, in the order in which they were registered.
-        retained: values of which the gradient is retained.
+        retained: values whose gradients are retained.
+        has_run_backward: whether the step has run a backward of its own.
         is_simple: whether nothing but reads of values keeps the micro-batch from running with others.
         reads: the values of its own that were read, in order.
         module_reads: likewise the module's tensors that not every rank holds, by number.
         provenance: follows where what it takes along comes from; None where nobody asks.
         floor: the lowest visit on which further events may run.
+        batch: the memory of the batch's tensors, which are parts of larger ones that no step sees.
+        exposed: memory that numpy knows as well.
+        skipped: ends of calls that were answered as a whole, with the event before each.
     """
 
     def __init__(self, recorder: Recorder, beginning: Event, reads: Reads, seed_draw: Callable[[int], None]) -> None:
@@ -78,12 +85,11 @@ class Recording(TorchFunctionMode):
         self._tensors = recorder.tensors
         self.hooks: list[Hook] = []
         self.retained: list[tuple[int, Placeholder]] = []
-        self._has_run_backward = False
+        self.has_run_backward = False
         self._depth = 0  # of checkpointed functions
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
         self.batch: set[int] = set()
-        """The memory of the batch's tensors, which are parts of larger ones that no step sees."""
-        self.exposed: set[int] = set()  # memory that numpy knows as well
+        self.exposed: set[int] = set()
         self._copied = frozenset(memory for memory, tensor in recorder.changing.items() if memory_of(tensor) == memory)
         self._places: dict[int, list[int]] = {}  # among what is captured, by memory, as far as it was looked through
         self._num_looked_through = 0
@@ -91,7 +97,6 @@ class Recording(TorchFunctionMode):
         self.num_modes = 0
         self._arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, Event] = {}
-        """Ends of calls that were answered as a whole, with the event before each."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -224,7 +229,25 @@ class Recording(TorchFunctionMode):
         tensor.value, tensor.recording = value, self  # type: ignore[attr-defined]
         self._kept.append(tensor)  # type: ignore[arg-type]
 
+    def register(
+        self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]
+    ) -> Handle:
+        """Have a hook run when the gradient of a value comes."""
+        self.is_simple = False
+        hook = Hook(function, len(self.hooks))
+        self.hooks.append(hook)
+        self.__torch_function__(how, (), (tensor, hook))
+        return Handle(hook)
+
     # -- calls off the known path -----------------------------------------------------------------------------------
+
+    def look_at(
+        self, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Call, list[int | Held | Foreign | None], list[Look], tuple[bool, bool, Any]]:
+        """A call, of each of its tensors what it stands for and its look, and the `torch_state`."""
+        call = take_apart(func, args, kwargs)
+        inputs = [self._input(tensor) for tensor in call.tensors]
+        return call, inputs, [Look.of(tensor) for tensor in call.tensors], torch_state()
 
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
@@ -238,7 +261,7 @@ class Recording(TorchFunctionMode):
         elif not self.is_ours(args) and not (kwargs and self.is_ours(tuple(kwargs.values()))):
             return self._compute_everywhere(func, kind, args, kwargs)
         if self._tensors.split_calls and type(func) is not SplitCall:
-            self._refuse_split(func, args, kwargs)
+            refuse_split(func, args, kwargs)
         if kind is Kind.PRINTS or kind is Kind.READS:
             return self._read(func, args, kwargs)
         if is_drawing_of_own(kwargs):
@@ -253,15 +276,12 @@ class Recording(TorchFunctionMode):
                 f"cannot be told from outside ({users_line()}): write it with torch.where, or plain Python"
             )
         if kind is Kind.HOOKS:
-            return self._hook(func, *args, **kwargs)
+            return autograd_calls.hook(self, func, *args, **kwargs)
         if kind is Kind.BACKWARD:
-            return self._differentiate(func, args, kwargs)
-        if func in _GRADIENT:
-            return self._gradient_of(*args)
-        call = take_apart(func, args, kwargs)
-        inputs = [self._input(tensor) for tensor in call.tensors]
-        looks = [Look.of(tensor) for tensor in call.tensors]
-        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
+            return autograd_calls.differentiate(self, func, args, kwargs)
+        if func in autograd_calls.GETTERS:
+            return autograd_calls.read_gradient(self, *args)
+        call, inputs, looks, state = self.look_at(func, args, kwargs)
         result = self.recorder.result(func, call, looks, state)
         depends = result is None
         if type(func) is CompiledCall:
@@ -299,12 +319,12 @@ class Recording(TorchFunctionMode):
             draws = args[1] in func.drawing
         else:
             draws = result.draws > 0 or (kind is Kind.DRAWS and not is_drawing_of_own(kwargs))
-        event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
+        event = self.follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
         if depends:
-            event.match = _never
-        return self._answer(event, func, args, kwargs)
+            event.match = never
+        return self.answer(event, func, args, kwargs)
 
-    def _follow(self, func: Any, call: Call, inputs: Any, looks: Any, state: Any, result: Result, **how: Any) -> Event:
+    def follow(self, func: Any, call: Call, inputs: Any, looks: Any, state: Any, result: Result, **how: Any) -> Event:
         """A new event after the one so far."""
         call_tensors = call.tensors
         for slot, _ in result.writes:
@@ -345,85 +365,11 @@ class Recording(TorchFunctionMode):
                 f"make it a buffer of the module, or write into it in a hook"
             )
 
-    def _answer(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
+    def answer(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
         found = event.matcher.match(func, args, kwargs, self)
         assert found is not UNLIKE, event.name
         self.event = event
         return found
-
-    # -- autograd ---------------------------------------------------------------------------------------------------
-
-    def _hook(self, func: Any, tensor: Tensor, hook: Callable[..., Any] | None = None) -> Any:
-        """A hook on a gradient."""
-        self.is_simple = False
-        if self._tensors.number_of(tensor) is not None or type(tensor) is not Placeholder:
-            with torch._C.DisableTorchFunction():
-                return func(tensor) if hook is None else func(tensor, hook)
-        if not tensor.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(tensor) if hook is None else func(tensor, hook)  # torch's own error
-        name = function_name(func)
-        if name == "retain_grad":
-            if not tensor.is_leaf:
-                self.retained.append((tensor.value, tensor))
-                self.__torch_function__(retained, (), (tensor,))
-            return None
-        if name != "register_hook" or hook is None:
-            raise NotImplementedError(
-                f"{name} on what a stage computes is not supported within a step: use register_hook ({users_line()})"
-            )
-        return self.register(hook_of_tensor, tensor, hook)
-
-    def register(
-        self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]
-    ) -> Handle:
-        """Have a hook run when the gradient of a value comes."""
-        self.is_simple = False
-        hook = Hook(function, len(self.hooks))
-        self.hooks.append(hook)
-        self.__torch_function__(how, (), (tensor, hook))
-        return Handle(hook)
-
-    def _gradient_of(self, tensor: Tensor) -> None:
-        if self._tensors.number_of(tensor) is not None or self._has_run_backward:
-            raise NotImplementedError(
-                f"the gradient of {getattr(tensor, 'what', 'a parameter')} is read within a step: it is on one stage, "
-                f"and other micro-batches' are not in it; read it in on_after_backward, or take torch.autograd.grad "
-                f"({users_line()})"
-            )
-
-    def _differentiate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """`torch.autograd.grad`, or a backward, within one visit."""
-        if func is not torch.autograd.grad:
-            self.is_simple = False  # gradients of parameters add up in the order of micro-batches
-            self._has_run_backward = True
-            for child in self.event.children:
-                found = child.matcher.match(func, args, kwargs, self)
-                if found is not UNLIKE:
-                    self.event = child
-                    return found
-        call = take_apart(func, args, kwargs)
-        inputs = [self._input(tensor) for tensor in call.tensors]
-        looks = [Look.of(tensor) for tensor in call.tensors]
-        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
-        is_grad = func is torch.autograd.grad
-        outputs = _tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
-        wanted = _tensors_in(args[1] if len(args) > 1 else kwargs["inputs"]) if is_grad else None
-        graph = Graph(self.event, self.captured, [self._input(one) for one in outputs])
-        visits = graph.visits(None if wanted is None else [(self._input(one), one) for one in wanted])
-        if len(visits) != 1:
-            shown = " and ".join(str(visit % self.recorder.num_stages) for visit in sorted(visits))
-            raise NotImplementedError(
-                f"{function_name(func)} goes back over what stages {shown} compute ({users_line()}): gradients within "
-                f"a step can be had within one stage. Put these modules on one stage, or differentiate with respect "
-                f"to what its first module is given"
-            )
-        [visit] = visits
-        result = graph.result(visit, func, call, inputs, looks, self._tensors.tensors, self.recorder.inference)
-        event = self._follow(func, call, inputs, looks, state, result, visit=visit, draws=False)
-        if not is_grad:
-            event.match = _never
-        return self._answer(event, func, args, kwargs)
 
     # -- what else there is -----------------------------------------------------------------------------------------
 
@@ -445,9 +391,8 @@ class Recording(TorchFunctionMode):
                 self.event = child
                 return
         call = take_apart(function, args, {})
-        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         event = self.event.followed_by(
-            function, call, (), (), state, NOTHING, visit=-1, draws=False, line=users_line(), module_tensors=()
+            function, call, (), (), torch_state(), NOTHING, visit=-1, draws=False, line=users_line(), module_tensors=()
         )
         self.placing.note(event)
         self.event = event
@@ -469,7 +414,7 @@ class Recording(TorchFunctionMode):
         if kind is Kind.WRITES or "out" in kwargs or (kind is Kind.DRAWS and function_name(func).endswith("_")):
             if self.provenance is not None:
                 self.provenance.is_known = False
-            self._before_write([*_tensors_in(args[0] if args else ()), *_tensors_in(kwargs.get("out"))])
+            self._before_write([*tensors_in(args[0] if args else ()), *tensors_in(kwargs.get("out"))])
         draw = None
         if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
             self._seed_draw(self.num_draws)
@@ -557,15 +502,6 @@ class Recording(TorchFunctionMode):
             data = self._data(call)
         with torch._C.DisableTorchFunction():
             return self.recorder.inference.result_on_data(func, call, data, looks)
-
-    @staticmethod
-    def _refuse_split(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if any(isinstance(tensor, DTensor) for tensor in take_apart(func, args, kwargs).tensors):
-            raise NotImplementedError(
-                f"{function_name(func)} is given a parameter that tensor parallelism has split, outside of the module "
-                f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, "
-                f"or leave the parameter whole"
-            )
 
     def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
         """Data that tells the looks of a result without a read: that of what every rank has, where that is enough."""
@@ -674,17 +610,3 @@ class _Watching(Recording):
 
 def _is_module_tensor(value: Any) -> bool:
     return type(value) is int and value < 0
-
-
-_GRADIENT = tuple(getattr(Tensor, name).__get__ for name in ("grad", "_grad"))
-
-
-def _never(*_: Any) -> Any:
-    """The match of a call that is not to be answered at once: its result's looks depend on data, or it says more."""
-    return UNLIKE
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [one for one in value if isinstance(one, Tensor)]
-    return [value] if isinstance(value, Tensor) else []

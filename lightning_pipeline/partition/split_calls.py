@@ -16,18 +16,20 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.functions import Kind, kind_of
+from lightning_pipeline.partition.functions import Kind, function_name, kind_of
 from lightning_pipeline.partition.inference import CallError
+from lightning_pipeline.partition.operation import take_apart
 from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.users_line import users_line
 
 _OF_TORCH = "torch.distributed.tensor"
 
 
 class SplitCall:
-    """Calls a module, as a function of its tensors, of which modules in it are in training, and of its arguments.
+    """The call of a module, as a function of its tensors, the training modes of the modules in it, and its arguments.
 
     Attributes:
-        drawing: of those, the ones with which it has drawn random numbers.
+        drawing: the training modes in which it has drawn random numbers.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -73,7 +75,7 @@ class SplitCall:
 
 
 def split_calls(root: nn.Module) -> list[SplitCall]:
-    """Those of the outermost modules with hooks of torch's that split."""
+    """The calls of the outermost modules that torch's hooks split."""
     found: list[SplitCall] = []
     inner: set[nn.Module] = set()
     for name, module in root.named_modules():
@@ -92,6 +94,20 @@ def split_calls_seen(calls: Sequence[SplitCall]) -> Iterator[None]:
         yield
 
 
+def refuse_split(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a call of another function on split tensors.
+
+    Raises:
+        NotImplementedError: there are some among the arguments.
+    """
+    if any(isinstance(tensor, DTensor) for tensor in take_apart(func, args, kwargs).tensors):
+        raise NotImplementedError(
+            f"{function_name(func)} is given a parameter that tensor parallelism has split, outside of the module "
+            f"that parallelize_module has split ({users_line()}): compute it in a module with a plan of its own, "
+            f"or leave the parameter whole"
+        )
+
+
 def _is_split(module: nn.Module) -> bool:
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(str(getattr(hook, "__module__", "")).startswith(_OF_TORCH) for hook in hooks)
@@ -105,7 +121,7 @@ def _split(tensor: Tensor, mesh: Any, placements: Any) -> Tensor:
 
 
 class _Draws(TorchFunctionMode):
-    """Whether random numbers are drawn while this is entered."""
+    """Finds out whether random numbers are drawn while it is entered."""
 
     found = False
 

@@ -1,12 +1,15 @@
-"""Where in the user's code the running call stands."""
+"""Where in the user's code a call stands."""
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+import os
 import sys
 from types import FrameType
 
 _OWN = ("/torch/", "/lightning/", "/lightning_pipeline/", "/pytorch_lightning/", "/torchmetrics/")
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
 def users_line() -> str:
@@ -19,3 +22,15 @@ def users_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}: {line}"
         frame = frame.f_back
     return "an unknown line"
+
+
+def users_lines() -> tuple[int, ...]:
+    """Where the hook that runs has come to: the lines of its functions, from the inside."""
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+        frame = frame.f_back
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        found.append(frame.f_lineno)
+        frame = frame.f_back
+    return tuple(found)

@@ -1,8 +1,8 @@
 """What ranks give one another for calls outside of steps.
 
-A rank that gives something does not wait: it puts it by, and sends it with what follows where it waits for others
-itself, so that a loop over a hundred gradients' norms takes few messages. With each comes what call it is for, which
-has to be the same on the rank that it goes to.
+A rank that gives something does not wait. It puts it by, and sends it together with what follows once it has to wait
+for others itself, so that a loop over the norms of a hundred gradients takes few messages. Each item says which call it
+is for, and the receiver checks that it has come to the same one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lightning_pipeline.runtime.messages import Asked, Told
 from lightning_pipeline.runtime.transport import Transport
 
 AT_ONCE = 64
-"""So many are sent without waiting for more."""
+"""As many items for one rank are sent without waiting for more."""
 
 
 class Exchanges:
-    """Of this rank with the others of its pipeline.
+    """This rank's exchanges with the others of its pipeline.
 
     Attributes:
-        number: how many there were, counted alike by all ranks.
+        number: of exchanges so far, the same on all ranks.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -33,7 +33,7 @@ class Exchanges:
         self._in: dict[int, deque[Asked]] = {peer: deque() for peer in others}
 
     def meet(self, call: str, line: str) -> None:
-        """Wait for all ranks, which have to come to the same call."""
+        """Wait until all ranks have come to this call."""
         self.exchange(call, line, dict.fromkeys(self._out), self._in)
 
     def exchange(self, call: str, line: str, give: dict[int, Any], hear: Iterable[int]) -> dict[int, Any]:
@@ -52,7 +52,7 @@ class Exchanges:
         return {peer: self._next(peer, own) for peer in hear}
 
     def send(self) -> None:
-        """Send what was put by. Whoever waits for other ranks must call it before."""
+        """Send what was put by. It must be called before any wait for other ranks."""
         for peer, told in self._out.items():
             if told:
                 self._transport.send_object(told, peer)

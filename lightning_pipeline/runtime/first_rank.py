@@ -1,9 +1,9 @@
 """Code in hooks that the first rank alone runs, as below `if self.trainer.is_global_zero`.
 
-Where a hook has asked which rank runs it, ranks may do different things till it ends. From there on the first rank
-tells the others of each call on what not every rank holds. Those that have come to the same call go on with it; the
-others, which are further on, give the first rank what it takes, and wait for its next call, at the latest where the
-hook ends.
+Once a hook has asked which rank runs it, ranks may do different things until it ends. From then on the first rank tells
+the others of each call on what not every rank holds. Ranks that have come to the same call go on with it. The others
+are further on, at the end of the hook at the latest: they give the first rank what the call takes, and wait for its
+next one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Wanted(NamedTuple):
     """A tensor that the first rank needs, if it is alone.
 
     Attributes:
-        key: alike on all ranks; None where there is none.
+        key: what all ranks call it; None where it has no name.
         owner: the rank that gives it.
-        gradient: of it, rather than the tensor.
+        gradient: its gradient is needed, rather than the tensor.
     """
 
     key: int | None
@@ -52,7 +52,7 @@ class _Answer(NamedTuple):
 
 
 class FirstRank:
-    """Follows the first rank through hooks in which ranks may part.
+    """Follows the first rank through hooks in which the ranks' ways may part.
 
     Args:
         num_ranks: of the pipeline.
@@ -65,7 +65,7 @@ class FirstRank:
         self._tensor_of = tensor_of
 
     def meet(self, place: Any, line: str, wanted: Sequence[Wanted]) -> list[Tensor | None] | None:
-        """Come to a call. Returns None where all ranks do, else the first rank, which is alone, has what it wants.
+        """Come to a call. Returns None if all ranks have; else, on the first rank alone, the tensors that it wants.
 
         Raises:
             RuntimeError: some of the others run this call, and not all of them.
@@ -95,7 +95,7 @@ class FirstRank:
         return found
 
     def end(self) -> None:
-        """The hook ends."""
+        """Come to the end of the hook."""
         if not self._direct.rank:
             self._direct.tell(_Over())
             return
@@ -114,7 +114,7 @@ class FirstRank:
         return call
 
     def _give(self, call: _Call) -> None:
-        """Answer the first rank, which is elsewhere."""
+        """Give the first rank, which is at another call, what that one takes."""
         given: list[Tensor | None] = []
         for one in call.wanted:
             if one.owner == self._direct.rank:

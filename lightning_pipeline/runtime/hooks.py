@@ -1,4 +1,4 @@
-"""Hooks on gradients: when one comes on a stage, every rank runs the user's function on the same gradient."""
+"""Hooks on gradients: when a gradient comes on its stage, every rank runs the user's function on it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HookCalls:
 
     @property
     def are_there(self) -> bool:
-        """Whether there are any, which all ranks agree upon."""
+        """Whether there are any; the same on all ranks."""
         return bool(self._recording.hooks or self._own)
 
     @property
@@ -67,7 +67,7 @@ class HookCalls:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Around a stage's backward: the other ranks are told of each gradient that a hook gets."""
+        """While entered, for a stage's backward, the other ranks are told of each gradient that a hook gets."""
         before = []
         for hook in self._recording.hooks:
             hook.run = lambda hook, gradients: self._tell(hook.number, gradients)
@@ -91,7 +91,7 @@ class HookCalls:
             self._direct.tell(None)
 
     def listen(self, owner: int) -> None:
-        """While another rank runs its backward: run the hooks that it runs."""
+        """Run the hooks that another rank runs, until its backward ends."""
         assert self._direct is not None
         while True:
             told = self._direct.hear(owner, "the gradients of hooks")
@@ -121,7 +121,6 @@ class HookCalls:
                 found = function(gradient)
                 gradient = gradient if found is None else found
             return gradient
-
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:

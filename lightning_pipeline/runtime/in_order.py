@@ -1,54 +1,34 @@
 """Micro-batches whose steps read what stages compute, or go back to earlier stages: one by one, event by event.
 
-Each event runs on the rank of its visit as soon as it is recorded, or asked for; an operand that another visit has made
-goes there directly. All ranks go through the same events in the same order, so who sends what to whom is known to all.
+Each event runs on the rank of its visit, as soon as its values are asked for or its step has ended; an operand that
+another visit has made goes there directly. All ranks go through the same events in the same order, so all of them know
+who sends what to whom.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.engine import backward_from
 from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
-from lightning_pipeline.partition.execution import run_event
+from lightning_pipeline.partition.execution import run_event, values_made
 from lightning_pipeline.partition.matcher import Held
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.module_writes import ModuleWrites
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.program import Program
+from lightning_pipeline.partition.repeated import Repeated
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.hooks import HookCalls
 from lightning_pipeline.runtime.microbatch import Microbatch
-from lightning_pipeline.runtime.repeated import Repeated
 from lightning_pipeline.runtime.tensor_meta import conform
-from lightning_pipeline.runtime.visit import written_into
+from lightning_pipeline.runtime.transfers import Transfer, Transfers
 from lightning_pipeline.runtime.work import Work
-
-
-@dataclass(slots=True)
-class Transfer:
-    """A value on its way from the visit that makes it to another one, for one use of it there.
-
-    Attributes:
-        sent: on the sender, where its gradient enters the graph.
-        arrived: on the receiver, the leaf.
-        is_merged: its gradient travels with that of the next use.
-    """
-
-    value: int
-    source: int
-    destination: int
-    sent: Any = None
-    arrived: Tensor | None = None
-    is_merged: bool = False
 
 
 class InOrder:
@@ -82,13 +62,11 @@ class InOrder:
         self._direct = direct
         self._holders = holders
         self._seed_draw = seed_draw
-        self._training = training
         self.looks: dict[int, Look] = dict(enumerate(looks))
         self.homes: dict[int, int] = dict.fromkeys(range(len(looks)), 0)
         self._here: dict[tuple[int, int], Tensor] = {}
-        self._transfers: list[Transfer] = []
-        self._uses: dict[int, list[tuple[int, Transfer | None]]] = {}
-        """Of values that give gradients: the visit of each use, in order, and how they came there."""
+        self._transfers = Transfers(state.index, placement, rank, direct, training=training)
+        self._rank_of = self._transfers.rank_of
         self._done: Event | None = None
         self._writes = ModuleWrites()
         self._depth = 0  # of checkpointed functions
@@ -137,19 +115,19 @@ class InOrder:
     def let_go(self) -> None:
         """The micro-batch is done with."""
         self._here.clear()
-        self._transfers.clear()
+        self._transfers.let_go()
 
     def backward(self, program: Program, work: Work) -> None:
         """Run backward from the micro-batch's loss, visit by visit."""
         state = self._state
         wanted = program.with_gradients(state.loss_value)
-        transfers = [one for one in self._transfers if one.value < 0 or one.value in wanted]
+        transfers = self._transfers.returning(wanted)
         last = max(self.homes.values(), default=0)
         assert state.recording is not None
         hooks = HookCalls(state.recording, self._tensors, self._direct, self, self._seed)
         self._check_hooked(hooks, program)
         gradients: dict[int, Tensor | None] = {}
-        self._merge()
+        self._transfers.merge()
         repeated = self._used_repeatedly(program)
         before = [(tensor, tensor.grad) for tensor, _ in repeated]
         for tensor, _ in repeated:
@@ -162,7 +140,8 @@ class InOrder:
                 self._backward_of(visit, transfers, gradients, work, [t for t, own in repeated if visit in own])
             for index, one in reversed(list(enumerate(transfers))):
                 if one.destination == visit:
-                    gradient = gradients[index] = self._return(one, is_mine)
+                    look = self.looks[one.value] if one.value >= 0 else Look.of(self._tensors.tensors[-1 - one.value])
+                    gradient = gradients[index] = self._transfers.give_back(one, look)
                     if one.source > visit and gradient is not None:  # a parameter's, which no visit to come gives
                         backward_from([one.sent], [gradient])
         for parameter, gradient in before:
@@ -174,17 +153,6 @@ class InOrder:
         state.gradients = [(place, self._retained(value)) for value, place in state.recording.retained]
 
     # -- details ----------------------------------------------------------------------------------------------------
-
-    def _merge(self) -> None:
-        """Let the gradients of a value's last uses travel as one, where they are on one visit: they are the first that
-        one process adds up. Those of earlier uses are added to that one by one."""
-        for uses in self._uses.values():
-            last, _ = uses[-1]
-            for (visit, transfer), (following, _) in zip(reversed(uses[:-1]), reversed(uses), strict=False):
-                if visit != last or following != last:
-                    break
-                if transfer is not None:
-                    transfer.is_merged = True
 
     def _used_repeatedly(self, program: Program) -> list[tuple[Tensor, set[int]]]:
         """Parameters that several visits of this rank use, with these: in one process a micro-batch's uses add up, one
@@ -265,9 +233,6 @@ class InOrder:
             return None
         return None if owner == self._rank and own is None else self._direct.spread(own, self.looks[value], owner)
 
-    def _rank_of(self, visit: int) -> int:
-        return self._placement[visit % len(self._placement)]
-
     def _run(self, event: Event) -> None:
         visit = event.visit
         if visit < 0:
@@ -300,11 +265,8 @@ class InOrder:
                 found = part.run(event, operands)
             else:
                 found = run_event(event, operands, recording.captured, self._seed)
-            for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):
-                if value is not None:
-                    self._here[visit, value] = tensor
-            for slot, _, value in event.writes:
-                self._here[visit, value] = operands[slot]
+            for value, tensor in values_made(event, operands, found):
+                self._here[visit, value] = tensor
         for look, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
             if value is not None:
                 assert isinstance(look, Look)
@@ -358,32 +320,23 @@ class InOrder:
             is_bound: the use writes into it, or shares its memory.
         """
         home, look = self.homes[value], self.looks[value]
-        returns = self._training and look.requires_grad
-        if home == visit:
-            if returns:
-                self._uses.setdefault(value, []).append((visit, None))
-            return self._here.get((visit, value), _NOTHING)
-        key = (visit, value)
-        if key not in self._here:
-            moved = self._move(value, home, visit, look, self._here.get((home, value)))
-            self._here[key] = _NOTHING if moved is None else moved
-        elif returns and not is_bound:
-            return self._again(value, home, visit)
-        elif returns:
-            self._uses[value].append((visit, None))
-        return self._here[key]
+        returns = self._transfers.gives_gradient(look)
+        if home != visit and (visit, value) not in self._here:
+            return self._moved(value, home, visit, look, self._here.get((home, value)))
+        if returns and home != visit and not is_bound:
+            own = self._here.get((home, value))
+            there = self._here[visit, value] if self._rank_of(visit) == self._rank else None
+            again = self._transfers.repeat(value, home, visit, own, there)
+            return _NOTHING if again is None else again
+        if returns:
+            self._transfers.note_use(value, visit)
+        return self._here.get((visit, value), _NOTHING)
 
-    def _again(self, value: int, source: int, destination: int) -> Tensor:
-        """A value that has come for another use: a leaf of its own, so that uses add up in their order."""
-        transfer = Transfer(value, source, destination)
-        self._transfers.append(transfer)
-        self._uses[value].append((destination, transfer))
-        if self._rank_of(source) == self._rank:
-            transfer.sent = get_gradient_edge(torch.ops.aten.alias.default(self._here[source, value]))
-        if self._rank_of(destination) != self._rank:
-            return _NOTHING
-        transfer.arrived = self._here[destination, value].detach().requires_grad_()
-        return written_into(transfer.arrived)
+    def _moved(self, value: int, source: int, destination: int, look: Look, own: Tensor | None) -> Tensor:
+        """A value, or a tensor of the module, that another visit has, on its first use on a visit."""
+        moved = self._transfers.move(value, source, destination, look, own)
+        found = self._here[destination, value] = _NOTHING if moved is None else moved
+        return found
 
     def _module_tensor(self, number: int, visit: int) -> Tensor:
         rank = self._rank_of(visit)
@@ -391,13 +344,12 @@ class InOrder:
         tensor = self._tensors.tensors[number]
         if rank in holders:
             return tensor if rank == self._rank else _NOTHING
-        key = (visit, -1 - number)
-        if key not in self._here:
-            home = next(v for v in range(len(self._placement)) if self._placement[v] == holders[0])
+        found = self._here.get((visit, -1 - number))
+        if found is None:
+            home = self._placement.index(holders[0])
             own = tensor if self._rank == holders[0] else None
-            moved = self._move(-1 - number, home, visit, Look.of(tensor), own)
-            self._here[key] = _NOTHING if moved is None else moved
-        return self._here[key]
+            found = self._moved(-1 - number, home, visit, Look.of(tensor), own)
+        return found
 
     def _held(self, tensor: Tensor, holders: Sequence[int], visit: int) -> Tensor:
         """What was made in a hook, on the rank of a visit."""
@@ -407,73 +359,6 @@ class InOrder:
         if holders[0] == self._rank:
             self._direct.send(conform(tensor, Look.of(tensor)), rank)
         return self._direct.receive(Look.of(tensor), holders[0]) if rank == self._rank else tensor
-
-    def _move(self, value: int, source: int, destination: int, look: Look, own: Tensor | None) -> Tensor | None:
-        """Give a visit a value of another one. Returns it on the rank of that visit."""
-        sender, receiver = self._rank_of(source), self._rank_of(destination)
-        transfer = Transfer(value, source, destination)
-        returns = self._training and look.requires_grad
-        if returns:
-            self._transfers.append(transfer)
-            self._uses.setdefault(value, []).append((destination, transfer))
-        arrived = None
-        if sender == self._rank:
-            assert own is not None
-            if returns:
-                transfer.sent = get_gradient_edge(torch.ops.aten.alias.default(own))  # in the order of uses
-            if receiver == sender:
-                arrived = own.detach().clone()
-            else:
-                assert self._direct is not None
-                self._direct.send(conform(own, look), receiver)
-        elif receiver == self._rank:
-            assert self._direct is not None
-            arrived = self._direct.receive(look, sender, f"an activation of micro-batch {self._state.index}")
-        if arrived is None:
-            return None
-        if returns:
-            transfer.arrived = arrived.requires_grad_()
-            arrived = written_into(arrived)
-        return arrived
-
-    def _merged(self, transfer: Transfer) -> Tensor | None:
-        """The gradient of a use, and of those that travel with it."""
-        assert transfer.arrived is not None
-        total = transfer.arrived.grad
-        uses = [one for _, one in self._uses.get(transfer.value, ()) if one is not None]
-        index = next((place for place, one in enumerate(uses) if one is transfer), 0)
-        while index > 0 and uses[index - 1].is_merged:
-            index -= 1
-            leaf = uses[index].arrived
-            gradient = leaf.grad if leaf is not None else None
-            if gradient is not None:
-                total = gradient if total is None else total + gradient
-        return total
-
-    def _return(self, transfer: Transfer, is_mine: bool) -> Tensor | None:
-        """Give the visit that sent a value its gradient."""
-        if transfer.is_merged:
-            return None
-        sender, receiver = self._rank_of(transfer.source), self._rank_of(transfer.destination)
-        value = transfer.value
-        look = self.looks[value] if value >= 0 else Look.of(self._tensors.tensors[-1 - value])
-        gradient = None
-        if is_mine:
-            assert transfer.arrived is not None
-            gradient = self._merged(transfer)
-            if gradient is None:
-                gradient = torch.zeros_like(transfer.arrived)
-            gradient = conform(gradient, look)
-            transfer.arrived = None
-            if sender != receiver:
-                assert self._direct is not None
-                self._direct.send(gradient, sender)
-                return None
-            return gradient
-        if sender == self._rank:
-            assert self._direct is not None
-            return self._direct.receive(look, receiver, f"a gradient of micro-batch {self._state.index}")
-        return None
 
 
 def _is_bound(event: Event, slot: int) -> bool:

@@ -1,5 +1,7 @@
-"""Gradients of tensors that every rank has, and that are no parameters, such as a batch's after `requires_grad_()`: a
-step's backward leaves them on the ranks that computed with the tensors. When it ends all ranks get them."""
+"""Gradients of tensors that every rank has and that are no parameters, such as a batch's after `requires_grad_()`.
+
+A step's backward leaves them on the ranks that computed with the tensors; when it ends, all ranks get them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from lightning_pipeline.runtime.transport import Transport
 
 
 class LeafGradients:
-    """Of one module's steps."""
+    """Shares the gradients of leaves that steps take along."""
 
     def __init__(self, tensors: ModuleTensors, transport: Transport, direct: Direct) -> None:
         self._tensors = tensors
@@ -27,12 +29,12 @@ class LeafGradients:
         self._before: list[tuple[Tensor, Tensor | None, int]] = []  # each with its gradient, and how often written into
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note, as a step begins, what gradients the leaves have."""
         leaves = [leaf for leaf in (reference() for reference in self._known) if leaf is not None]
         self._before = [(leaf, leaf.grad, _num_writes(leaf.grad)) for leaf in leaves]
 
     def share(self, captured: Sequence[Tensor]) -> None:
-        """A step has ended, which took these tensors along. All ranks must call it."""
+        """Share the gradients of what a step took along, as it ends. All ranks must call it."""
         if not captured:
             self._before = []
             return
@@ -76,7 +78,7 @@ def _num_writes(gradient: Tensor | None) -> int:
 
 
 def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves that require gradients behind some tensors, each once, in an order that is alike on all ranks."""
+    """The leaves from which tensors were computed, each once, in the same order on all ranks."""
     found: dict[int, Tensor] = {}
     seen = set()
     todo = []

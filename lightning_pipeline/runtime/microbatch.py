@@ -16,9 +16,7 @@ from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.split_backward import SplitBackward
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.expectations import Expectation
-
-EVERYWHERE_BYTES = 1 << 16
-"""Up to this size a micro-batch's tensor goes to every rank, which then computes with it what takes no parameters."""
+from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
 
 
 class Structure:

@@ -1,48 +1,41 @@
 """Outside of steps: what hooks and callbacks do with tensors that not every rank holds.
 
-All ranks run the same code, so all know which ranks hold each operand (`holders_of`): the holders of what is written
-into, or of the operands, compute; the others get a placeholder. What an operand's holder alone has goes to those who
-compute at once. Numbers that Python asks for are the same on every rank.
+All ranks run the same code, so all of them know which ranks hold each operand (`holders_of`). The holders of what is
+written into, or else of the operands, compute; the others get a placeholder. Operands that those who compute lack are
+sent to them. Numbers that Python asks for are the same on every rank.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.functions import Kind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.guards import absent_state_expected
-from lightning_pipeline.partition.matcher import autocast_state
+from lightning_pipeline.partition.matcher import torch_state
 from lightning_pipeline.partition.operation import Call, put_together, take_apart
-from lightning_pipeline.partition.ownership import holders_of, note_holders
+from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, in_hook, is_absent, placeholder
 from lightning_pipeline.partition.recorder import Recorder
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_line import users_line, users_lines
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.exchanges import Exchanges
 from lightning_pipeline.runtime.first_rank import FirstRank, Wanted
-from lightning_pipeline.runtime.microbatch import EVERYWHERE_BYTES
-from lightning_pipeline.runtime.tensor_meta import conform
+from lightning_pipeline.runtime.hook_patches import parameters_seen, ranks_noted
+from lightning_pipeline.runtime.operands import Operands, empty_like
+from lightning_pipeline.runtime.parameter_gradients import ParameterGradients
+from lightning_pipeline.runtime.tensor_keys import Holders, TensorKeys, copy_of
+from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
 from lightning_pipeline.runtime.transport import Transport
 
-Holders = tuple[int, ...] | None
-"""The ranks that hold a tensor; None for all."""
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _TOGETHER = object()
 """In place of a result: all ranks run the call."""
 
@@ -64,24 +57,18 @@ class Outside(TorchFunctionMode):
     Args:
         module: the LightningModule.
         recorder: knows what functions give.
-        rank: this rank's place in the pipeline.
-        direct: to the others.
+        direct: to the other ranks of the pipeline.
     """
 
-    def __init__(
-        self, module: nn.Module, recorder: Recorder, rank: int, transport: Transport, direct: Direct
-    ) -> None:
+    def __init__(self, module: nn.Module, recorder: Recorder, transport: Transport, direct: Direct) -> None:
         super().__init__()
-        self._module = module
         self._recorder = recorder
-        self._rank = rank
-        self._transport = transport
-        self._direct = direct
+        self._rank = direct.rank
         self._exchanges = Exchanges(transport)
-        self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._num_made = 0
-        self._first_rank = FirstRank(direct, transport.num_stages, self._tensor_of)
-        self._gradients: dict[int, bool] | None = None
+        self._operands = Operands(direct, transport.num_stages, self._exchanges)
+        self._keys = TensorKeys(recorder.tensors)
+        self._gradients = ParameterGradients(module, transport, self._exchanges, self._operands, self._keys)
+        self._first_rank = FirstRank(direct, transport.num_stages, self._keys.tensor_of)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_partial(args) or (kwargs and _is_partial(kwargs.values())):
@@ -90,15 +77,16 @@ class Outside(TorchFunctionMode):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """While the user's code runs between steps."""
+        """While entered, the user's code runs between steps."""
         if in_hook.on:
             yield
             return
-        in_hook.on, in_hook.is_rank_known, self._gradients = True, False, None
+        in_hook.on, in_hook.is_rank_known = True, False
+        self._gradients.forget()
         in_hook.thread = threading.get_ident()
         before = self._exchanges.number
         try:
-            with absent_state_expected(), self._ranks_noted(), self._parameters_seen(), self:
+            with absent_state_expected(), ranks_noted(self._exchanges.send), parameters_seen(self._keys), self:
                 yield
             self._exchanges.send()
             if in_hook.is_rank_known:
@@ -110,13 +98,13 @@ class Outside(TorchFunctionMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """While the package does its own, or a step is recorded."""
+        """While entered, the package works on this rank's tensors as they are, or records a step."""
         if not in_hook.on:
             yield
             return
         self._exchanges.send()
         if in_hook.is_rank_known:
-            self._meet_first_rank(("aside", *_lines()), users_line(), ())
+            self._meet_first_rank("aside", ())
         modes = []
         while torch._C._len_torch_function_stack():
             modes.append(torch._C._pop_torch_function_stack())
@@ -127,7 +115,8 @@ class Outside(TorchFunctionMode):
         try:
             yield
         finally:
-            in_hook.on, self._gradients = True, None
+            in_hook.on = True
+            self._gradients.forget()
             for _ in others:
                 torch._C._pop_torch_function_stack()
             for mode in reversed(modes):
@@ -137,13 +126,13 @@ class Outside(TorchFunctionMode):
         """The data of tensors, on every rank. All ranks must call it."""
         with torch._C.DisableTorchFunction():
             if in_hook.is_rank_known and _is_partial(tensors):
-                found = self._meet_first_rank(("whole", *_lines()), users_line(), self._wanted(tensors))
+                found = self._meet_first_rank("whole", self._wanted(tensors))
                 if found is not None:
                     return [found.pop(0) if type(one) is Placeholder else one for one in tensors]  # type: ignore[misc]
             return self._whole(tensors, what)
 
     def _whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        return self._gather(tensors, [None] * len(tensors), what)
+        return self._operands.gather(tensors, [None] * len(tensors), what)
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +151,7 @@ class Outside(TorchFunctionMode):
             with torch._C.DisableTorchFunctionSubclass():
                 return self._copied(*args)
         if name in ("grad.__set__", "grad.__delete__", "_grad.__set__"):
-            return self._set_gradient(args[0], args[1] if len(args) > 1 else None)
+            return self._gradients.set(args[0], args[1] if len(args) > 1 else None)
         if name in ("requires_grad_", "requires_grad.__set__"):
             return func(*args, **kwargs)
         call = take_apart(func, args, kwargs)
@@ -172,7 +161,7 @@ class Outside(TorchFunctionMode):
                 f"leave such parameters out, or leave them whole"
             )
         if name in ("grad.__get__", "_grad.__get__"):
-            return self._gradient(args[0])
+            return self._gradients.of(args[0])
         if name == "data.__set__":
             return self._set_data(*args)
         if kind is Kind.HOOKS:
@@ -185,7 +174,7 @@ class Outside(TorchFunctionMode):
         if name.startswith("_foreach_"):
             return self._each(func, args, kwargs)
         if kind is Kind.READS or kind is Kind.PRINTS:
-            here = self._read(call, name)
+            here = self._whole(call.tensors, name)
             if kind is Kind.PRINTS and Look.of(call.tensors[0]).is_leaf and type(call.tensors[0]) is Placeholder:
                 here[0] = here[0].detach().requires_grad_(Look.of(call.tensors[0]).requires_grad)
             if name == "__reduce_ex__":
@@ -196,12 +185,11 @@ class Outside(TorchFunctionMode):
         return self._compute(func, call, name, kind)
 
     def _alone(self, func: Any, kind: Kind, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What a call gives on the first rank where it alone runs it, on what the others give it."""
+        """What a call gives on the first rank, if it alone runs the call; the others give it the operands."""
         call = take_apart(func, args, kwargs)
         is_gradient = name in ("grad.__get__", "_grad.__get__")
-        keys = [self._key_of(tensor) for tensor in call.tensors]
-        wanted = self._wanted(call.tensors, gradient=is_gradient)
-        found = self._meet_first_rank((name, *keys, *_lines()), users_line(), wanted)
+        keys = [self._keys.key_of(tensor) for tensor in call.tensors]
+        found = self._meet_first_rank(name, self._wanted(call.tensors, gradient=is_gradient), *keys)
         if found is None:
             return _TOGETHER
         is_written = kind is Kind.WRITES and holders_of(call.tensors[0]) not in (None, (0,))
@@ -218,61 +206,39 @@ class Outside(TorchFunctionMode):
                 own: Any = here[0]
                 return _reduced(own, Look.of(own), args[1])
             if name == "__deepcopy__":
-                copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else _copy_of(*args)
+                copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else copy_of(*args)
                 return copied
             return self._run(func, call, here)
 
-    def _meet_first_rank(self, place: Any, line: str, wanted: Sequence[Wanted]) -> list[Tensor | None] | None:
+    def _meet_first_rank(self, call: str, wanted: Sequence[Wanted], *keys: int | None) -> list[Tensor | None] | None:
+        """Come to a call in a hook that has asked for the rank (`FirstRank.meet`)."""
         self._exchanges.send()
-        return self._first_rank.meet(place, line, wanted)
+        return self._first_rank.meet((call, *keys, *users_lines()), users_line(), wanted)
 
     def _wanted(self, tensors: Iterable[Tensor], *, gradient: bool = False) -> list[Wanted]:
         return [
-            Wanted(self._key_of(tensor), (holders_of(tensor) or (0,))[0], gradient)
+            Wanted(self._keys.key_of(tensor), (holders_of(tensor) or (0,))[0], gradient)
             for tensor in tensors
             if type(tensor) is Placeholder
         ]
-
-    def _key_of(self, tensor: Tensor) -> int | None:
-        """What a tensor that not every rank holds is called on all of them; None for other tensors."""
-        if holders_of(tensor) is None:
-            return None
-        number = self._recorder.tensors.number_of(tensor)
-        return tensor.__dict__.get("_key") if number is None else -1 - number
-
-    def _tensor_of(self, key: int) -> Tensor | None:
-        return self._made.get(key) if key >= 0 else self._recorder.tensors.tensors[-1 - key]
-
-    def _note(self, tensor: Tensor, holders: Holders) -> Tensor:
-        """What was made now, on all ranks."""
-        note_holders(tensor, holders)
-        if holders is not None:
-            tensor.__dict__["_key"] = self._num_made
-            self._made[self._num_made] = tensor
-            self._num_made += 1
-        return tensor
-
-    def _absent(self, look: Look, holders: Holders, name: str) -> Tensor:
-        return self._note(placeholder(look, name), holders)
 
     def _compute(self, func: Any, call: Call, name: str, kind: Kind) -> Any:
         """The holders compute; the others get placeholders."""
         held = [holders_of(tensor) for tensor in call.tensors]
         looks = [Look.of(tensor) for tensor in call.tensors]
-        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
-        result = self._recorder.result(func, call, looks, state)
+        result = self._recorder.result(func, call, looks, torch_state())
         if result is None:
             if kind is Kind.WRITES:  # by a mask, as in x[x < 0] = y
-                here = self._gather(call.tensors, [held[0]] * len(held), name)
+                here = self._operands.gather(call.tensors, [held[0]] * len(held), name)
                 return self._run(func, call, here) if self._is_among(held[0]) else call.tensors[0]
-            return self._run(func, call, self._read(call, name))
+            return self._run(func, call, self._whole(call.tensors, name))
         bound = [slot for slot, _ in result.writes] + [slot for shared in result.shares for slot in shared]
         where = _where(held, looks, bound)
         needed: list[Holders] = [where] * len(held)
         if name in _BY_LOOKS:
             where = held[0]
             needed = [where, *([()] * (len(held) - 1))]
-        here = self._gather(call.tensors, needed, name)
+        here = self._operands.gather(call.tensors, needed, name)
         if self._is_among(where):
             found = self._run(func, call, here)
             if where is None and all(here[slot] is tensor for slot, tensor in enumerate(call.tensors)):
@@ -285,14 +251,14 @@ class Outside(TorchFunctionMode):
                     given = Look.of(made[index])
                     raise RuntimeError(f"{name} gave {given} where {known} was expected ({users_line()})")
                 else:
-                    self._note(made[index], where)
+                    self._keys.note(made[index], where)
             return tree.rebuild(layout, made)
         for slot, look in result.writes:
             self._look_now(call.tensors[slot], look)
         return tree.rebuild(
             result.layout,
             [
-                call.tensors[known] if isinstance(known, int) else self._absent(known, where, name)
+                call.tensors[known] if isinstance(known, int) else self._keys.note(placeholder(known, name), where)
                 for known in result.tensors
             ],
         )
@@ -303,26 +269,13 @@ class Outside(TorchFunctionMode):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def _read(self, call: Call, name: str) -> list[Tensor]:
-        """The data of a call's tensors, for what every rank is to know."""
-        found = self._whole(call.tensors, name)
-        # The holders read what the others do, and nobody's memory is changed by what is made of it.
-        return [
-            tensor if type(tensor) is not Placeholder and holders_of(tensor) is None else data
-            for tensor, data in zip(call.tensors, found, strict=True)
-        ]
-
     def _draw(self, func: Any, call: Call, name: str) -> Any:
-        """Generators go on alike on all ranks: all of them draw, and the holders keep it."""
+        """All ranks draw, so that their generators stay alike; the holders keep what is drawn."""
         held = [holders_of(tensor) for tensor in call.tensors]
         if name in _BY_LOOKS:
-            here = [_room(tensor) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
+            here = [empty_like(tensor) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
         else:
             here = self._whole(call.tensors, name)
-            here = [
-                tensor if type(tensor) is not Placeholder else data
-                for tensor, data in zip(call.tensors, here, strict=True)
-            ]
         made, layout = tree.flatten(self._run(func, call, here))
         for index, tensor in enumerate(made):
             slot = next((slot for slot, operand in enumerate(here) if operand is tensor), None)
@@ -331,11 +284,11 @@ class Outside(TorchFunctionMode):
             elif name in _BY_LOOKS and held[0] is not None:
                 if not self._is_among(held[0]):
                     made[index] = tensor = placeholder(Look.of(tensor), name)
-                self._note(tensor, held[0])
+                self._keys.note(tensor, held[0])
         return tree.rebuild(layout, made)
 
     def _each(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """torch's functions over lists, for the elements of each holder apart."""
+        """Run one of torch's functions over lists, on the elements of each group of holders by themselves."""
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
         count = len(lists[0])
         groups: dict[Any, list[int]] = {}
@@ -365,55 +318,9 @@ class Outside(TorchFunctionMode):
                     found[index] = result
         return found
 
-    # -- what belongs to a parameter --------------------------------------------------------------------------------
-
-    def _gradient(self, tensor: Tensor) -> Tensor | None:
-        held = holders_of(tensor)
-        if not self._has_gradient(tensor):
-            return None
-        if type(tensor) is not Placeholder:
-            gradient = tensor.grad
-            assert gradient is not None
-            return self._note(gradient, held)
-        look = tensor.look.but(requires_grad=False, is_leaf=True, is_parameter=False)
-        kept = tensor.__dict__.get("_gradient")
-        if kept is None or kept.look is not look:
-            kept = tensor.__dict__["_gradient"] = placeholder(look, f"the gradient of {tensor.what}")
-        return self._note(kept, held)
-
-    def _has_gradient(self, tensor: Tensor) -> bool:
-        """Asked of the parameters' holders, once for a hook."""
-        if self._gradients is None:
-            parameters = [p for p in self._module.parameters() if holders_of(p) is not None]
-            own = torch.zeros(len(parameters), dtype=torch.float64)
-            for index, parameter in enumerate(parameters):
-                if type(parameter) is not Placeholder and parameter.grad is not None:
-                    own[index] = 1
-            self._exchanges.meet("grad", users_line())
-            rows = self._transport.all_gather_vector(own, "which parameters have gradients").tolist()
-            self._gradients = {
-                id(parameter): bool(rows[(holders_of(parameter) or (0,))[0]][index])
-                for index, parameter in enumerate(parameters)
-            }
-        known = self._gradients.get(id(tensor))
-        if known is None:  # of a copy of the module, or made outside
-            return type(tensor) is not Placeholder and tensor.grad is not None
-        return known
-
-    def _set_gradient(self, tensor: Tensor, gradient: Tensor | None) -> None:
-        held = holders_of(tensor)
-        if gradient is not None:
-            [here] = self._gather([gradient], [held], "grad.__set__")
-        if held is not None:
-            self._has_gradient(tensor)
-            assert self._gradients is not None
-            self._gradients[id(tensor)] = gradient is not None
-        if type(tensor) is not Placeholder:
-            tensor.grad = None if gradient is None else here
-
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         held = holders_of(tensor)
-        [here] = self._gather([value], [held], "data.__set__")
+        [here] = self._operands.gather([value], [held], "data.__set__")
         if type(tensor) is not Placeholder:
             tensor.data = here
         else:
@@ -422,142 +329,24 @@ class Outside(TorchFunctionMode):
                 tensor, tensor.look.but(shape=look.shape, stride=look.stride, dtype=look.dtype, device=look.device)
             )
 
-    @contextmanager
-    def _ranks_noted(self) -> Iterator[None]:
-        """While entered, it is noted who asks torch for the rank, and what was put by is sent before collectives of the
-        user's: all of torch's ask whether this rank is in the group."""
-        plain = distributed_c10d._rank_not_in_group
-
-        def seen(group: Any) -> bool:
-            if in_hook.is_here():
-                in_hook.note_rank()
-                self._exchanges.send()
-            return plain(group)
-
-        distributed_c10d._rank_not_in_group = seen
-        try:
-            yield
-        finally:
-            distributed_c10d._rank_not_in_group = plain
-
-    @contextmanager
-    def _parameters_seen(self) -> Iterator[None]:
-        """While entered, parameters that are made, copied or pickled come here as tensors do: they go past modes."""
-        before = {name: nn.Parameter.__dict__[name] for name in ("__new__", "__deepcopy__", "__reduce_ex__")}
-        new = before["__new__"].__func__
-
-        def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-            holders = holders_of(data) if in_hook.on and isinstance(data, Tensor) else None
-            if holders is None:
-                return new(cls, data, requires_grad)
-            if type(data) is Placeholder:
-                look = data.look.but(requires_grad=requires_grad, is_leaf=True, is_parameter=True)
-                return self._note(placeholder(look, data.what), holders)
-            with torch._C.DisableTorchFunction():
-                return self._note(new(cls, data.detach(), requires_grad), holders)
-
-        def through(name: str) -> Callable[..., Any]:
-            def run(tensor: Tensor, argument: Any) -> Any:
-                if in_hook.on and holders_of(tensor) is not None:
-                    return handle_torch_function(getattr(Tensor, name), (tensor,), tensor, argument)
-                return before[name](tensor, argument)
-
-            return run
-
-        nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
-        nn.Parameter.__deepcopy__ = through("__deepcopy__")  # type: ignore[method-assign]
-        nn.Parameter.__reduce_ex__ = through("__reduce_ex__")  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for name, function in before.items():
-                setattr(nn.Parameter, name, function)
-
     def _copied(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
-            copied = placeholder(tensor.look, tensor.what) if type(tensor) is Placeholder else _copy_of(tensor, memo)
-            self._note(copied, holders_of(tensor))
+            copied = placeholder(tensor.look, tensor.what) if type(tensor) is Placeholder else copy_of(tensor, memo)
+            self._keys.note(copied, holders_of(tensor))
             memo[id(tensor)] = copied
         return memo[id(tensor)]
+
+    def _is_among(self, holders: Holders) -> bool:
+        return holders is None or self._rank in holders
 
     @staticmethod
     def _look_now(place: Tensor, look: Look) -> None:
         if type(place) is Placeholder and place.look is not look:
             become(place, placeholder(look, place.what))
 
-    # -- data on its way --------------------------------------------------------------------------------------------
-
-    def _is_among(self, holders: Holders) -> bool:
-        return holders is None or self._rank in holders
-
-    def _gather(self, tensors: Sequence[Tensor], needed: Sequence[Holders], what: str) -> list[Any]:
-        """The data of tensors on the ranks that need each, None elsewhere. All ranks must call it."""
-        everybody = range(self._transport.num_stages)
-        moves = []
-        for index, (tensor, ranks) in enumerate(zip(tensors, needed, strict=True)):
-            held = holders_of(tensor)
-            if type(tensor) is Placeholder and held is None:
-                raise RuntimeError(f"{tensor.what} belongs to a step that has not ended ({users_line()})")
-            asked = everybody if ranks is None else ranks
-            targets = [rank for rank in asked if held is not None and rank not in held]
-            if targets and held is not None:
-                moves.append((index, held[0], targets))
-        arrived: dict[int, Tensor] = {}
-        numbers = self._meet_receivers(what, [(Look.of(tensors[index]), *move) for index, *move in moves], [
-            tensors[index].detach() if source == self._rank else None for index, source, _ in moves
-        ]) if moves else {}
-        for place, (index, source, targets) in enumerate(moves):
-            tensor = tensors[index]
-            look = Look.of(tensor)
-            if source == self._rank:
-                if not _is_number(look):
-                    dense = conform(tensor.detach(), look)
-                    for rank in targets:
-                        self._direct.send(dense, rank)
-            elif self._rank in targets:
-                is_told = _is_number(look)
-                data = _number_of(numbers[source][place], look) if is_told else self._direct.receive(look, source)
-                if look.requires_grad and torch.is_grad_enabled():
-                    data.requires_grad_().register_hook(_refuse_gradient(users_line()))
-                    with torch.enable_grad():
-                        data = data.view_as(data)
-                arrived[index] = data
-
-        def room(index: int, tensor: Tensor) -> Tensor | None:
-            return _room(tensor) if needed[index] == () else None
-
-        return [
-            arrived.get(index, tensor if type(tensor) is not Placeholder else room(index, tensor))
-            for index, tensor in enumerate(tensors)
-        ]
-
-    def _meet_receivers(self, what: str, moves: Sequence[Any], own: Sequence[Tensor | None]) -> dict[int, Any]:
-        """Tell the ranks to which something goes, which check that they are at this call, and give them numbers.
-        Returns what the ranks give from which something comes.
-
-        Args:
-            moves: the look, the source and the targets of each.
-            own: each where it is given from here.
-        """
-        digest = hashlib.blake2b(repr(moves).encode(), digest_size=4).hexdigest()
-        give: dict[int, dict[int, bytes]] = {}
-        hear: dict[int, None] = {}
-        for place, ((look, source, targets), tensor) in enumerate(zip(moves, own, strict=True)):
-            if tensor is not None:
-                for rank in targets:
-                    given = give.setdefault(rank, {})
-                    if _is_number(look):
-                        given[place] = tensor.cpu().reshape(1).resolve_conj().view(torch.uint8).numpy().tobytes()
-            elif self._rank in targets:
-                hear[source] = None
-        found = self._exchanges.exchange(f"{what} [{digest}]", users_line(), give, hear)
-        if not all(_is_number(look) for look, _, _ in moves):
-            self._exchanges.send()  # before what follows it
-        return found
-
 
 class _NoHandle:
-    """In place of a hook's handle, where the tensor is not."""
+    """What registering a hook gives where the tensor is not."""
 
     def remove(self) -> None:
         pass
@@ -598,52 +387,8 @@ def _where(held: Sequence[Holders], looks: Sequence[Look], bound: Sequence[int])
     return held[max(partial, key=lambda slot: (looks[slot].is_parameter, looks[slot].num_bytes))]
 
 
-def _copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
-    """A copy of a tensor that is here."""
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
-    copied = Tensor.__deepcopy__(tensor, memo)
-    copied.__dict__.pop("_key", None)
-    return copied
-
-
-def _is_number(look: Look) -> bool:
-    return look.shape.numel() == 1
-
-
-def _number_of(content: bytes, look: Look) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=look.dtype).reshape(look.shape).to(look.device)
-
-
 def _reduced(data: Tensor, look: Look, protocol: Any) -> Any:
-    """What pickles a tensor, of a parameter as a parameter."""
+    """What `Tensor.__reduce_ex__` gives; a parameter's data is pickled as a parameter."""
     with torch._C.DisableTorchFunction():
         whole = nn.Parameter(data.detach(), look.requires_grad) if look.is_parameter else data.detach()
         return whole.__reduce_ex__(protocol)
-
-
-def _room(place: Tensor) -> Tensor:
-    """An empty tensor of the same looks."""
-    look = Look.of(place)
-    assert look.stride is not None
-    made = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device)
-    return made.requires_grad_(look.requires_grad)
-
-
-def _refuse_gradient(line: str) -> Callable[[Tensor], None]:
-    def refuse(gradient: Tensor) -> None:
-        raise NotImplementedError(f"gradients do not go back to another stage outside of steps ({line})")
-
-    return refuse
-
-
-def _lines() -> tuple[int, ...]:
-    """Where the hook that runs has come to: the lines of its functions, from the inside."""
-    found = []
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
-        frame = frame.f_back
-    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
-        found.append(frame.f_lineno)
-        frame = frame.f_back
-    return tuple(found)

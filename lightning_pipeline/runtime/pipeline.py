@@ -38,9 +38,9 @@ from lightning_pipeline.runtime.expectations import Expectations
 from lightning_pipeline.runtime.hooks import hooks_of_parameters
 from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.leaf_gradients import LeafGradients
-from lightning_pipeline.runtime.microbatch import EVERYWHERE_BYTES, Ahead, Microbatch
+from lightning_pipeline.runtime.microbatch import Ahead, Microbatch
 from lightning_pipeline.runtime.results import StepResult
-from lightning_pipeline.runtime.tensor_meta import conform
+from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES, conform
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
 from lightning_pipeline.runtime.visit import Visit

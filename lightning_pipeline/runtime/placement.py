@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.ownership import Ownership, named_tensors, names_of_tensors
 from lightning_pipeline.runtime.transport import Transport
 
 
@@ -29,13 +29,7 @@ class Placement:
         self._certain = dict(certain)
         self._users: dict[str, set[int]] = {}
         self._present: dict[str, tuple[int, ...]] = {}
-        tied: dict[int, list[str]] = {}
-        for name, tensor in (
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ):
-            tied.setdefault(id(tensor), []).append(name)
-        self._names = list(tied.values())
+        self._names = names_of_tensors(module)
 
     def find_present(self, module: nn.Module, transport: Transport | None) -> None:
         """Take in which ranks have which tensors, where an earlier run has left a module with a stage on each rank.
@@ -44,10 +38,7 @@ class Placement:
         """
         if transport is None:
             return
-        tensors = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        }
+        tensors = dict(named_tensors(module))
         here = [0.0 if tensors[names[0]].is_meta else 1.0 for names in self._names]
         if not here:
             return

@@ -1,4 +1,4 @@
-"""How a tensor looks that travels from one stage to another."""
+"""Tensors that travel from one stage to another: how they look, and which go to all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.backend_rules import is_dense
+
+EVERYWHERE_BYTES = 1 << 16
+"""Up to this size a tensor goes to every rank, which then computes with it what takes no parameters."""
 
 
 @dataclass(frozen=True, slots=True)

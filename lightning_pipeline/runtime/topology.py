@@ -102,10 +102,6 @@ class Topology:
         return self.stage_rank == 0
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.stage_rank == self.num_stages - 1
-
-    @property
     def pipeline_ranks(self) -> list[int]:
         """Global ranks of this rank's pipeline, in stage order."""
         return self.ranks_of_pipeline(self.pipeline)

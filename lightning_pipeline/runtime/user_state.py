@@ -26,5 +26,3 @@ def set_aside() -> Iterator[None]:
     finally:
         while modes:
             torch._C._push_on_torch_function_stack(modes.pop())
-
-

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.partition.guards import absent_state_expected
-from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.ownership import Ownership, names_of_tensors
 from lightning_pipeline.partition.placeholder import skips_writes
 from lightning_pipeline.runtime.fully_sharded import slice_like, whole
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
@@ -148,11 +148,7 @@ def _is_meta(value: Any) -> bool:
 
 def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """Each name of a parameter or buffer that has several, with all of them."""
-    names: dict[int, list[str]] = {}
-    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            names.setdefault(id(tensor), []).append(name)
-    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
+    return {name: tuple(names) for names in names_of_tensors(module) if len(names) > 1 for name in names}
 
 
 def _localised(state: Mapping[str, Any], module: nn.Module, received: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,17 +22,17 @@ def copies_of(module: LightningModule, trainer: Trainer) -> Iterator[nn.Module]:
     """Every copy of `module` that a callback has as an attribute, by itself or as an `AveragedModel`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for value in list(vars(callback).values()):
-            copy = value.module if isinstance(value, AveragedModel) else value
-            if type(copy) is type(module) and copy is not module:
+            candidate = value.module if isinstance(value, AveragedModel) else value
+            if type(candidate) is type(module) and candidate is not module:
                 # Callbacks move their copy to the device with `to`, which refuses what is not here.
-                vars(copy)["to"] = functools.partial(_move_what_is_here, copy)
-                yield copy
+                vars(candidate)["to"] = functools.partial(_move_what_is_here, candidate)
+                yield candidate
 
 
 def filled_from_owners(
     checkpoint: dict[str, Any], ownership: Ownership, transport: Transport | None
 ) -> dict[str, Any]:
-    """On stage 0 the checkpoint with what callbacks and hooks have put there of tensors of other stages.
+    """The checkpoint, on stage 0 with the data of other stages' tensors that callbacks and hooks have put into it.
 
     All stages must call it, each with the same checkpoint as its own callbacks made it.
     """

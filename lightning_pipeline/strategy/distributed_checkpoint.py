@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.partition.guards import absent_state_expected
-from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.ownership import Ownership, named_tensors
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.fully_sharded import whole
 from lightning_pipeline.runtime.groups import new_group
@@ -45,10 +45,9 @@ def module_state_in_parts(module: nn.Module) -> dict[str, Any]:
     with absent_state_expected():
         state: dict[str, Any] = module.state_dict()
     first: dict[int, str] = {}
-    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            if name in state and first.setdefault(id(tensor), name) != name:
-                state[name] = state[first[id(tensor)]]
+    for name, tensor in named_tensors(module):
+        if name in state and first.setdefault(id(tensor), name) != name:
+            state[name] = state[first[id(tensor)]]
     return state
 
 

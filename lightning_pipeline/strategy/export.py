@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.partition.guards import unguard
-from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.ownership import Ownership, named_tensors
 from lightning_pipeline.runtime.fully_sharded import whole
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.trees import recv_tree, send_tree
@@ -28,9 +28,8 @@ def gather_module(
         is_writer: this rank's pipeline is the one that rank 0 is in. The others help with what is in slices.
     """
     tensors: dict[int, tuple[str, Tensor]] = {}
-    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            tensors.setdefault(id(tensor), (name, tensor))
+    for name, tensor in named_tensors(module):
+        tensors.setdefault(id(tensor), (name, tensor))
     copies: dict[int, Any] = {}
     for key, (name, tensor) in tensors.items():
         value = _on_rank_0(name, tensor, ownership, transport, is_writer=is_writer)

@@ -1,8 +1,8 @@
-"""What a rank holds of a module in stages."""
+"""The part of a module that a rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.leaves import certain_stages, find_leaves
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.module_tensors import ModuleTensors
-from lightning_pipeline.partition.ownership import Ownership, note_holders, release
+from lightning_pipeline.partition.ownership import Ownership, named_tensors, note_holders, release
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, is_absent, placeholder
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.fully_sharded import FullySharded
@@ -43,7 +43,7 @@ _AT_ONCE = 1 << 26
 
 
 class HeldModule:
-    """Lets a rank have its stages' tensors: makes or reads them, moves them, and lets go of what steps show others use.
+    """Keeps a rank's part of a module: makes or reads its tensors, moves them, and releases what only others use.
 
     Args:
         module: whole, or with each rank's part on it where an earlier run has left it so.
@@ -79,7 +79,7 @@ class HeldModule:
         self._transport = transport
         self._replicas = replicas
         self._tensor_group = tensor_group
-        self._came_in_parts = any(tensor.is_meta for _, tensor in _tensors(module))
+        self._came_in_parts = any(tensor.is_meta for _, tensor in named_tensors(module))
         if sharded is not None:
             sharded.adopt(module)
         self.leaves = find_leaves(module, cut.stages)
@@ -131,9 +131,9 @@ class HeldModule:
         lift_guards(self._module)
 
     def to_device(self) -> None:
-        """Move it there, and give every stage and replica one value of what several hold."""
+        """Move the module to this rank's device, and give all stages and replicas one value of what they share."""
         self._move(self._device)
-        held = {id(t): (t, self.ownership.holders[n]) for n, t in _tensors(self._module) if n in self.ownership}
+        held = {id(t): (t, self.ownership.holders[n]) for n, t in named_tensors(self._module) if n in self.ownership}
         spread_from_owner([item for item in held.values() if len(item[1]) > 1], self._transport, self.ownership.stage)
         here = [tensor for tensor, _ in held.values() if not tensor.is_meta and not isinstance(tensor, DTensor)]
         if self._replicas is not None:
@@ -142,7 +142,7 @@ class HeldModule:
             self._tensor_group.spread(here)
 
     def to_cpu(self) -> None:
-        """Move it back, as a run that has ended leaves it."""
+        """Move the module back to the CPU, where a run that has ended leaves it."""
         if self._device.type != "cpu":
             self._move(torch.device("cpu"))
 
@@ -155,7 +155,7 @@ class HeldModule:
             num_processes: that share this machine's memory.
         """
         partial: dict[int, tuple[str, Tensor]] = {}
-        for name, tensor in _tensors(self._module):
+        for name, tensor in named_tensors(self._module):
             if name in self.ownership and len(self.ownership.holders[name]) < self.ownership.num_stages:
                 partial.setdefault(id(tensor), (name, tensor))
         absent = [tensor for _, tensor in partial.values() if is_absent(tensor)]
@@ -205,7 +205,7 @@ class HeldModule:
                 num_bytes = 0
 
     def _move(self, device: torch.device) -> None:
-        for _, tensor in _tensors(self._module):
+        for _, tensor in named_tensors(self._module):
             if type(tensor) is Placeholder and tensor.device != device:  # it is where it would be if it were here
                 become(tensor, placeholder(tensor.look.but(device=device), tensor.what))
         self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
@@ -213,10 +213,5 @@ class HeldModule:
 
 
 def _told(tensor: Tensor) -> Look | Tensor:
-    """What others need to know of a tensor to receive it; itself where that does not do."""
+    """What others need to know of a tensor to receive it; the tensor where looks do not say enough."""
     return Look.of(tensor) if tensor.layout is torch.strided and not tensor.is_quantized else tensor.detach()
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)

@@ -109,7 +109,7 @@ class StageRunner:
         self.outside: Outside | None = None
         if transport is not None:
             direct = Direct(transport, device)
-            self.outside = Outside(module, self.pipeline.recorder, topology.stage_rank, transport, direct)
+            self.outside = Outside(module, self.pipeline.recorder, transport, direct)
         self._gradients = Gradients(
             module,
             self.held.placement,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.partition.ownership import names_of_tensors
 from lightning_pipeline.schedules.errors import shown
 from lightning_pipeline.schedules.text_file import read_text
 from lightning_pipeline.strategy.folder_metadata import METADATA_FILE
@@ -83,11 +84,7 @@ def load_weights(module: nn.Module, weights: Weights, wanted: Iterable[str]) -> 
 
 def _names(module: nn.Module) -> dict[str, list[str]]:
     """All names of each tensor, by each of them."""
-    by_tensor: dict[int, list[str]] = {}
-    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            by_tensor.setdefault(id(tensor), []).append(name)
-    return {name: names for names in by_tensor.values() for name in names}
+    return {name: names for names in names_of_tensors(module) for name in names}
 
 
 def _some(names: Iterable[str]) -> str:

@@ -153,7 +153,7 @@ def stop_last(transport: Transport) -> None:
 
 def raise_in_exchange(transport: Transport) -> None:
     """The others are in an exchange of the control group when the last stage fails."""
-    if transport.topology.is_last_stage:
+    if transport.stage == transport.num_stages - 1:
         time.sleep(0.3)
         _raise()
     transport.all_gather_vector(torch.zeros(2), "the norms of the gradients")

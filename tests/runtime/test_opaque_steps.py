@@ -133,6 +133,7 @@ def test_what_cannot_be_had_names_the_line(function: Any, message: str) -> None:
     assert "test_opaque_steps.py" in str(raised.value)
 
 
-def test_a_scripted_module_with_parameters_is_refused() -> None:
+@pytest.mark.parametrize("layer", [linear, lambda: nn.BatchNorm1d(6, affine=False)], ids=["parameters", "buffers"])
+def test_a_scripted_module_with_tensors_is_refused(layer: Callable[[], nn.Module]) -> None:
     with pytest.raises(NotImplementedError, match=r"layers\.0 is a scripted"):
-        on_stages(of(lambda: torch.jit.script(linear()))(), STAGES, step, BATCHES)
+        on_stages(of(lambda: torch.jit.script(layer()))(), STAGES, step, BATCHES)

@@ -21,7 +21,6 @@ def test_ranks_of_a_grid() -> None:
     assert grid[3].data_parallel_size == 2
     assert grid[3].describe(5) == "stage 2 (rank 5)"
     assert [t.is_first_stage for t in grid] == [True, True, False, False, False, False]
-    assert [t.is_last_stage for t in grid] == [False, False, False, False, True, True]
 
 
 def test_one_replica_has_stages_equal_to_ranks() -> None:

@@ -1,4 +1,4 @@
-"""Checkpointed functions of micro-batches that run in order."""
+"""Checkpointed functions whose events run one by one, and run again in backward."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.event import Event
-from lightning_pipeline.partition.execution import run_event
+from lightning_pipeline.partition.execution import run_event, values_made
 from lightning_pipeline.partition.recomputed import Frame
 
 
@@ -50,8 +49,4 @@ class Repeated:
                 for value, tensor in zip(event.inputs, others, strict=True)
             ]
             found = run_event(event, operands, self._captured, self._seed)
-            for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):
-                if value is not None:
-                    values[value] = tensor
-            for slot, _, value in event.writes:
-                values[value] = operands[slot]
+            values.update(values_made(event, operands, found))
