@@ -155,6 +155,8 @@ class BoundedStore:
         """From now on an answer may take so long."""
         self.limit = limit.total_seconds()
         self._put_limit(self.limit)
+        if self._sockets:
+            self.torch.set_timeout(limit)  # of a get, which first waits for its key
 
     def hurry(self) -> None:
         """From now on a host has a moment to answer: the run has failed, and others wait for this rank to say so."""

@@ -85,9 +85,10 @@ def _process(
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=stages, timeout=patience)
     topology = Topology(num_ranks_per_pipeline=stages, world_size=stages, rank=rank)
     store = dist.distributed_c10d._get_default_store()
-    transport = Transport(topology, torch.device("cpu"), timedelta(seconds=timeout), store)
+    transport = Transport(topology, torch.device("cpu"), patience, store)
     transport.barrier("the start")
     transport.flush()
+    transport.timeout = timedelta(seconds=timeout)
     if rank == 0:
         fault.value = time.time()
     try:

@@ -9,20 +9,20 @@ from datetime import timedelta
 import pytest
 
 from lightning_pipeline.runtime import meeting
-from tests.launching import free_port, run_ranks
+from tests.launching import PATIENCE_S, SOON_S, free_port, run_ranks
 
 
 def meet_as_rank_0(port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
     meeting.LINGER_S = 0.5
-    meeting.meet(0, 2, timedelta(seconds=20), way_out="count again")
+    meeting.meet(0, 2, timedelta(seconds=PATIENCE_S), way_out="count again")
 
 
 @pytest.mark.multiprocess
 def test_two_processes_that_are_rank_0_both_hear_of_it() -> None:
     for ended in run_ranks(meet_as_rank_0, free_port(), world=2):
         assert "are both rank 0; count again" in ended.error
-        assert ended.seconds < 15
+        assert ended.seconds < SOON_S
 
 
 def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,4 +34,4 @@ def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> Non
             r"rank 0 of 2 cannot listen at 127.0.0.1:\d+, where another program does; set another MASTER_PORT, or wait"
         )
         with pytest.raises(ValueError, match=words):
-            meeting.meet(0, 2, timedelta(seconds=20), way_out="wait")
+            meeting.meet(0, 2, timedelta(seconds=PATIENCE_S), way_out="wait")

@@ -68,10 +68,10 @@ def shared() -> Iterator[tuple[subprocess.Popen[str], int]]:
         yield found
 
 
-def connect(port: int, *, limit: timedelta = LIMIT) -> BoundedStore:
+def connect(port: int) -> BoundedStore:
     patience = timedelta(seconds=PATIENCE_S)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
-    return BoundedStore(store, rank=3, limit=limit)
+    return BoundedStore(store, rank=3, limit=patience)
 
 
 def torchs_own(store: BoundedStore) -> None:
@@ -107,6 +107,8 @@ def test_no_call_waits_for_ever_for_a_stopped_host() -> None:
         shared = connect(port)
         stores = {name: shared.clone() for name in CALLS}
         shared.set("there", "1")
+        for store in stores.values():
+            store.put_limit(LIMIT)
         stop(process)
         with ThreadPoolExecutor(len(CALLS)) as threads:
             futures = {name: threads.submit(outcome, name) for name in CALLS}
@@ -119,7 +121,7 @@ def test_no_call_waits_for_ever_for_a_stopped_host() -> None:
 
 def test_a_host_that_stops_for_a_while_is_waited_for(shared: Any) -> None:
     process, port = shared
-    store = connect(port, limit=timedelta(seconds=PATIENCE_S))
+    store = connect(port)
     assert store.add("counted", 1) == 1
     stop(process)
     threading.Timer(1.5, process.send_signal, [signal.SIGCONT]).start()
@@ -138,7 +140,7 @@ def test_a_host_that_ends_is_told(shared: Any) -> None:
 
 
 def test_shutting_a_connection_down_ends_a_wait_on_it_alone(shared: Any) -> None:
-    store = connect(shared[1], limit=timedelta(seconds=PATIENCE_S))
+    store = connect(shared[1])
     watching = store.clone()
     threading.Timer(0.3, watching.shut_down).start()
     with pytest.raises(StoreLostError):

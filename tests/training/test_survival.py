@@ -153,11 +153,9 @@ def fails_at_setup(folder: Path) -> None:
     fit(Unprepared())
 
 
-class ShortOfPatience(Callback):
-    """The stages wait for each other for 2 s only, once they have started."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.strategy.transport.timeout = timedelta(seconds=2)
+def wait_shortly(trainer: Any) -> None:
+    """From now on this rank waits for the others for 2 s only."""
+    trainer.strategy.transport.timeout = timedelta(seconds=2)
 
 
 @contextmanager
@@ -178,13 +176,13 @@ def stopping(folder: Path) -> Iterator[Callable[[Any], None]]:
 
 def hangs(folder: Path) -> None:
     with stopping(folder) as stop:
-        fit(ShortOfPatience(), Met(stop, rank=1))
+        fit(Met(wait_shortly, rank=0), Met(stop, rank=1))
 
 
 def rank_0_hangs(folder: Path) -> None:
     """The store, by which the others would tell of it, is in its process."""
     with stopping(folder) as stop:
-        fit(ShortOfPatience(), Met(stop, rank=0))
+        fit(Met(wait_shortly, rank=1), Met(stop, rank=0))
 
 
 def hangs_where_nothing_times_out(folder: Path) -> None:
