@@ -89,6 +89,7 @@ def gather_with_clocks_apart(strategy: PipelineStrategy) -> list[list[float]]:
         recording = Recording(strategy.global_rank, reductions=[(time.perf_counter() + ahead, 0.0)])
         replicas = Replicas.shared(strategy.topology, strategy.timeout)
         gathered = gather_recordings(recording, strategy.transport, replicas)
+        strategy.barrier("after what was gathered")  # a process that ends takes along what it has yet to send
     finally:
         clock.time = time
     return [[rank.reductions[0][0] for rank in pipeline] for pipeline in gathered]
