@@ -177,8 +177,12 @@ def split(batch: Any) -> list[Any]:
     return list(zip(*(tensor.chunk(NUM_MICROBATCHES) for tensor in batch), strict=True))
 
 
-def train(layout: str, names: list[str]) -> dict[str, Any]:
-    """For each model this rank's `Result`s as dictionaries, or the traceback where it failed."""
+def train(layout: str, names: list[str], early: bool) -> dict[str, Any]:
+    """For each model this rank's `Result`s as dictionaries, or the traceback where it failed.
+
+    Args:
+        early: of `early_features` as well.
+    """
     num_stages = 0 if layout == "plain" else int(layout[0])
     schedules = VIRTUAL_SCHEDULES if layout == "2x2" else ("1f1b",)
     warnings.filterwarnings("ignore")
@@ -198,6 +202,6 @@ def train(layout: str, names: list[str]) -> dict[str, Any]:
             results[name] = traceback.format_exc()
             if num_stages > 1:
                 return results  # the stages may not be in step any more
-    if num_stages and not any(isinstance(found, str) for found in results.values()):
+    if early and not any(isinstance(found, str) for found in results.values()):
         results[EARLY] = early_features(num_stages, schedules[0])
     return results
