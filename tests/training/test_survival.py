@@ -165,6 +165,8 @@ def stopping(folder: Path) -> Iterator[Callable[[Any], None]]:
 
     def stop(trainer: Any) -> None:
         until_told = f"for i in $(seq 600); do [ -e {shlex.quote(str(told))} ] && break; sleep 0.1; done"
+        if trainer is not None:
+            trainer.strategy.transport.flush()  # what the other one has to come to before it waits
         subprocess.Popen(["sh", "-c", f"{until_told}; kill -KILL {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
