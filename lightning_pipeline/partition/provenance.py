@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.operation import Call, put_together, take_apart
+from lightning_pipeline.partition.operation import Call, put_together, take_apart, tensors_in
 
 
 class OfBatch(NamedTuple):
@@ -69,7 +69,7 @@ class Provenance:
 
     def note_call(self, function: Any, args: Any, kwargs: dict[str, Any], found: Any, draw: int | None) -> None:
         """A call has been made on every rank, and has given `found`."""
-        tensors = results(found)
+        tensors = tensors_in(found)
         if any(self._known(tensor) is None for tensor in tensors):
             call = take_apart(function, args, kwargs)
             node = Node(function, call, [self.origin(tensor) for tensor in call.tensors], draw)
@@ -93,11 +93,6 @@ class Provenance:
         self._origins[id(tensor)] = weakref.ref(tensor), origin
 
 
-def results(found: Any) -> list[Tensor]:
-    """The tensors that a call has given."""
-    return [one for one in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(one, Tensor)]
-
-
 def made_again(origins: Sequence[Origin], batch: Sequence[Tensor], seed: Callable[[int], None]) -> list[Any]:
     """Numbers, and copies of tensors, as they come from another batch.
 
@@ -118,7 +113,7 @@ def made_again(origins: Sequence[Origin], batch: Sequence[Tensor], seed: Callabl
                 seed(node.draw)
             numbers = node.call.numbers
             args = put_together(node.call.args, tensors, numbers)
-            made[node] = results(node.function(*args, **put_together(node.call.kwargs, tensors, numbers)))
+            made[node] = tensors_in(node.function(*args, **put_together(node.call.kwargs, tensors, numbers)))
         return made[node][origin.place]
 
     with torch.no_grad():
@@ -129,9 +124,7 @@ def made_again(origins: Sequence[Origin], batch: Sequence[Tensor], seed: Callabl
 def copied(tensor: Tensor) -> Tensor:
     """A tensor of its own with the same strides, so that kernels treat it alike."""
     tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.clone()
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
         return tensor.clone()
     once = tensor[tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())]
     made = torch.empty_strided(once.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -153,7 +146,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Nothing is unlike itself, as NaN is."""
+    """As integers, in which NaN equals itself."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     tensor = tensor.detach().resolve_conj().resolve_neg()

@@ -11,11 +11,13 @@ from torch import Tensor
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.provenance import copied, is_same
 from lightning_pipeline.partition.recording import Recording
-from lightning_pipeline.runtime.expectations import num_bytes, packed, unpacked
 from lightning_pipeline.runtime.microbatch import Microbatch
-from lightning_pipeline.runtime.tensor_meta import conform, wire, zeros_like
+from lightning_pipeline.runtime.packing import as_bytes, from_bytes, num_bytes, places
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import LiveCount
+
+_RECEIVES_AHEAD = 4
+"""Micro-batches whose receives are posted before they are needed."""
 
 
 class AheadOfPython:
@@ -65,13 +67,13 @@ class AheadOfPython:
         reads = ahead.expectation.reads_by_visit.get(visit)
         if not reads or self._transport is None:
             return
-        looks = ahead.expectation.program.looks
-        is_fine = ahead.error is None and not ahead.is_passed_over
-        if is_fine:
-            tensors = [conform(state.kept[value], looks[value]) for value in reads]
-        else:
-            tensors = [zeros_like(looks[value]) for value in reads]
-        self._transport.send_read(packed(tensors, is_fine=is_fine), self._number(state, visit))
+        looks = ahead.expectation.looks_of(reads)
+        message = torch.zeros(num_bytes(looks) + 1, dtype=torch.uint8)
+        if ahead.error is None and not ahead.is_passed_over:
+            for value, look, place in zip(reads, looks, places(looks), strict=True):
+                message[place] = as_bytes(state.kept[value], look)
+            message[-1] = True  # whether the rest is what it should be
+        self._transport.send_read(message, self._number(state, visit))
 
     def values(self, state: Microbatch, recording: Recording, values: Sequence[int]) -> list[Tensor] | None:
         """The data of values that the step reads; None where it has not come to the read as expected.
@@ -171,9 +173,10 @@ class AheadOfPython:
                 continue
             assert ahead.arriving is not None
             message = ahead.arriving[visit].wait(_what(state))
-            values = unpacked(message, [wire(expectation.program.looks[value]) for value in reads])
-            are_fine &= values is not None
-            found.update((value, one.to(self._device)) for value, one in zip(reads, values or (), strict=False))
+            are_fine &= bool(message[-1])
+            looks = expectation.looks_of(reads)
+            for value, look, place in zip(reads, looks, places(looks), strict=True):
+                found[value] = from_bytes(message[place], look).to(self._device)
         ahead.arriving = None
         ahead.has_answers = True
         ahead.answers = found if are_fine else None
@@ -184,12 +187,12 @@ class AheadOfPython:
         ahead = state.ahead
         if ahead is None or ahead.arriving is not None or ahead.has_answers:
             return
-        ahead.arriving, looks = {}, ahead.expectation.program.looks
+        ahead.arriving = {}
         for visit, reads in ahead.expectation.reads_by_visit.items():
             rank = self._placement[visit % len(self._placement)]
             if rank != self._rank:
                 assert self._transport is not None
-                size, number = num_bytes([looks[value] for value in reads]), self._number(state, visit)
+                size, number = num_bytes(ahead.expectation.looks_of(reads)) + 1, self._number(state, visit)
                 ahead.arriving[visit] = self._transport.receive_read(size, number, rank, _what(state))
 
     def _number(self, state: Microbatch, visit: int) -> int:
@@ -199,7 +202,3 @@ class AheadOfPython:
 
 def _what(state: Microbatch) -> str:
     return f"what the step reads of micro-batch {state.index}"
-
-
-_RECEIVES_AHEAD = 4
-"""Micro-batches whose receives are posted before they are needed."""

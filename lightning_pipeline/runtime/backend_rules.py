@@ -132,8 +132,6 @@ def to_wire(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` (without graph) as the contiguous tensor that is sent: its memory, in the order of its storage."""
     if not tensor.is_contiguous() and not is_dense(tensor):
         tensor = tensor.contiguous()
-    if tensor.is_neg() or tensor.is_conj():
-        tensor = tensor.resolve_neg().resolve_conj()
     if tensor.device != device:
         tensor = tensor.to(device)  # a copy to the host waits for the device
     return flat(tensor)
@@ -141,6 +139,8 @@ def to_wire(tensor: Tensor, device: torch.device) -> Tensor:
 
 def flat(tensor: Tensor) -> Tensor:
     """The dense memory of `tensor` as a contiguous tensor that a backend takes."""
+    if tensor.is_neg() or tensor.is_conj():  # whose memory is that of another number
+        tensor = tensor.resolve_neg().resolve_conj()
     if not tensor.is_contiguous():
         tensor = tensor.as_strided((tensor.numel(),), (1,))
     if tensor.dtype not in NATIVE_DTYPES:

@@ -24,6 +24,7 @@ from lightning_pipeline.runtime.work import Work
 MAX_STRUCTURES = 64
 """Structures that are remembered; the one that was not seen for longest goes first."""
 
+
 @dataclass(slots=True)
 class Announcement:
     """What the first rank tells the others of a step: each micro-batch's structure and size.
@@ -92,16 +93,14 @@ class Delivery:
         self._parts = []
         if tensors is not None:
             for state, own in zip(states, tensors, strict=True):
-                is_everywhere = state.structure.is_everywhere
+                everywhere, state.given = state.structure.split(own)
                 if self._num_ranks == 1:
                     # Parts of one tensor count writes together, though no micro-batch writes into another one's.
-                    state.tensors = [t.data if is_ours else t for t, is_ours in zip(own, is_everywhere, strict=True)]
+                    state.everywhere = [tensor.data for tensor in everywhere]
                     continue
                 # As on the other ranks: no parts of one tensor.
-                state.tensors = [
-                    t.detach().clone() if is_ours else t for t, is_ours in zip(own, is_everywhere, strict=True)
-                ]
-                self._parts += [(t, part) for t, part in zip(own, state.tensors, strict=True) if part is not t]
+                state.everywhere = [tensor.detach().clone() for tensor in everywhere]
+                self._parts += zip(everywhere, state.everywhere, strict=True)
             for peer in range(1, self._num_ranks):
                 assert self._transport is not None
                 for packed in _packed(states):
@@ -109,18 +108,18 @@ class Delivery:
             return
         assert self._transport is not None
         for state in states:
-            state.tensors = [_ABSENT] * len(state.structure.looks)
+            state.everywhere = [_ABSENT] * len(state.structure.small)
         arriving = []
         for places, dtype in _columns(states):
-            size = sum(states[index].structure.looks[number].shape.numel() for index, number in places)
+            size = sum(states[index].structure.small[number].shape.numel() for index, number in places)
             arriving.append((places, self._transport.recv(TensorMeta((size,), (1,), dtype), 0, Channel.BATCH)))
         for places, receive in arriving:
             flat = receive.wait("the batch")
             offset = 0
             for index, number in places:
-                look = states[index].structure.looks[number]
+                look = states[index].structure.small[number]
                 size = look.shape.numel()
-                states[index].tensors[number] = flat[offset : offset + size].reshape(look.shape).clone()
+                states[index].everywhere[number] = flat[offset : offset + size].reshape(look.shape).clone()
                 offset += size
 
     def write_back(self, states: Sequence[Microbatch]) -> None:
@@ -183,16 +182,15 @@ def _columns(states: Sequence[Microbatch]) -> Iterator[tuple[list[tuple[int, int
     """Tensors that travel together: those of a dtype, each as micro-batch and number."""
     found: dict[torch.dtype, list[tuple[int, int]]] = {}
     for state in states:
-        for number, look in enumerate(state.structure.looks):
-            if state.structure.is_everywhere[number]:
-                found.setdefault(look.dtype, []).append((state.index, number))
+        for number, look in enumerate(state.structure.small):
+            found.setdefault(look.dtype, []).append((state.index, number))
     for dtype, places in found.items():
         yield places, dtype
 
 
 def _packed(states: Sequence[Microbatch]) -> Iterator[Tensor]:
     for places, _ in _columns(states):
-        yield torch.cat([states[index].tensors[number].reshape(-1) for index, number in places])
+        yield torch.cat([states[index].everywhere[number].reshape(-1) for index, number in places])
 
 
 _ABSENT = torch.empty(0, device="meta")

@@ -14,6 +14,7 @@ from lightning_pipeline.partition.contents import digests
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.packing import as_bytes, from_bytes, num_bytes, places
 from lightning_pipeline.runtime.transport import Transport
 
 CAPACITY = 1024
@@ -30,11 +31,6 @@ class Wanted:
     look: Look
     owner: int
     data: Tensor | None
-
-    @property
-    def size(self) -> int:
-        """Bytes, in whole words."""
-        return -(-self.look.num_bytes // 8) * 8
 
 
 def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[int, int]]) -> list[Wanted]:
@@ -74,7 +70,12 @@ def end_step(
     if transport is None or direct is None:
         return [list(extra)]
     small = [one for one in wanted if one.look.num_bytes <= _SMALL]
-    packed = _pack(small, rank)
+    looks = [one.look for one in small]
+    packed = torch.zeros(num_bytes(looks), dtype=torch.uint8)
+    for one, place in zip(small, places(looks), strict=True):
+        if one.owner == rank:
+            assert one.data is not None
+            packed[place] = as_bytes(one.data, one.look)
     first, rest = packed[:CAPACITY], packed[CAPACITY:]
     row = torch.zeros(CAPACITY // 8 + 1 + len(extra), dtype=torch.float64)
     row.view(torch.uint8)[: len(first)] = first
@@ -90,14 +91,9 @@ def end_step(
         more = transport.all_gather_vector(rest.view(torch.float64), "values of the step")
         parts.append(more.view(torch.uint8))
     table = torch.cat(parts, 1)
-    offset = 0
-    for one in small:
+    for one, place in zip(small, places(looks), strict=True):
         if one.owner != rank:
-            size = one.look.num_bytes
-            content = table[one.owner, offset : offset + size].clone()
-            dense = content.view(one.look.dtype).reshape(one.look.shape) if size else torch.empty(one.look.shape)
-            one.data = dense.to(one.look.device)
-        offset += one.size
+            one.data = from_bytes(table[one.owner, place].clone(), one.look).to(one.look.device)
     for one in wanted:
         if one.look.num_bytes > _SMALL:
             one.data = direct.spread(one.data, one.look, one.owner)
@@ -107,19 +103,6 @@ def end_step(
             # An object of its own: the stage's graph may refer to what it computed.
             become(one.place, one.data.detach().clone() if one.owner == rank else one.data.detach())
     return rows[:, CAPACITY // 8 + 1 :].tolist()
-
-
-def _pack(small: Sequence[Wanted], rank: int) -> Tensor:
-    total = sum(one.size for one in small)
-    packed = torch.zeros(total, dtype=torch.uint8)
-    offset = 0
-    for one in small:
-        size = one.look.num_bytes
-        if one.owner == rank and size:
-            assert one.data is not None
-            packed[offset : offset + size] = one.data.cpu().contiguous().reshape(-1).view(torch.uint8)
-        offset += one.size
-    return packed
 
 
 def digest_of(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], before: float | None = None) -> float:

@@ -16,13 +16,9 @@ have written into the module, and run the rest of the step in order.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-
-import torch
-from torch import Tensor
 
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.module_writes import ModuleWrites
@@ -30,8 +26,6 @@ from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.program import Program
 from lightning_pipeline.partition.provenance import Constant, Origin
 from lightning_pipeline.partition.recording import Recording
-from lightning_pipeline.runtime.backend_rules import flat
-from lightning_pipeline.runtime.tensor_meta import TensorMeta
 
 _MISSED = -10
 _GIVEN_UP = -25
@@ -47,7 +41,8 @@ class Expectation:
         path: the events from the beginning to the end, both included.
         origins: of what they take along.
         loss_value: number of the loss; -1 for none.
-        asked: values that are asked for after the step. reads: in it.
+        asked: values that are asked for after the step.
+        reads: values that are read in it.
         module_reads: the module's tensors that are read, by number.
         written: by visit, tensors of the module that it writes into.
     """
@@ -61,6 +56,9 @@ class Expectation:
     reads: tuple[int, ...]
     module_reads: tuple[int, ...]
     written: list[list[int]]
+
+    def looks_of(self, values: Sequence[int]) -> list[Look]:
+        return [self.program.looks[value] for value in values]
 
     @cached_property
     def reads_by_visit(self) -> dict[int, list[int]]:
@@ -122,21 +120,18 @@ class Expectations:
         Args:
             can_run_ahead: whether its program can run before its Python.
         """
-        if beginning not in self._scores:
-            self._scores[beginning] = 0  # with the next one is noted where what it takes along comes from
+        self._scores.setdefault(beginning, 0)
+        if not self.wants(beginning):
+            return
         if not can_run_ahead or not _can_be_taken_back(program, recording.reads):
             self._scores[beginning] = 10 * _MISSED
-        if not self.wants(beginning) or recording.provenance is None:
             return
+        if recording.provenance is None:
+            return  # the next recording notes it
         origins = _origins(recording)
         if origins is None:
             self.note_miss(beginning)
             return
-        writes = ModuleWrites()
-        written: list[list[int]] = [[] for _ in program.visits]
-        for event in program.events:
-            if event.visit >= 0:
-                written[event.visit] += [n for n in writes.of(event) if n not in written[event.visit]]
         self._known[beginning] = Expectation(
             program=program,
             end=recording.event,
@@ -146,8 +141,18 @@ class Expectations:
             asked=tuple(dict.fromkeys([*asked, *recording.reads])),
             reads=tuple(dict.fromkeys(recording.reads)),
             module_reads=tuple(dict.fromkeys(recording.module_reads)),
-            written=written,
+            written=_written(program),
         )
+
+
+def _written(program: Program) -> list[list[int]]:
+    """By visit, the module's tensors that a program writes into."""
+    writes = ModuleWrites()
+    found: list[dict[int, None]] = [{} for _ in program.visits]
+    for event in program.events:
+        if event.visit >= 0:
+            found[event.visit].update(dict.fromkeys(writes.of(event)))
+    return [list(numbers) for numbers in found]
 
 
 def _origins(recording: Recording) -> list[Origin] | None:
@@ -187,44 +192,3 @@ def _can_be_taken_back(program: Program, reads: Sequence[int]) -> bool:
                 memory[output] = memory.get(event.inputs[slot], event.inputs[slot])
     is_batch_written = any(isinstance(first, int) and 0 <= first < program.num_given for first in written)
     return not is_batch_written and all(memory.get(value, value) not in written for value in reads)
-
-
-def packed(tensors: Sequence[Tensor], *, is_fine: bool) -> Tensor:
-    """Values that were read, in one message, and whether they are what they should be."""
-    message = torch.empty(sum(map(_room, map(_num_bytes, tensors))) + _WORD, dtype=torch.uint8)
-    message[-1] = is_fine
-    for tensor, part in zip(tensors, _parts(message, map(_num_bytes, tensors)), strict=True):
-        part.copy_(flat(tensor.detach().cpu()).reshape(-1).view(torch.uint8))
-    return message
-
-
-def unpacked(message: Tensor, metas: Sequence[TensorMeta]) -> list[Tensor] | None:
-    """The values in a message, in host memory; None where they are not what they should be."""
-    if not message[-1]:
-        return None
-    sizes = [math.prod(meta.shape) * meta.dtype.itemsize for meta in metas]
-    parts = zip(metas, _parts(message, sizes), strict=True)
-    return [part.view(meta.dtype).as_strided(meta.shape, meta.stride) for meta, part in parts]
-
-
-def num_bytes(looks: Sequence[Look]) -> int:
-    """The size of a message."""
-    return sum(_room(look.num_bytes) for look in looks) + _WORD
-
-
-_WORD = 8  # bytes, to which values are aligned
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
-def _room(size: int) -> int:
-    return -(-size // _WORD) * _WORD
-
-
-def _parts(message: Tensor, sizes: Iterable[int]) -> Iterator[Tensor]:
-    offset = 0
-    for size in sizes:
-        yield message[offset : offset + size]
-        offset += _room(size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import compress
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -18,24 +20,30 @@ from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.expectations import Expectation
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
 
+T = TypeVar("T")
+
 
 class Structure:
     """What micro-batches have in common: kind, nesting, and looks of the tensors.
 
     Attributes:
-        is_everywhere: of each tensor, whether every rank has it.
+        small: looks of those that every rank has.
         large: looks of those that the first rank alone has.
     """
 
     def __init__(self, key: Hashable, layout: Layout, looks: list[Look]) -> None:
         self.key, self.layout, self.looks = key, layout, looks
-        self.is_everywhere = [look.num_bytes <= EVERYWHERE_BYTES and not look.requires_grad for look in looks]
-        self.large = [look for look, is_everywhere in zip(looks, self.is_everywhere, strict=True) if not is_everywhere]
+        self._is_small = [look.num_bytes <= EVERYWHERE_BYTES and not look.requires_grad for look in looks]
+        self.small, self.large = self.split(looks)
 
-    def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Of a micro-batch's tensors those that every rank has, and those that the first rank alone has."""
-        own = list(zip(tensors, self.is_everywhere, strict=True))
-        return [tensor for tensor, is_ours in own if is_ours], [tensor for tensor, is_ours in own if not is_ours]
+    def split(self, items: Sequence[T]) -> tuple[list[T], list[T]]:
+        """Of what there is one of for each tensor of a micro-batch, that of small ones and that of large ones."""
+        return list(compress(items, self._is_small)), list(compress(items, map(operator.not_, self._is_small)))
+
+    def joined(self, small: Sequence[T], large: Sequence[T]) -> list[T]:
+        """What `split` has split."""
+        sides = iter(large), iter(small)
+        return [next(sides[is_small]) for is_small in self._is_small]
 
 
 class Arriving(Protocol):
@@ -115,7 +123,9 @@ class Microbatch:
 
     Attributes:
         index: its number in the step.
-        layout, tensors: the batch: data, or None for what only the first rank has.
+        layout: the batch's nesting.
+        everywhere: the tensors of the batch that every rank has.
+        given: on the first rank, those that it alone has.
         num_samples: its number of samples.
         weight: the share of its samples in the step's.
         num_microbatches: number of micro-batches in the step. even: whether all have as many samples.
@@ -137,7 +147,7 @@ class Microbatch:
     num_microbatches: int
     even: bool
     seed: int
-    tensors: list[Tensor] = field(default_factory=list)
+    everywhere: list[Tensor] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
     recording: Recording | None = None
     program: Program | None = None
@@ -179,4 +189,3 @@ class Microbatch:
         if found is None:
             found = self.inside[visit] = Inside()
         return found
-

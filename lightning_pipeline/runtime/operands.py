@@ -14,6 +14,7 @@ from lightning_pipeline.partition.placeholder import Look, Placeholder
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.exchanges import Exchanges
+from lightning_pipeline.runtime.packing import as_bytes
 from lightning_pipeline.runtime.tensor_keys import Holders
 from lightning_pipeline.runtime.tensor_meta import conform
 
@@ -49,9 +50,15 @@ class Operands:
             if targets and held is not None:
                 moves.append((index, held[0], targets))
         arrived: dict[int, Tensor] = {}
-        numbers = self._meet(what, [(Look.of(tensors[index]), *move) for index, *move in moves], [
-            tensors[index].detach() if source == rank else None for index, source, _ in moves
-        ]) if moves else {}
+        numbers = (
+            self._meet(
+                what,
+                [(Look.of(tensors[index]), *move) for index, *move in moves],
+                [tensors[index].detach() if source == rank else None for index, source, _ in moves],
+            )
+            if moves
+            else {}
+        )
         for place, (index, source, targets) in enumerate(moves):
             look = Look.of(tensors[index])
             if source == rank:
@@ -91,7 +98,7 @@ class Operands:
                 for target in targets:
                     given = give.setdefault(target, {})
                     if _is_number(look):
-                        given[place] = tensor.cpu().reshape(1).resolve_conj().view(torch.uint8).numpy().tobytes()
+                        given[place] = as_bytes(tensor, look).numpy().tobytes()
             elif self._direct.rank in targets:
                 hear[source] = None
         found = self._exchanges.exchange(f"{what} [{digest}]", users_line(), give, hear)

@@ -299,7 +299,9 @@ class Pipeline:
             began = time.perf_counter()
             counted = Counted(self._draws, state.seed)
             with counted.running():
-                state.result, state.loss = work.step(state, tree.rebuild(state.layout, state.tensors))
+                state.result, state.loss = work.step(
+                    state, tree.rebuild(state.layout, state.structure.joined(state.everywhere, state.given))
+                )
             self._live.add()
             began = self._tell_alone(state, began, program, is_forward=True)
             if work.loss_of is not None:
@@ -371,16 +373,14 @@ class Pipeline:
             expectation = None if self.recorder.has_hooks else self._expectations.of(self._beginning(state))
             if expectation is None:
                 return None
-            own, _ = state.structure.split(state.tensors)
             try:
-                captured = made_again(expectation.origins, own, partial(self._draws.seed, state.seed))
+                captured = made_again(expectation.origins, state.everywhere, partial(self._draws.seed, state.seed))
             except Exception:  # which the step itself may guard against
                 return None
             expected.append(Ahead(expectation, captured))
         for state, ahead in zip(states, expected, strict=True):
             state.ahead, state.program = ahead, ahead.expectation.program
             state.loss_value, state.asked = ahead.expectation.loss_value, ahead.expectation.asked
-            state.given = self._given(state)
         return AheadOfPython(
             states,
             self.placement,
@@ -396,10 +396,6 @@ class Pipeline:
         assert self._work is not None
         return self.recorder.beginning((self._work.kind, state.structure.key), len(state.structure.large))
 
-    def _given(self, state: Microbatch) -> list[Tensor]:
-        """The tensors of the batch that the first stage alone has."""
-        return state.structure.split(state.tensors)[1] if self.rank == self.placement[0] else []
-
     def _record_one(self, state: Microbatch) -> None:
         work = self._work
         assert work is not None
@@ -413,22 +409,17 @@ class Pipeline:
         seed = state.seed  # and not the state, which refers to the recording
         recording = Recording(self.recorder, beginning, self, lambda number: self._draws.seed(seed, number))
         state.recording = recording
-        tensors: list[Tensor] = []
-        given = 0
-        for look, tensor, is_everywhere in zip(structure.looks, state.tensors, structure.is_everywhere, strict=True):
-            if is_everywhere:
-                tensors.append(tensor)
-            else:
-                tensors.append(recording.placeholder_for(given, look, "a tensor of the batch"))
-                given += 1
-        state.given = self._given(state)
-        state.tensors = []
-        batch = tree.rebuild(state.layout, tensors)
-        delivered = [tensor for tensor in tensors if type(tensor) is not Placeholder]
+        delivered = state.everywhere
+        places = [
+            recording.placeholder_for(number, look, "a tensor of the batch")
+            for number, look in enumerate(structure.large)
+        ]
+        batch = tree.rebuild(state.layout, structure.joined(delivered, places))
+        state.everywhere = []
         recording.note_batch(delivered)
         if self._expectations.wants(beginning):
             recording.provenance = Provenance(delivered)
-        del tensors
+        del places
         with recording.running():
             result, state.loss = work.step(state, batch)
             state.result = tree.replace(result, self._own)
@@ -441,9 +432,7 @@ class Pipeline:
         state.contents = [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
         self._end_recording(state, recording, work)
 
-    def _end(
-        self, work: Work, states: list[Microbatch], extra: Callable[[], Sequence[float]]
-    ) -> list[list[float]]:
+    def _end(self, work: Work, states: list[Microbatch], extra: Callable[[], Sequence[float]]) -> list[list[float]]:
         assert self._transport is not None
         wanted = wanted_values(states, self._owners(states))
         if work.results_on is not None and not work.waits and not wanted and not self.learning:
@@ -492,6 +481,10 @@ class Pipeline:
         loss_value = -1 if value is None else value
         state.places = {place.value: place for place in recording.take_alive()}
         returned = state.result.values() if isinstance(state.result, StepResult) else ()
+        asked = tuple(dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]))
+        if self._ahead is not None and self._ahead.has_ended(state, recording, loss_value, asked):
+            self._expectations.note_hit(self._beginning(state))
+            return
         program = recording.event.program
         if program is None:
             program = recording.event.program = Tape(recording.event, state.structure.large)
@@ -500,11 +493,7 @@ class Pipeline:
             self.learning = True
         is_simple = recording.is_simple and not program.needs_order and len(program.visits) <= len(self.placement)
         is_simple = is_simple and not program.comes_back and not program.writes_again and self._is_held(program)
-        asked = tuple(dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]))
         has_read = bool(recording.reads or recording.module_reads)
-        if self._ahead is not None and self._ahead.has_ended(state, recording, loss_value, asked):
-            self._expectations.note_hit(self._beginning(state))
-            return
         if is_simple and not has_read and not state.is_open and not self._is_rest_in_order:
             state.program, state.loss_value, state.asked = program, loss_value, asked
             return
@@ -602,6 +591,7 @@ class Pipeline:
         program = state.program or state.recording.event.program
         assert program is not None
         return self.placement[program.homes[value] % len(self.placement)]
+
 
 def _set_retained(states: Sequence[Microbatch]) -> None:
     """Give what `retain_grad` was called on its gradient."""

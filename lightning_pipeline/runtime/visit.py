@@ -108,7 +108,7 @@ class Visit:
             self._compute(state, inside, use)
         else:
             self._compute_ahead(state, inside, use)
-        if self._training and not state.is_passed_over:
+        if self._training and (state.ahead is None or not (state.ahead.is_passed_over or state.ahead.error)):
             self._keep_edges(state, inside)
         if self.following is not None:
             # Copies, as over a connection: the next visit may write into what it receives.
@@ -211,7 +211,7 @@ class Visit:
         assert state.program is not None
         wanted = set(state.program.returning(self.visit + 1, state.loss_value)) if state.loss_value >= 0 else set()
         for strand, tensor in inside.outputs:
-            if strand in wanted and (state.ahead is None or state.ahead.error is None):
+            if strand in wanted:
                 inside.edges[strand] = get_gradient_edge(tensor)
 
     # -- backward ---------------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def comparable(value: Any) -> Any:
             return f"a tensor of shape {tuple(value.shape)} without data"
         if value.is_nested or value.is_sparse:
             value = value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()
-        value = value.detach().cpu()
+        value = value.detach().cpu().resolve_conj().resolve_neg()
         return np.array((value.float() if value.dtype == torch.bfloat16 else value).numpy())
     if isinstance(value, np.ndarray):
         return value.copy()

@@ -388,3 +388,27 @@ class CrossAttention(Layers):
             found, weights = attention(queries, memory, memory)
             queries = queries + found * weights.sum(-1, keepdim=True)
         return queries.mean(1)
+
+
+@habit(observed=["kept"])
+class LazilyConjugated(Layers):
+    """Tensors whose memory is that of their conjugate, or of their negative, cross the boundaries and are kept."""
+
+    class Turned(Layer):
+        def forward(self, x: Tensor, turned: Tensor, negative: Tensor) -> Any:  # type: ignore[override]
+            y = super().forward(x) + turned.real + negative
+            spectrum = torch.complex(y, y.sin()).conj()
+            return y, spectrum, spectrum.imag
+
+    layer = Turned
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def features(self, x: Tensor) -> Tensor:
+        turned, negative = torch.complex(x, x), torch.zeros_like(x)
+        for layer in self.layers:
+            x, turned, negative = layer(x, turned, negative)
+        self.kept = [turned.detach(), negative.detach(), turned.sum().conj().detach(), turned.sum().conj().imag.detach()]
+        return x
