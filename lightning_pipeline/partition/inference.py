@@ -68,6 +68,9 @@ class Inference:
         Args:
             looks: of the call's tensors.
         """
+        if any(look.stride is None for look in looks):
+            found = self._on_zeros(function, call, looks)
+            return found if found == self._on_zeros(function, call, looks, num_stored=1) else None
         with self.mode:
             fakes = [_made(look) for look in looks]
         try:
@@ -82,14 +85,18 @@ class Inference:
                 return None
             return self._on_zeros(function, call, looks)
 
-    def _on_zeros(self, function: Any, call: Call, looks: Sequence[Look]) -> Result | None:
-        """What `function` gives where its fake implementation is stricter than the real one; None where data matters.
+    def _on_zeros(self, function: Any, call: Call, looks: Sequence[Look], num_stored: int = 0) -> Result | None:
+        """What `function` gives where its fake implementation is stricter than the real one, or where there is none, as
+        for sparse tensors; None where data matters.
 
         Torch's own functions say so where the looks of their results depend on data, and this one has not.
+
+        Args:
+            num_stored: elements that sparse tensors store, on which some results depend.
         """
         try:
             with torch.no_grad():
-                zeros = [_made(look, 0) for look in looks]
+                zeros = [_made(look, 0) if look.stride is not None else _sparse(look, num_stored) for look in looks]
             return _run(function, call, zeros, looks)
         except Exception:
             return None
@@ -109,9 +116,11 @@ class Inference:
 def _made(look: Look, content: Tensor | float | None = None) -> Tensor:
     """A tensor of this look."""
     stride = look.stride
-    assert stride is not None
 
     def made_anew() -> Tensor:
+        if stride is None:
+            assert isinstance(content, Tensor)
+            return content.detach().clone()
         if content is None:
             return torch.empty_strided(look.shape, stride, dtype=look.dtype, device=look.device)
         repeated = [step == 0 and size > 1 for size, step in zip(look.shape, stride, strict=True)]
@@ -134,9 +143,22 @@ def _made(look: Look, content: Tensor | float | None = None) -> Tensor:
         if look.is_leaf:
             return made
         with torch.enable_grad():  # a tensor of the graph, that may be written into
+            if stride is None:
+                return made.clone()
             if content is not None:
                 return torch.ops.aten._unsafe_view.default(made, look.shape)
             return made_anew().copy_(made)
+
+
+def _sparse(look: Look, num_stored: int) -> Tensor:
+    """A sparse tensor of zeros."""
+    made = torch.sparse_coo_tensor(
+        torch.zeros(len(look.shape), num_stored, dtype=torch.int64),
+        torch.zeros(num_stored, dtype=look.dtype),
+        look.shape,
+        device=look.device,
+    )
+    return _made(look, made if look.layout is torch.sparse_coo else made.to_sparse(layout=look.layout))
 
 
 def _run(function: Any, call: Call, tensors: Sequence[Tensor], looks: Sequence[Look]) -> Result:

@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from lightning_pipeline.partition.memory import memory_of
 
 
 class LiveBytes:
@@ -19,13 +22,13 @@ class LiveBytes:
 
     def __init__(self, others: Iterable[Tensor]) -> None:
         self.now = 0
-        self._others = {tensor.untyped_storage()._cdata for tensor in others}
+        self._others = set(map(memory_of, others))
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def note(self, made: Iterable[Any]) -> None:
-        """These may be new; what is no tensor is passed over."""
+        """These may be new; what is no tensor is passed over, as are sparse ones."""
         for tensor in made:
-            if not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
             key, num_bytes = storage._cdata, storage.nbytes()

@@ -176,8 +176,9 @@ def make_matcher(
             source.unless(
                 f"type({name}) is Placeholder or not isinstance({name}, Tensor) or {HELD_BY!r} in {name}.__dict__ or "
                 f"{name}.shape != {source.constant(l0.shape)} or {name}.dtype is not {source.constant(l0.dtype)} or "
-                f"{name}.stride() != {l0.stride!r} or {name}.requires_grad is not {l0.requires_grad} or "
-                f"{name}.device != {source.constant(l0.device)}"
+                f"{name}.layout is not {source.constant(l0.layout)} or "
+                f"{'' if l0.stride is None else f'{name}.stride() != {l0.stride!r} or '}"
+                f"{name}.requires_grad is not {l0.requires_grad} or {name}.device != {source.constant(l0.device)}"
             )
             captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.capture({name})")

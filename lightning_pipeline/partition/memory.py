@@ -22,6 +22,13 @@ def memory_of(tensor: Tensor) -> int:
             return -id(tensor)
 
 
+def bytes_of(tensor: Tensor) -> int:
+    """The size of a tensor's memory, which may be more than its elements fill."""
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage().nbytes()
+    return tensor._nnz() * (tensor.element_size() + tensor.ndim * torch.int64.itemsize)  # values and their places
+
+
 def is_view_of_kept(tensor: Tensor) -> bool:
     """Whether a tensor is a view, and somebody still refers to its base."""
     with torch._C.DisableTorchFunction():

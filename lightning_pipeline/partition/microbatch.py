@@ -40,13 +40,16 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     views.
 
     Raises:
-        ValueError: the batch does not say how many samples it has, or it holds an object of an unknown class.
+        ValueError: the batch does not say how many samples it has, or it holds a sparse tensor, or an object of an
+            unknown class.
     """
     if num_microbatches == 1 or isinstance(batch, (str, bytes)):
         return [batch]
     tensors, layout = tree.flatten(batch)
     if unknown := _unknown_class(layout):
         raise ValueError(f"cannot split an object of type {unknown} in the batch; {_WAY_OUT}")
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        raise ValueError(f"cannot split a sparse tensor in the batch, whose rows need not be samples; {_WAY_OUT}")
     first: dict[int, str] = {}  # part of each length
     for what, length in _lengths(tensors, layout):
         first.setdefault(length, what)
@@ -195,8 +198,12 @@ def _unknown_class(layout: Layout) -> str:
 def signature(microbatch: Any) -> tuple[list[Tensor], Layout, tuple[Any, ...]]:
     """The tensors of a micro-batch, its layout, and a key that is equal for micro-batches of one structure."""
     tensors, layout = tree.flatten(microbatch)
-    shapes = tuple([(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors])
+    shapes = tuple([(tuple(t.shape), _stride(t), t.dtype, t.requires_grad) for t in tensors])
     return tensors, layout, (_structure(layout), shapes)
+
+
+def _stride(tensor: Tensor) -> Any:
+    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 def _structure(layout: Layout) -> Any:

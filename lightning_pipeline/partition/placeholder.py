@@ -56,18 +56,19 @@ class Look:
     """What can be known of a tensor without its data. Interned: equal looks are one object.
 
     Attributes:
-        shape, stride, dtype, device, requires_grad: the tensor's; the stride is None for layouts other than strided.
+        shape, stride, dtype, device, layout, requires_grad: the tensor's; the stride is None for sparse layouts.
         is_leaf: whether it is one of autograd's leaves.
         is_parameter: whether it counts as an ``nn.Parameter``.
     """
 
-    __slots__ = ("device", "dtype", "is_leaf", "is_parameter", "key", "requires_grad", "shape", "stride")
+    __slots__ = ("device", "dtype", "is_leaf", "is_parameter", "key", "layout", "requires_grad", "shape", "stride")
 
     key: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...] | None
     dtype: torch.dtype
     device: torch.device
+    layout: torch.layout
     requires_grad: bool
     is_leaf: bool
     is_parameter: bool
@@ -79,8 +80,8 @@ class Look:
         if found is None:
             found = cls._known[key] = super().__new__(cls)
             found.key = key
-            found.shape, found.stride, found.dtype, found.device, found.requires_grad = key[:5]
-            found.is_leaf, found.is_parameter = key[5:]
+            found.shape, found.stride, found.dtype, found.device, found.layout = key[:5]
+            found.requires_grad, found.is_leaf, found.is_parameter = key[5:]
         return found
 
     @staticmethod
@@ -95,6 +96,7 @@ class Look:
             tuple(tensor.stride()) if tensor.layout is torch.strided else None,
             tensor.dtype,
             device,
+            tensor.layout,
             tensor.requires_grad,
             tensor.is_leaf,
             isinstance(tensor, nn.Parameter),
@@ -102,7 +104,7 @@ class Look:
 
     def but(self, **changes: Any) -> Look:
         """The same but for some attributes."""
-        names = ("shape", "stride", "dtype", "device", "requires_grad", "is_leaf", "is_parameter")
+        names = ("shape", "stride", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_parameter")
         return Look(*(changes.get(name, value) for name, value in zip(names, self.key, strict=True)))
 
     @property
@@ -226,6 +228,18 @@ class Placeholder(Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         return self.look.shape if dim is None else self.look.shape[dim]
+
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        return self.look.layout
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return self.look.layout is torch.sparse_coo
+
+    @property
+    def is_sparse_csr(self) -> bool:  # type: ignore[override]
+        return self.look.layout is torch.sparse_csr
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]

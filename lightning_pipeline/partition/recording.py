@@ -315,6 +315,12 @@ class Recording(TorchFunctionMode):
                 )
         else:
             visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
+        for value, look in zip(inputs, looks, strict=True):
+            if look.stride is None and type(value) is int and value >= 0 and self.placing.home(value) != visit:
+                raise NotImplementedError(
+                    f"a sparse tensor would go from one stage to another, for {function_name(func)} ({users_line()}): "
+                    f"make it dense with to_dense() where it is made, or keep both on one stage"
+                )
         if type(func) is SplitCall:
             draws = args[1] in func.drawing
         else:

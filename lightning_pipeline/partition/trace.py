@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.functions import Kind, kind_of
 from lightning_pipeline.partition.live_bytes import LiveBytes
+from lightning_pipeline.partition.memory import bytes_of, memory_of
 from lightning_pipeline.partition.observed_run import (
     Step,
     called_through,
@@ -138,7 +139,7 @@ class _Tracer(TorchFunctionMode):
         self._foreign = {id(tensor) for tensor in (*root.buffers(), *tree.leaves(batch))}
         self._batch = batch  # or an id might be given out again
         self._values: dict[int, tuple[Value, weakref.ref[Tensor]]] = {}
-        self._storages = {p.untyped_storage()._cdata for p in root.parameters()}
+        self._storages = set(map(memory_of, root.parameters()))
         self._live = LiveBytes(t for p in (*root.parameters(), *root.buffers()) for t in (p, p.grad) if t is not None)
         self._live.note(tree.leaves(batch))
 
@@ -201,10 +202,10 @@ class _Tracer(TorchFunctionMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Of autograd: a tensor is kept for backward."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages.add(storage._cdata)
-            self.trace.kept[self._position] += storage.nbytes()
+        memory = memory_of(tensor)
+        if memory not in self._storages:
+            self._storages.add(memory)
+            self.trace.kept[self._position] += bytes_of(tensor)
         return tensor.detach()
 
     def _note_event(self) -> None:

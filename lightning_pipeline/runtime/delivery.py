@@ -91,6 +91,12 @@ class Delivery:
     def deliver(self, states: list[Microbatch], tensors: list[list[Tensor]] | None) -> None:
         """Give every rank the tensors that all compute with."""
         self._parts = []
+        sparse = [
+            (state.index, number)
+            for state in states
+            for number, look in enumerate(state.structure.small)
+            if look.stride is None
+        ]
         if tensors is not None:
             for state, own in zip(states, tensors, strict=True):
                 everywhere, state.given = state.structure.split(own)
@@ -105,6 +111,8 @@ class Delivery:
                 assert self._transport is not None
                 for packed in _packed(states):
                     self._transport.send(packed, peer, Channel.BATCH)
+                if sparse:
+                    self._transport.send_object([states[i].everywhere[number] for i, number in sparse], peer)
             return
         assert self._transport is not None
         for state in states:
@@ -121,6 +129,10 @@ class Delivery:
                 size = look.shape.numel()
                 states[index].everywhere[number] = flat[offset : offset + size].reshape(look.shape).clone()
                 offset += size
+        if sparse:
+            received = self._transport.recv_object(0, "the batch's sparse tensors")
+            for (index, number), tensor in zip(sparse, received, strict=True):
+                states[index].everywhere[number] = tensor
 
     def write_back(self, states: Sequence[Microbatch]) -> None:
         """What the step has written into its batch, the loader finds there, as in one process."""
@@ -183,6 +195,8 @@ def _columns(states: Sequence[Microbatch]) -> Iterator[tuple[list[tuple[int, int
     found: dict[torch.dtype, list[tuple[int, int]]] = {}
     for state in states:
         for number, look in enumerate(state.structure.small):
+            if look.stride is None:
+                continue
             found.setdefault(look.dtype, []).append((state.index, number))
     for dtype, places in found.items():
         yield places, dtype

@@ -43,13 +43,17 @@ class Direct:
         return self._transport.recv_object(peer, what)
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        """Send a tensor with dense memory, which must not change until it is sent."""
+        """Send a tensor with dense memory, which must not change until it is sent, or a sparse one."""
         tensor = tensor.detach()
-        if tensor.numel():
+        if tensor.layout is not torch.strided:
+            self._transport.send_object(tensor.cpu(), peer)
+        elif tensor.numel():
             self._transport.send_on_control(tensor.cpu().clone(), peer)
 
     def receive(self, look: Look, peer: int, what: str = "a value of a step") -> Tensor:
         """The next tensor from a rank; `what` is what an error calls it."""
+        if look.stride is None:
+            return self._transport.recv_object(peer, what).to(self._device)
         meta = wire(look)
         buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         if buffer.numel():

@@ -69,7 +69,7 @@ def end_step(
     """
     if transport is None or direct is None:
         return [list(extra)]
-    small = [one for one in wanted if one.look.num_bytes <= _SMALL]
+    small = [one for one in wanted if _is_small(one.look)]
     looks = [one.look for one in small]
     packed = torch.zeros(num_bytes(looks), dtype=torch.uint8)
     for one, place in zip(small, places(looks), strict=True):
@@ -95,7 +95,7 @@ def end_step(
         if one.owner != rank:
             one.data = from_bytes(table[one.owner, place].clone(), one.look).to(one.look.device)
     for one in wanted:
-        if one.look.num_bytes > _SMALL:
+        if not _is_small(one.look):
             one.data = direct.spread(one.data, one.look, one.owner)
     for one in wanted:
         assert one.data is not None
@@ -103,6 +103,10 @@ def end_step(
             # An object of its own: the stage's graph may refer to what it computed.
             become(one.place, one.data.detach().clone() if one.owner == rank else one.data.detach())
     return rows[:, CAPACITY // 8 + 1 :].tolist()
+
+
+def _is_small(look: Look) -> bool:
+    return look.num_bytes <= _SMALL and look.stride is not None
 
 
 def digest_of(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], before: float | None = None) -> float:

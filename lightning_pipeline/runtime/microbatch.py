@@ -33,7 +33,10 @@ class Structure:
 
     def __init__(self, key: Hashable, layout: Layout, looks: list[Look]) -> None:
         self.key, self.layout, self.looks = key, layout, looks
-        self._is_small = [look.num_bytes <= EVERYWHERE_BYTES and not look.requires_grad for look in looks]
+        # Sparse ones do not travel between stages, and what they are in dense form does not tell their size.
+        self._is_small = [
+            (look.num_bytes <= EVERYWHERE_BYTES or look.stride is None) and not look.requires_grad for look in looks
+        ]
         self.small, self.large = self.split(looks)
 
     def split(self, items: Sequence[T]) -> tuple[list[T], list[T]]:

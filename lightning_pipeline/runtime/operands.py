@@ -117,7 +117,7 @@ def empty_like(place: Tensor) -> Tensor:
 
 def _is_number(look: Look) -> bool:
     """Whether it fits into the message that its receivers get anyway."""
-    return look.shape.numel() == 1
+    return look.shape.numel() == 1 and look.stride is not None
 
 
 def _number_of(content: bytes, look: Look) -> Tensor:

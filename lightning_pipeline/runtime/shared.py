@@ -168,11 +168,19 @@ def spread_from_owner(tensors: Sequence[tuple[Tensor, Sequence[int]]], transport
     with torch.no_grad():
         for tensor, stages in tensors:
             tensor = local_part(tensor)
+            is_sparse = tensor.layout is not torch.strided
             if stage == stages[0]:
                 for holder in stages[1:]:
-                    transport.send(tensor.detach().contiguous(), holder, Channel.SHARED)
+                    if is_sparse:
+                        transport.send_object(tensor.detach().cpu(), holder)
+                    else:
+                        transport.send(tensor.detach().contiguous(), holder, Channel.SHARED)
             elif stage in stages and not tensor.is_meta:
-                tensor.copy_(transport.recv(_meta(tensor), stages[0], Channel.SHARED).wait("a shared tensor's value"))
+                what = "a shared tensor's value"
+                if is_sparse:
+                    tensor.copy_(transport.recv_object(stages[0], what))
+                else:
+                    tensor.copy_(transport.recv(_meta(tensor), stages[0], Channel.SHARED).wait(what))
     transport.flush()
 
 

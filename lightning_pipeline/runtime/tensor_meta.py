@@ -46,11 +46,13 @@ def wire(look: Look) -> TensorMeta:
 
 
 def conform(tensor: Tensor, look: Look) -> Tensor:
-    """`tensor` with the strides that the receiver made room for.
+    """`tensor` with the strides that the receiver made room for; a sparse one as it is.
 
     Raises:
         RuntimeError: it has another shape or dtype.
     """
+    if look.stride is None:
+        return tensor
     meta = wire(look)
     if tensor.stride() == meta.stride and tensor.shape == look.shape and tensor.dtype is look.dtype:
         return tensor

@@ -14,15 +14,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.lightning_private import sample_indices, set_sample_indices
 
 _END = None
 
-Description = tuple[Layout, list[tuple[tuple[int, ...], torch.dtype]]]
-"""What a batch looks like: its nesting with all that is no tensor, and shape and dtype of its tensors."""
+_CPU = torch.device("cpu")
+
+Description = tuple[Layout, list[Look]]
+"""What a batch looks like: its nesting with all that is no tensor, and its tensors' looks."""
 
 
 def random_states() -> tuple[Any, ...]:
@@ -104,11 +109,11 @@ class AnnouncedLoader(SharedLoader):
 
     def _tell(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         if self._transport is not None:
-            here = [tensor.detach().cpu().contiguous() for tensor in tensors if tensor.numel()]
+            direct = Direct(self._transport, _CPU)
             for peer in range(1, len(self._transport.pipeline_ranks)):
                 self._transport.send_object(message, peer)
-                for tensor in here:
-                    self._transport.send_on_control(tensor, peer)
+                for tensor in tensors:
+                    direct.send(conform(tensor, Look.of(tensor)), peer)
 
     @property
     def worker_init_fn(self) -> Any:
@@ -148,12 +153,12 @@ class FollowingLoader(SharedLoader):
                 description = known[description]
             else:
                 known.append(description)
-            layout, metas = description
-            device = "cpu" if self._whole else "meta"
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in metas]
-            for tensor in tensors if self._whole else ():
-                if tensor.numel():
-                    self._transport.receive_on_control(tensor, 0, "the first stage's next batch")
+            layout, looks = description
+            if self._whole:
+                direct = Direct(self._transport, _CPU)
+                tensors = [direct.receive(look, 0, "the first stage's next batch") for look in looks]
+            else:
+                tensors = [torch.empty(look.shape, dtype=look.dtype, device="meta") for look in looks]
             yield tree.rebuild(layout, tensors)
 
 
@@ -230,13 +235,13 @@ def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:
 def _describe(batch: Any, told: dict[Any, int]) -> tuple[list[Tensor], int | Description]:
     """A batch's tensors, and the number of an earlier batch that looked the same, or what this one looks like."""
     tensors, layout = tree.flatten(batch)
-    metas = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    key: Any = (layout, tuple(metas))
+    looks = list(map(Look.of, tensors))
+    key: Any = (layout, tuple(looks))
     try:
         number = told.get(key)
     except TypeError:  # plain values that do not hash: told again each time
         key, number = object(), None
     if number is None:
         told[key] = len(told)
-        return tensors, (layout, metas)
+        return tensors, (layout, looks)
     return tensors, number

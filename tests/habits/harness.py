@@ -255,7 +255,7 @@ def comparable(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.is_meta:
             return f"a tensor of shape {tuple(value.shape)} without data"
-        if value.is_nested or value.is_sparse:
+        if value.is_nested or value.layout is not torch.strided:
             value = value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()
         value = value.detach().cpu().resolve_conj().resolve_neg()
         return np.array((value.float() if value.dtype == torch.bfloat16 else value).numpy())

@@ -410,5 +410,6 @@ class LazilyConjugated(Layers):
         turned, negative = torch.complex(x, x), torch.zeros_like(x)
         for layer in self.layers:
             x, turned, negative = layer(x, turned, negative)
-        self.kept = [turned.detach(), negative.detach(), turned.sum().conj().detach(), turned.sum().conj().imag.detach()]
+        total = turned.sum().conj().detach()
+        self.kept = [turned.detach(), negative.detach(), total, total.imag]
         return x

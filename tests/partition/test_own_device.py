@@ -35,7 +35,7 @@ def test_calls_with_each_ranks_device_are_one(kind: type) -> None:
 
 
 def test_what_another_rank_tells_is_on_the_own_device() -> None:
-    look = Look(torch.Size([2]), (1,), torch.float32, FIRST, False, True, False)
+    look = Look(torch.Size([2]), (1,), torch.float32, FIRST, torch.strided, False, True, False)
     told = {"look": look, "devices": [FIRST, torch.device("cpu"), torch.device("cuda")]}
     found = pickle.loads(dumps(told))
     assert found == {"look": look.but(device=SECOND), "devices": [SECOND, torch.device("cpu"), torch.device("cuda")]}
