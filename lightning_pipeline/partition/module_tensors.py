@@ -8,7 +8,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.ownership import named_tensors
+from lightning_pipeline.partition.ownership import holders_of, named_tensors
 from lightning_pipeline.partition.split_calls import SplitCall, split_calls
 from lightning_pipeline.partition.stage_config import StageMap
 
@@ -48,7 +48,11 @@ class ModuleTensors:
         self._read()
 
     def refresh(self) -> bool:
-        """Take in what the module has been given since. Returns whether there was anything."""
+        """Take in what the module has been given since. Returns whether there was anything.
+
+        Raises:
+            NotImplementedError: a tensor that some stages hold has another name than before.
+        """
         modules = _modules_in(self._module)
         if (
             len(modules) == len(self._modules)
@@ -59,7 +63,16 @@ class ModuleTensors:
             return False
         before = {name: self.holders[number] for number, names in enumerate(self.names) for name in names}
         written = {name for number in self.written for name in self.names[number]}
+        tensors, names_before = [*self.tensors], [*self.names]
         self._read()
+        for tensor, known in zip(tensors, names_before, strict=True):
+            number = self.number_of(tensor)
+            if number is not None and holders_of(tensor) is not None and self.names[number][0] not in known:
+                raise NotImplementedError(
+                    f"{known[0]} has become {self.names[number][0]} during the run, and stages hold tensors by their "
+                    f"names: prune or rename before the run; in it, put nn.Identity() in the place of a module that is "
+                    f"to go, and add others at the end"
+                )
         for number, names in enumerate(self.names):
             for name in names:
                 self.holders[number] |= before.get(name, set())

@@ -316,6 +316,11 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
             f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage computes, {what}, "
             f"within a step ({users_line()}): write it for the whole batch, or take torch.autograd.grad"
         )
+    way_out = "do it in the LightningModule's steps and hooks or in a callback, where every rank comes to have it"
+    if threading.current_thread() is not threading.main_thread():
+        way_out = "a step and its hooks have to call what they call in the thread that they run in"
+    elif isinstance(func, torch._ops.OpOverload):
+        way_out = "torch's compiled code takes it there; where that makes nested tensors, use padded ones and a mask"
     raise AbsentDataError(
-        f"{function_name(func)} needs the data of {what}, which this rank does not hold ({users_line()})"
+        f"{function_name(func)} needs the data of {what}, which this rank does not hold ({users_line()}): {way_out}"
     )

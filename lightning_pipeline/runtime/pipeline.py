@@ -59,6 +59,7 @@ class Pipeline:
         holders: the ranks that hold a tensor of the module, by its number.
         schedule: the schedule of a training step with some number of micro-batches, on this placement.
         num_microbatches: micro-batches a step; a batch of fewer samples makes fewer.
+        on_module_changed: called where the module has other tensors than in the step before.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Pipeline:
         holders: Callable[[int], Sequence[int]],
         schedule: Callable[[int], Schedule],
         num_microbatches: int,
+        on_module_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.placement = tuple(placement)
@@ -100,6 +102,7 @@ class Pipeline:
             self._leaf_gradients = LeafGradients(tensors, transport, self._direct)
         self._draws = Draws(device)
         self._schedule = schedule
+        self._on_module_changed = on_module_changed
         self._programs: dict[tuple[bool, int], Program] = {}
         self._delivery = Delivery(rank, self.num_ranks, transport)
         self._work: Work | None = None
@@ -138,6 +141,7 @@ class Pipeline:
         self.learning = False
         self.recorder.recordings.clear()
         if self._tensors.refresh():
+            self._on_module_changed()
             self.recorder.forget()
         if self.recorder.trim():
             self._held.clear()

@@ -48,6 +48,13 @@ class Placement:
             if 0 < len(ranks) < self.num_ranks:
                 self._present.update(dict.fromkeys(names, ranks))
 
+    def take_in(self, module: nn.Module) -> bool:
+        """Take in what the module has been given since: everybody's, until a step uses it. Returns whether it was."""
+        known = {name for names in self._names for name in names}
+        new = [names for names in names_of_tensors(module) if known.isdisjoint(names)]
+        self._names += new
+        return bool(new)
+
     def add(self, uses: Mapping[str, Iterable[int]]) -> bool:
         """Take in which virtual stages have used which tensors. Returns whether that was new.
 

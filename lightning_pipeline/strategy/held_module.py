@@ -101,6 +101,14 @@ class HeldModule:
             unguard(module)
         guard_state_dict(self._module)
 
+    def take_in_new(self) -> bool:
+        """Take in what the module has been given during the run. Returns whether there was anything."""
+        is_new = self.placement.take_in(self._module)
+        if is_new:
+            self.ownership = self.placement.ownership()
+            self._note_partly_held()
+        return is_new
+
     def _note_partly_held(self) -> None:
         num_ranks = self.ownership.num_stages
         self.tensors.note_partly_held(name for name, held in self.ownership.holders.items() if len(held) < num_ranks)

@@ -81,7 +81,9 @@ def _defining(cls: type, name: str) -> type:
 
 
 def knows_no_others(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is torch's own, which passes over parameters without gradients."""
+    """Whether an optimizer is torch's own, which passes over parameters without gradients, and has no hooks."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
     return type(optimizer).step.__module__.startswith("torch.optim") or not _is_users_class(type(optimizer))
 
 

@@ -50,7 +50,7 @@ class StageRunner:
         is_fully_sharded: parameters are sharded over replicas.
         loss_mean: the step's loss is the mean over micro-batches; else their sum.
         output_broadcast: outputs of evaluation steps reach every stage; else they stay on the last.
-        on_released: called when this rank holds less than before.
+        on_released: called when ranks hold other tensors than before.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class StageRunner:
             holders=self.held.holders,
             schedule=schedules,
             num_microbatches=cut.num_microbatches,
+            on_module_changed=self._take_in_new,
         )
         self.outside: Outside | None = None
         if transport is not None:
@@ -238,6 +239,11 @@ class StageRunner:
             self.held.placement.settle()
             self.held.agree()
             self.release_remote()
+            self._on_released(self.held.ownership)
+
+    def _take_in_new(self) -> None:
+        if self.held.take_in_new():
+            self._gradients.settle(self.held.ownership)
             self._on_released(self.held.ownership)
 
     def release_remote(self) -> None:

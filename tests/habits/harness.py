@@ -128,7 +128,7 @@ def held(trainer: L.Trainer, module: L.LightningModule, *, with_buffers: bool = 
     """The parameters that this rank computes with."""
     ownership = getattr(trainer.strategy, "ownership", None)
     for name, tensor in (*module.named_parameters(), *(module.named_buffers() if with_buffers else ())):
-        if ownership is None or ownership.is_local(name):
+        if ownership is None or name not in ownership or ownership.is_local(name):
             yield name, tensor
 
 

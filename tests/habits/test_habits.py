@@ -22,7 +22,8 @@ PRELOADED.append("tests.habits.preloaded")  # a launch takes a fifth of the time
 BY_DEFAULT = {
     "2-1f1b": """
         TokensUnpadded KLFromSecondEpoch OwnEntriesInCheckpoint ListsForEpochEnd StatisticsOnFirstRank
-        HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption FollowsByLerp SavedInStep BranchesOnItsRank
+        HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption FollowsByLerp SavedInStep SparseActivations
+        LazilyConjugated GrowsInSecondEpoch OptimizerHooks BranchesOnItsRank
     """,
     "2-zero_bubble": """
         PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo AdversarialAcrossStages
