@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lightning_pipeline.runtime.exchanges import Exchanges
 from lightning_pipeline.runtime.first_rank import FirstRank, Wanted
 from lightning_pipeline.runtime.hook_patches import parameters_seen, ranks_noted
 from lightning_pipeline.runtime.operands import Operands, empty_like
+from lightning_pipeline.runtime.optimizer_states import OptimizerStates
 from lightning_pipeline.runtime.parameter_gradients import ParameterGradients
 from lightning_pipeline.runtime.tensor_keys import Holders, TensorKeys, copy_of
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
@@ -68,6 +69,7 @@ class Outside(TorchFunctionMode):
         self._operands = Operands(direct, transport.num_stages, self._exchanges)
         self._keys = TensorKeys(recorder.tensors)
         self._gradients = ParameterGradients(module, transport, self._exchanges, self._operands, self._keys)
+        self.states = OptimizerStates(transport, self._exchanges, self._keys)
         self._first_rank = FirstRank(direct, transport.num_stages, self._keys.tensor_of)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,8 +78,12 @@ class Outside(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """While entered, the user's code runs between steps."""
+    def entered(self, *, shows_states: bool = True) -> Iterator[None]:
+        """While entered, the user's code runs between steps.
+
+        Args:
+            shows_states: whether it sees the whole states of optimizers; an optimizer's own step makes its own.
+        """
         if in_hook.on:
             yield
             return
@@ -86,7 +92,8 @@ class Outside(TorchFunctionMode):
         in_hook.thread = threading.get_ident()
         before = self._exchanges.number
         try:
-            with absent_state_expected(), ranks_noted(self._exchanges.send), parameters_seen(self._keys), self:
+            states = self.states.shown() if shows_states else nullcontext()
+            with absent_state_expected(), ranks_noted(self._exchanges.send), parameters_seen(self._keys), states, self:
                 yield
             self._exchanges.send()
             if in_hook.is_rank_known:
@@ -113,7 +120,8 @@ class Outside(TorchFunctionMode):
             torch._C._push_on_torch_function_stack(mode)
         in_hook.on = False
         try:
-            yield
+            with self.states.hidden():
+                yield
         finally:
             in_hook.on = True
             self._gradients.forget()

@@ -57,6 +57,8 @@ def install(
         installed.callback(compare_parameters_by_identity())
         if outside is not None:
             installed.callback(follow_hooks(module, outside))
+            outside.states.optimizers = [layout.optimizer for layout in optimizers or ()]
+            outside.states.are_shared_out = optimizers is not None and optimizers.are_shared_out
             installed.enter_context(recorder.patched())
         if optimizers is not None:
             installed.callback(_clip_by(plugin, optimizers, outside))

@@ -249,6 +249,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self.precision_plugin.convert_module(module)
         self._set_up_pipeline(module)
         self.model_to_device()
+        self._shares_batches = look_at_batches(module, trainer)  # before schedulers ask for the loaders' length
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refusals.check_optimizers(self.optimizers)
@@ -375,7 +376,6 @@ class PipelineStrategy(CheckpointingStrategy):
     def _install(self, module: LightningModule) -> None:
         self._installed.close()
         assert self.topology is not None and self.pipeline is not None and self._runner is not None
-        self._shares_batches = look_at_batches(module, module.trainer)
         self._installed = install(
             module,
             self.precision_plugin,
@@ -525,7 +525,8 @@ class PipelineStrategy(CheckpointingStrategy):
     ) -> Any:
         # An optimizer of the user's may look at all parameters at once, as for a norm.
         is_plain = self._outside is None or knows_no_others(inner(optimizer))
-        with nullcontext() if self._outside is None else self._outside.aside() if is_plain else self._outside.entered():
+        outside = self._outside
+        with nullcontext() if outside is None else outside.aside() if is_plain else outside.entered(shows_states=False):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._stage_optimizers is not None
         self._stage_optimizers.after_update(optimizer)

@@ -29,6 +29,9 @@ class StageOptimizers:
         optimizers: as ``configure_optimizers`` made them, over the whole model.
         shards_over: replicas that share out the optimizer state; None keeps it whole on each.
         has_slices: parameters may be DTensors, of which each rank has a slice.
+
+    Attributes:
+        are_shared_out: whether a rank may have a part of the state of what it holds.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class StageOptimizers:
         has_slices: bool = False,
     ) -> None:
         self._layouts = {optimizer: OptimizerLayout(optimizer, module) for optimizer in optimizers}
+        self.are_shared_out = shards_over is not None or has_slices
         self._transport = transport
         self._ownership: Ownership | None = None
         self._updates: dict[Optimizer, OptimizerShards | WholeUpdates] = {}

@@ -23,7 +23,7 @@ BY_DEFAULT = {
     "2-1f1b": """
         TokensUnpadded KLFromSecondEpoch OwnEntriesInCheckpoint ListsForEpochEnd StatisticsOnFirstRank
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption FollowsByLerp SavedInStep SparseActivations
-        LazilyConjugated GrowsInSecondEpoch OptimizerHooks BranchesOnItsRank
+        LazilyConjugated GrowsInSecondEpoch OptimizerHooks AdamMomentsChanged OneCycle BranchesOnItsRank
     """,
     "2-zero_bubble": """
         PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo AdversarialAcrossStages
