@@ -22,7 +22,7 @@ from lightning_pipeline.partition.functions import Kind, function_name, is_drawi
 from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.partition.matcher import torch_state
 from lightning_pipeline.partition.operation import Call, put_together, take_apart
-from lightning_pipeline.partition.ownership import holders_of
+from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, in_hook, is_absent, placeholder
 from lightning_pipeline.partition.recorder import Recorder
 from lightning_pipeline.partition.users_line import users_line, users_lines
@@ -30,6 +30,7 @@ from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.exchanges import Exchanges
 from lightning_pipeline.runtime.first_rank import FirstRank, Wanted
 from lightning_pipeline.runtime.hook_patches import parameters_seen, ranks_noted
+from lightning_pipeline.runtime.host_memory import available_bytes
 from lightning_pipeline.runtime.operands import Operands, empty_like
 from lightning_pipeline.runtime.optimizer_states import OptimizerStates
 from lightning_pipeline.runtime.parameter_gradients import ParameterGradients
@@ -63,6 +64,9 @@ class Outside(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, recorder: Recorder, transport: Transport, direct: Direct) -> None:
         super().__init__()
+        self._module = module
+        self._transport = transport
+        self._direct = direct
         self._recorder = recorder
         self._rank = direct.rank
         self._exchanges = Exchanges(transport)
@@ -129,6 +133,31 @@ class Outside(TorchFunctionMode):
                 torch._C._pop_torch_function_stack()
             for mode in reversed(modes):
                 torch._C._push_on_torch_function_stack(mode)
+
+    def make_whole(self, num_processes: int) -> None:
+        """Give every rank what hooks have made and the user has kept, where it fits into memory, after the last hook.
+
+        All ranks must call it.
+
+        Args:
+            num_processes: that share this machine's memory.
+        """
+        for parameter in self._module.parameters():
+            parameter.__dict__.pop("_gradient", None)
+        kept = self._keys.kept()
+        own = available_bytes() // (2 * num_processes), set(kept)
+        ranks = range(self._transport.num_stages)
+        told = [self._transport.broadcast_object(own, rank, "what hooks have made") for rank in ranks]
+        keys = sorted(set.intersection(*(keys for _, keys in told)))
+        if sum(Look.of(kept[key]).num_bytes for key in keys) > min(limit for limit, _ in told):
+            return
+        for key in keys:
+            tensor, look = kept[key], Look.of(kept[key])
+            owner = (holders_of(tensor) or (0,))[0]
+            data = self._direct.spread(tensor.detach() if owner == self._rank else None, look, owner)
+            if type(tensor) is Placeholder:
+                become(tensor, nn.Parameter(data, look.requires_grad) if look.is_parameter else data)
+            note_holders(tensor, None)
 
     def whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """The data of tensors, on every rank. All ranks must call it."""

@@ -38,6 +38,10 @@ class TensorKeys:
             self._num_made += 1
         return tensor
 
+    def kept(self) -> dict[int, Tensor]:
+        """What hooks have made that is still there, and that some ranks hold, by key."""
+        return {key: tensor for key, tensor in self._made.items() if holders_of(tensor) is not None}
+
     def key_of(self, tensor: Tensor) -> int | None:
         """The key of a tensor; None where all ranks hold it, or it was not noted."""
         if holders_of(tensor) is None:

@@ -582,6 +582,8 @@ class PipelineStrategy(CheckpointingStrategy):
             assert self.lightning_module is not None
             if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:  # which has no time
                 self._held.make_whole(self.num_processes)
+                if self._outside is not None:
+                    self._outside.make_whole(self.num_processes)
         if self._transport is not None and not self._failed:
             # A process may end after this, and one that ends with messages unread breaks its peers' connections.
             self._transport.flush()

@@ -480,3 +480,19 @@ class ComparesWithMicrobatchBefore(Layers):
         before = own if self.before is None else self.before
         self.before = own
         return F.cross_entropy(self.head(features + self.weight * before), y)
+
+
+@habit(observed=["shadow", "norms"], plain=False)
+class KeptFromHooks(Layers):
+    """Hooks keep tensors of all parameters, and copies of layers, that are looked at after the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow: dict[str, Any] = {}
+        self.norms: list[Tensor] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, parameter in self.named_parameters():
+            before = self.shadow.get(name, parameter.detach())
+            self.shadow[name] = before * 0.5 + parameter.detach() * 0.5
+        self.norms += [layer.linear.weight.norm() for layer in self.layers]  # type: ignore[union-attr, operator]
