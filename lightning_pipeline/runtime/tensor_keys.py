@@ -39,8 +39,8 @@ class TensorKeys:
         return tensor
 
     def kept(self) -> dict[int, Tensor]:
-        """What hooks have made that is still there, and that some ranks hold, by key."""
-        return {key: tensor for key, tensor in self._made.items() if holders_of(tensor) is not None}
+        """What hooks have made that is still there, and that some ranks hold, by its latest key."""
+        return {key: tensor for key, tensor in self._made.items() if self.key_of(tensor) == key}
 
     def key_of(self, tensor: Tensor) -> int | None:
         """The key of a tensor; None where all ranks hold it, or it was not noted."""
