@@ -29,9 +29,7 @@ def copies_of(module: LightningModule, trainer: Trainer) -> Iterator[nn.Module]:
                 yield candidate
 
 
-def filled_from_owners(
-    checkpoint: dict[str, Any], ownership: Ownership, transport: Transport | None
-) -> dict[str, Any]:
+def filled_from_owners(checkpoint: dict[str, Any], ownership: Ownership, transport: Transport | None) -> dict[str, Any]:
     """The checkpoint, on stage 0 with the data of other stages' tensors that callbacks and hooks have put into it.
 
     All stages must call it, each with the same checkpoint as its own callbacks made it.

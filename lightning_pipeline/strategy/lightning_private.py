@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.data import _num_cpus_available
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
@@ -70,11 +69,6 @@ def connect_processes(
 def share_threads(num_processes: int) -> None:
     """Let each of several processes on a machine compute with its share of the cores, as Lightning's launchers do."""
     _set_num_threads_if_needed(num_processes=num_processes)
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    return _num_cpus_available()
 
 
 def checkpoint_io_or(given: CheckpointIO | None, default: Callable[[], CheckpointIO]) -> CheckpointIO:

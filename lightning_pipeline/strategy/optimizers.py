@@ -159,8 +159,7 @@ class OptimizerLayout:
             **to_cpu({key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}),
             "state": {key: to_cpu(state[key]) for key in ordered},
             "param_groups": [
-                {**to_cpu(group), **given}
-                for group, given in zip(state_dict["param_groups"], self._given, strict=True)
+                {**to_cpu(group), **given} for group, given in zip(state_dict["param_groups"], self._given, strict=True)
             ],
         }
 

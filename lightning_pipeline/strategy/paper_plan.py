@@ -22,8 +22,7 @@ from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, Simulati
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.schedules.timeline import Timeline
 from lightning_pipeline.strategy.lightning_private import configured_optimizers
-from lightning_pipeline.strategy.measuring import loss_step
-from lightning_pipeline.strategy.optimizer_memory import bytes_with_state
+from lightning_pipeline.strategy.measuring import bytes_with_state, loss_step
 from lightning_pipeline.strategy.rehearsed_script import Rehearsed, rehearse_script
 from lightning_pipeline.strategy.schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
 

@@ -71,7 +71,7 @@ class PipelineStrategy(CheckpointingStrategy):
             module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules, else "auto". For a
             schedule of virtual stages it numbers these along the data, or names the device that holds them
             (``resolve``). "auto" measures the first step, tries the best cuts and takes the fastest (see
-            ``AutomaticCut`` and `plan`). A path is that of a plan that `StagePlan.save` has written.
+            ``Cutting`` and `plan`). A path is that of a plan that `StagePlan.save` has written.
         num_stages: number of stages, each on a device of its own; default: as many as the stage_config uses, with
             virtual stages as many as there are devices. 1 runs the same path on one device.
         num_microbatches: micro-batches a step, at least ``num_stages``; default ``4 * num_stages``, or what a schedule

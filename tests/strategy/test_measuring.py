@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, cast
 
-import pytest
 import torch
 from torch import Tensor
 
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.joint_measurement import described, of_all_ranks, restored, shared_cores
+from lightning_pipeline.strategy.measuring import described, of_all_ranks, restored
 
 CPU = torch.device("cpu")
 
@@ -28,21 +26,19 @@ class Ranks:
         return torch.tensor([values.tolist(), *rows], dtype=torch.float64)
 
 
-def together(*times: list[float], share_cores: bool = False) -> tuple[list[float], tuple[float, ...]]:
-    return of_all_ranks(times[0], cast(Transport, Ranks(*times[1:])), share_cores=share_cores)
+def together(*times: list[float]) -> tuple[list[float], tuple[float, ...]]:
+    return of_all_ranks(times[0], cast(Transport, Ranks(*times[1:])))
 
 
 def test_times_are_means_over_ranks_that_are_alike() -> None:
     assert together([1.0, 3.0], [1.2, 2.8]) == ([1.1, 2.9], ())  # they differ by no more than a measurement's noise
     assert together([1.0, 3.0], [0.5, 1.5], [2.0, 6.0]) == ([1.0, 3.0], (1.0, 2.0, 0.5))
-    assert together([1.0, 3.0], [3.0, 5.0], share_cores=True) == ([2.0, 4.0], ())  # none is faster for long
 
 
 def test_a_rank_that_could_not_measure_is_as_fast_as_the_first() -> None:
     assert together([2.0], [], [1.0]) == ([2.0], (1.0, 1.0, 2.0))
     assert together([2.0], [], [2.0]) == ([2.0], ())
     assert together([], [1.0]) == ([], ())
-    assert of_all_ranks([1.0], None, share_cores=True) == ([1.0], ())
 
 
 def test_microbatches_arrive_as_they_are_and_can_be_written_into() -> None:
@@ -53,14 +49,3 @@ def test_microbatches_arrive_as_they_are_and_can_be_written_into() -> None:
     assert (found["names"], found["pair"][1]) == (["a", "b"], 7)
     found["ids"].zero_()
     assert ids.sum() == 15
-
-
-def test_cores_are_shared_where_there_are_fewer_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert shared_cores(CPU, 3, 3) is None
-    assert shared_cores(CPU, 4, 4) == 3
-    assert shared_cores(CPU, 4, 8) == 1.5  # of two pipelines on the node
-    assert shared_cores(torch.device("cuda"), 4, 8) is None
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert shared_cores(CPU, 4, 4) is None

@@ -1,16 +1,22 @@
-"""Steps in the stages of plans, before one of them is taken, on ranks that all still hold the whole module."""
+"""Which plan to take: the best by simulation run for some steps first, as a machine does more than is simulated.
+
+All ranks still hold the whole module then.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.module_tensors import ModuleTensors
@@ -24,12 +30,80 @@ from lightning_pipeline.strategy.measuring import SeededStep
 from lightning_pipeline.strategy.schedule_choice import Schedules
 from lightning_pipeline.strategy.steps import backward_of
 
+MOST = 4
+"""Plans to try."""
+NEAR = 0.15
+"""By which share of a step another plan may be expected to be slower than the first one, and be tried."""
+BUDGET_S = 4.5
+"""For all trials together, or so."""
 _MIN_STEPS, _MAX_STEPS = 3, 8
 """Of each plan that count."""
 _WARM_UP = 2.5
 """What a plan's first two steps take, in steps: shapes are learnt in one, buffers made in the other."""
 LEAST = _WARM_UP + _MIN_STEPS
 """What trying a plan takes at least, in steps."""
+
+
+def choose_plan(
+    ranked: Callable[[], Sequence[StagePlan]],
+    times: Callable[[Sequence[StagePlan]], list[list[float]]],
+    module: nn.Module,
+    everybody: Callable[[Callable[[], Any]], Any],
+    limit: float,
+) -> StagePlan:
+    """The plan to take. All ranks of the pipeline must call it.
+
+    Args:
+        ranked: on the first rank, the plans that are expected to be the best.
+        times: seconds of steps of some plans (`TrialSteps.times`).
+        everybody: gives all ranks what the first one makes of a function.
+        limit: bytes that a device has.
+    """
+
+    def worth() -> tuple[StagePlan, list[StagePlan]]:
+        plans = ranked()
+        return plans[0], worth_trying(module, plans, limit)
+
+    first, plans = everybody(worth)
+    if not plans:
+        return first
+    took = times(plans)
+    return everybody(lambda: best_tried(plans, took))
+
+
+def worth_trying(module: nn.Module, plans: Sequence[StagePlan], limit: float) -> list[StagePlan]:
+    """Those of some plans, the best first, that may be the best, and can be tried.
+
+    Args:
+        limit: bytes that a device has; plans need room beside the whole module.
+    """
+    if not plans[0].is_measured:
+        return []
+    if any(is_compiled(part) for part in module.modules()):  # a compiler takes longer than all steps together
+        return []
+    whole = 2 * sum(parameter.nbytes for parameter in module.parameters())  # with gradients
+    chosen: list[StagePlan] = []
+    left = BUDGET_S
+    for plan in plans:
+        needed = plan.step_seconds * LEAST
+        is_near = plan.step_seconds <= plans[0].step_seconds * (1 + NEAR)
+        if is_near and needed <= left and whole + max(plan.peak_bytes) <= limit:
+            chosen.append(plan)
+            left -= needed
+        elif not chosen:  # others say nothing without the first one
+            break
+    return chosen[:MOST]
+
+
+def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> StagePlan:
+    """The plan that was the fastest, as it was when it was tried; the first one of those that were.
+
+    Args:
+        times: seconds of each plan's steps, which took turns with those of the others, without sums over replicas.
+    """
+    took = [median(own) + plan.reduction_seconds for plan, own in zip(plans, times, strict=True)]
+    seconds = min(took)
+    return replace(plans[took.index(seconds)], step_seconds=seconds, is_tried=True)
 
 
 class TrialSteps:
@@ -65,19 +139,16 @@ class TrialSteps:
             seed=0,
         )
 
-    def times(self, plans: Sequence[StagePlan], budget: float) -> list[list[float]]:
+    def times(self, plans: Sequence[StagePlan]) -> list[list[float]]:
         """Seconds of steps of each plan, the slowest rank's. The plans take turns, so that what else the machine does
-        meets all of them. All ranks of the pipeline must call it.
-
-        Args:
-            budget: seconds that all of it may take; three steps of each plan run in any case.
-        """
+        meets all of them; three in any case, and more in the time that there is. All ranks of the pipeline must call
+        it."""
         with gradients_apart(self._module):
             tried = [self._pipeline(plan) for plan in plans]
             for pipeline in tried:
                 self._seconds(pipeline)
             needed = sum(map(self._seconds, tried))
-            count = max(_MIN_STEPS, min(_MAX_STEPS, int(budget / needed - _WARM_UP)))  # the same on all ranks
+            count = max(_MIN_STEPS, min(_MAX_STEPS, int(BUDGET_S / needed - _WARM_UP)))  # the same on all ranks
             rounds = [[self._seconds(pipeline) for pipeline in tried] for _ in range(count)]
         return [list(times) for times in zip(*rounds, strict=True)]
 
