@@ -65,6 +65,9 @@ class SharedLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
+    def __len__(self) -> int:
+        return len(self._loader)  # a TypeError where it is not known, as of the loader's own
+
 
 class AnnouncedLoader(SharedLoader):
     """The first stage's loader: passes its batches on as they are and tells the other stages of each.
@@ -157,20 +160,6 @@ class FollowingLoader(SharedLoader):
             yield tree.rebuild(layout, tensors)
 
 
-class SizedAnnouncedLoader(AnnouncedLoader):
-    """An `AnnouncedLoader` of known length."""
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-
-class SizedFollowingLoader(FollowingLoader):
-    """A `FollowingLoader` of known length."""
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-
 def _itself(loader: Any) -> Any:
     return loader
 
@@ -185,10 +174,9 @@ def share_loader(
         whole: every stage gets the batches, and not only what they look like.
     """
     if first:
-        kind = SizedAnnouncedLoader if has_length(loader) else AnnouncedLoader
-        return kind(loader, transport, replicas, whole=whole)
+        return AnnouncedLoader(loader, transport, replicas, whole=whole)
     assert transport is not None
-    return (SizedFollowingLoader if has_length(loader) else FollowingLoader)(loader, transport, whole=whole)
+    return FollowingLoader(loader, transport, whole=whole)
 
 
 def sample_batch(loader: Any) -> Any:

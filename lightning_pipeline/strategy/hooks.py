@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.runtime.outside import Outside
-from lightning_pipeline.strategy.lightning_private import call_hooks_within
+from lightning_pipeline.strategy.lightning_private import Override, call_hooks_within
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,14 +43,14 @@ def apart(method: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def follow_hooks(module: LightningModule, outside: Outside) -> Callable[[], None]:
-    """Let the hooks of a module and its Trainer's callbacks run on all ranks as one. Returns what undoes it."""
+def follow_hooks(module: LightningModule, outside: Outside, override: Override) -> None:
+    """Let the hooks of a module and its Trainer's callbacks run on all ranks as one."""
     trainer: Trainer = module.trainer
 
     def within(hook: str | None) -> Any:
         return _running(module, outside) if hook is None or _is_users(hook, module, trainer) else nullcontext()
 
-    return call_hooks_within(trainer, within)
+    call_hooks_within(trainer, within, override)
 
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
