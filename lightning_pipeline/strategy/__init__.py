@@ -2,9 +2,8 @@
 
 from lightning_pipeline.accelerators.registration import register_npu
 from lightning_pipeline.runtime.reducer import PipelineGradReducer
-from lightning_pipeline.strategy.pipeline import PipelineStrategy, register_strategies
+from lightning_pipeline.strategy.pipeline import PipelineStrategy, register_strategies, sync_pipeline_shared_parameters
 from lightning_pipeline.strategy.rebalance import PipelineRebalance
-from lightning_pipeline.strategy.sharing import sync_pipeline_shared_parameters
 from lightning_pipeline.strategy.timeline import PipelineTimeline
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,8 +16,10 @@ from lightning_pipeline.runtime.recording import gather_spans
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, extent, measured_costs, simulate
 from lightning_pipeline.schedules.schedule import loop_placement
-from lightning_pipeline.strategy.observing import is_usual, observed
 from lightning_pipeline.strategy.schedule_choice import TRAINING_SCHEDULES, ScheduleChoice, Schedules
+
+Observer = Callable[[Span], None]
+"""Gets an action with its start and end, in seconds."""
 
 RECORDED = 4
 """Steps that are recorded with whole backwards, and as many with split ones."""
@@ -161,6 +163,29 @@ class Advisor:
         """The schedule that holds the fewest activations of those with split backwards, or with whole ones."""
         found = [name for name, schedules in self._candidates.items() if _splits(schedules.full) is splits]
         return min(found, key=lambda name: self._peaks[name], default="")
+
+
+@contextmanager
+def observed(pipeline: Pipeline, *observers: Observer) -> Iterator[None]:
+    """While entered, `observers` get every action, beside whoever gets them already."""
+    before = pipeline.observe
+    everybody = (*observers, before) if before is not None else observers
+
+    def observe(span: Span) -> None:
+        for observer in everybody:
+            observer(span)
+
+    pipeline.observe = observe if everybody else None
+    try:
+        yield
+    finally:
+        pipeline.observe = before
+
+
+def is_usual(spans: Sequence[Span], pipeline: Pipeline) -> bool:
+    """Whether these are of a full batch, and of a known structure: of others there is little to learn about times."""
+    num_forwards = sum(action.kind is Kind.F for action, _, _ in spans)
+    return num_forwards == pipeline.num_microbatches * pipeline.num_virtual_stages and not pipeline.learning
 
 
 def _splits(schedule: Schedule) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
+from lightning_pipeline.strategy.atomic_file import publish, remove, unfinished
 from lightning_pipeline.strategy.checkpoint_check import check_optimizer_states
 from lightning_pipeline.strategy.checkpoint_folder import (
     is_folder,
@@ -22,7 +23,6 @@ from lightning_pipeline.strategy.checkpoint_folder import (
     tensor_places,
     write_meta,
 )
-from lightning_pipeline.strategy.published import publish, remove, unfinished
 from lightning_pipeline.strategy.torch_files import CheckpointError, load_torch_file
 
 _TRUST_IT = "If you trust it, convert it with weights_only=False (--no-weights-only)"

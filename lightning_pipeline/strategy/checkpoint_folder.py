@@ -146,15 +146,6 @@ def write_meta(
         os.fsync(file.fileno())
 
 
-def is_stored(value: Any) -> bool:
-    """Whether any tensor of nested dicts and lists is in a folder."""
-    if isinstance(value, dict):
-        return any(is_stored(item) for item in value.values())
-    if isinstance(value, list):
-        return any(is_stored(item) for item in value)
-    return isinstance(value, StoredTensor)
-
-
 def like_meta(tensor: Tensor, name: str = "") -> Tensor:
     """The whole tensor's shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

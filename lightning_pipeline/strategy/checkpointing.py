@@ -23,13 +23,13 @@ from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.background import BackgroundSave
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
 from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
-from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
+from lightning_pipeline.strategy.checkpoint_folder import is_folder, read_folder
 from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
 from lightning_pipeline.strategy.copies import filled_from_owners
 from lightning_pipeline.strategy.distributed_checkpoint import (
+    BackgroundSave,
     FolderWriter,
     host_group,
     module_state_in_parts,
@@ -39,7 +39,6 @@ from lightning_pipeline.strategy.export import gather_module
 from lightning_pipeline.strategy.held_module import HeldModule
 from lightning_pipeline.strategy.hooks import apart
 from lightning_pipeline.strategy.lightning_private import checkpoint_io_or, innermost
-from lightning_pipeline.strategy.partial_reading import read_optimizer_state
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.signals import Signals
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
@@ -77,12 +76,7 @@ class CheckpointingStrategy(ProcessStrategy):
         if self._is_replica:
             help_to_gather(self.lightning_module)
             return {}
-        return gather_module_state(
-            self.lightning_module,
-            self._held.ownership,
-            self._transport,
-            stage_of_module=lambda name: None,
-        )
+        return gather_module_state(self.lightning_module, self._held.ownership, self._transport)
 
     @apart
     def gather_module(self) -> LightningModule | None:
@@ -122,7 +116,6 @@ class CheckpointingStrategy(ProcessStrategy):
         writer = FolderWriter(
             module=self.lightning_module,
             ownership=self._held.ownership,
-            stage_of_module=lambda name: None,
             parameter_names=[layout.names for layout in self._stage_optimizers or ()],
             is_writer=not self._is_replica,
             group=host_group(dist.distributed_c10d._get_default_group(), self.timeout, own=in_background),
@@ -192,10 +185,7 @@ class CheckpointingStrategy(ProcessStrategy):
     @apart
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._stage_optimizers is not None
-        states = checkpoint["optimizer_states"]
-        if is_stored(states):
-            states = [read_optimizer_state(*pair) for pair in zip(self._stage_optimizers, states, strict=False)]
-        self._stage_optimizers.load_state(states)
+        self._stage_optimizers.load_state(checkpoint["optimizer_states"])
         restore_random_state(checkpoint, self.root_device)
 
     @property

@@ -31,7 +31,6 @@ def clip_by_norm(
     ownership: Ownership,
     transport: Transport | None,
     norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale an optimizer's gradients so that their norm over all stages is at most ``max_norm``, in place.
 
@@ -39,17 +38,9 @@ def clip_by_norm(
 
     Returns:
         The norm before clipping, the same on every stage.
-
-    Raises:
-        RuntimeError: if ``error_if_nonfinite`` and the norm is NaN or infinite, on every stage.
     """
     local = layout.local_parameters()
     total_norm = global_grad_norm(local, layout.dtypes, ownership=ownership, transport=transport, norm_type=norm_type)
-    if error_if_nonfinite and not torch.isfinite(total_norm):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {total_norm.item()}, so they cannot be clipped; "
-            "pass error_if_nonfinite=False to scale them by it anyway"
-        )
     torch.nn.utils.clip_grads_with_norm_(plain(parameter for _, parameter in local), max_norm, total_norm)
     return total_norm
 

@@ -27,10 +27,11 @@ from lightning_pipeline.partition.stage_config import StageConfig, read_stage_co
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.shared import spread_from_owner
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
-from lightning_pipeline.strategy.advice import Advice, Advisor
+from lightning_pipeline.strategy.advice import Advice, Advisor, Observer, observed
 from lightning_pipeline.strategy.arguments import ALIKE, check_arguments
 from lightning_pipeline.strategy.batch_norms import convert_batch_norms
 from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
@@ -42,13 +43,11 @@ from lightning_pipeline.strategy.hooks import apart, knows_no_others, look_at_ba
 from lightning_pipeline.strategy.initial_values import take_initial_values
 from lightning_pipeline.strategy.installation import install
 from lightning_pipeline.strategy.lightning_private import leave_modules_unnamed, note_mesh, total_batches
-from lightning_pipeline.strategy.observing import Observer, observed
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
-from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, inner
+from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, inner, zeroed_unseen
 from lightning_pipeline.strategy.stage_runner import StageRunner
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 from lightning_pipeline.strategy.weights import Weights
-from lightning_pipeline.strategy.zeroing import zeroed_unseen
 
 REGISTERED = {
     "pipeline": "1f1b",
@@ -612,3 +611,31 @@ def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[st
 def register_strategies() -> None:
     """Make the names known to `Trainer(strategy=...)`."""
     PipelineStrategy.register_strategies(StrategyRegistry)
+
+
+def sync_pipeline_shared_parameters(module: LightningModule) -> None:
+    """Give every stage that holds a shared parameter its owner's value: the first stage that uses it.
+
+    Training keeps them equal by itself, and so does loading a checkpoint through the Trainer. This is for weights that
+    were changed by hand on one stage. All ranks must call it; with one stage it does nothing. After MindSpore's
+    function of this name.
+
+    Args:
+        module: a module that a Trainer with the pipeline strategy has set up.
+
+    Raises:
+        ValueError: the module is attached to no such Trainer.
+    """
+    strategy = module._trainer.strategy if module._trainer is not None else None
+    if not isinstance(strategy, PipelineStrategy) or strategy.ownership is None:
+        raise ValueError(
+            f"{type(module).__name__} is not set up by a pipeline; call sync_pipeline_shared_parameters in a hook, or "
+            f"after trainer.fit, validate, test or predict with PipelineStrategy"
+        )
+    holders = strategy.ownership.holders
+    shared = {
+        id(parameter): (parameter, holders[name])
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if len(holders[name]) > 1
+    }
+    spread_from_owner(list(shared.values()), strategy.transport, strategy.ownership.stage)

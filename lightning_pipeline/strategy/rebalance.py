@@ -14,8 +14,8 @@ from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.recording import gather_spans
 from lightning_pipeline.schedules import measured_costs, recorded_schedule
 from lightning_pipeline.schedules.balance import Machine
+from lightning_pipeline.strategy.advice import is_usual
 from lightning_pipeline.strategy.measuring import estimate_training_step, unnoticed, with_everybody
-from lightning_pipeline.strategy.observing import is_usual
 from lightning_pipeline.strategy.pipeline import PipelineStrategy
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -17,9 +18,8 @@ from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu
 from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value, global_grad_norm
-from lightning_pipeline.strategy.optimizer_shards import OptimizerShards
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.whole_updates import WholeUpdates
+from lightning_pipeline.strategy.shared_updates import OptimizerShards, WholeUpdates
 
 
 class StageOptimizers:
@@ -138,3 +138,19 @@ def _whole(state: dict[str, Any]) -> dict[str, Any]:
 def inner(optimizer: Any) -> Optimizer:
     """What Lightning's wrapper is around."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def zeroed_unseen(module: LightningModule, optimizers: Sequence[Optimizer]) -> set[nn.Parameter]:
+    """Parameters whose last gradients Lightning sets to None after `training_step`, with nobody to see them before.
+
+    None of them where a hook of the module or of a callback, or an optimizer of the user's own, could tell.
+    """
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    if (
+        is_overridden("optimizer_zero_grad", module)
+        or is_overridden("on_before_zero_grad", module)
+        or any(is_overridden("on_before_zero_grad", callback, Callback) for callback in callbacks)
+        or any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
+    ):
+        return set()
+    return {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}

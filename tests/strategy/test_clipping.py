@@ -110,8 +110,6 @@ def test_stages_equal_torch(run_stages, num_stages):
             layout.local_parameters(), layout.dtypes, ownership=ownership, transport=transport, norm_type=2
         )
         assert norm.isnan()
-        with pytest.raises(RuntimeError, match="is nan, so they cannot be clipped"):
-            clip_by_norm(layout, 0.5, ownership=ownership, transport=transport, error_if_nonfinite=True)
 
         # No gradient anywhere.
         module.zero_grad()
