@@ -32,7 +32,7 @@ from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.batch_norms import own_statistics
-from lightning_pipeline.strategy.steps import loss_in
+from lightning_pipeline.strategy.losses import loss_in
 
 SeededStep = Callable[..., Tensor | None]
 """A `Step` that takes a `seed`, too."""

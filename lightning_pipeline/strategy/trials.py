@@ -26,9 +26,9 @@ from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
+from lightning_pipeline.strategy.losses import backward_of
 from lightning_pipeline.strategy.measuring import SeededStep
 from lightning_pipeline.strategy.schedule_choice import Schedules
-from lightning_pipeline.strategy.steps import backward_of
 
 MOST = 4
 """Plans to try."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
-from lightning_pipeline.strategy.steps import _does_nothing
+from lightning_pipeline.strategy.stage_runner import _does_nothing
 
 
 class OwnForwardContext(Precision):
