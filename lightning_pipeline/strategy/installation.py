@@ -43,7 +43,7 @@ def install(
     device: torch.device,
     *,
     replicas: Replicas | None,
-    optimizers: StageOptimizers | None,
+    optimizers: StageOptimizers,
     outside: Outside | None,
     recorder: Recorder,
     signals: Signals,
@@ -66,9 +66,8 @@ def install(
         if outside is not None:
             follow_hooks(module, outside, override)
             installed.enter_context(recorder.patched())
-        if optimizers is not None:
-            _clip_by(plugin, optimizers, outside, override)
-            call_before_update(plugin, optimizers.before_update, override)
+        _clip_by(plugin, optimizers, outside, override)
+        call_before_update(plugin, optimizers.before_update, override)
         if topology.world_size > 1:
             installed.enter_context(shared_statistics(module, replicas))
             signals.install(module.trainer, override, has_replicas=replicas is not None)

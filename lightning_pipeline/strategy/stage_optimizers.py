@@ -26,21 +26,20 @@ class StageOptimizers:
     """Clips, updates, saves and loads what optimizers have on this rank as one process does.
 
     Args:
-        optimizers: as ``configure_optimizers`` made them, over the whole model.
+        layouts: of the optimizers as ``configure_optimizers`` made them, over the whole model.
         shards_over: replicas that share out the optimizer state; None keeps it whole on each.
         has_slices: parameters may be DTensors, of which each rank has a slice.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
-        module: LightningModule,
-        transport: Transport | None,
+        layouts: Sequence[OptimizerLayout],
+        transport: Transport | None = None,
         *,
         shards_over: Replicas | None = None,
         has_slices: bool = False,
     ) -> None:
-        self._layouts = {optimizer: OptimizerLayout(optimizer, module) for optimizer in optimizers}
+        self._layouts = {layout.optimizer: layout for layout in layouts}
         self._transport = transport
         self._ownership: Ownership | None = None
         self._updates: dict[Optimizer, OptimizerShards | WholeUpdates] = {}
