@@ -27,7 +27,7 @@ from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_
 from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
 from lightning_pipeline.strategy.checkpoint_folder import is_folder, read_folder
 from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_pipeline.strategy.copies import filled_from_owners
+from lightning_pipeline.strategy.copies import filled_from_owners, gather_module
 from lightning_pipeline.strategy.distributed_checkpoint import (
     BackgroundSave,
     FolderWriter,
@@ -35,7 +35,6 @@ from lightning_pipeline.strategy.distributed_checkpoint import (
     module_state_in_parts,
     optimizer_state_in_parts,
 )
-from lightning_pipeline.strategy.export import gather_module
 from lightning_pipeline.strategy.hooks import apart
 from lightning_pipeline.strategy.lightning_private import checkpoint_io_or, innermost
 from lightning_pipeline.strategy.processes import ProcessStrategy

@@ -27,7 +27,6 @@ from lightning_pipeline.runtime.overhead import measure_overhead
 from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
-from lightning_pipeline.strategy.cut_faults import fault_of_cut
 from lightning_pipeline.strategy.dataloading import sample_batch
 from lightning_pipeline.strategy.lightning_private import training_loader
 from lightning_pipeline.strategy.measuring import (
@@ -44,7 +43,7 @@ from lightning_pipeline.strategy.measuring import (
 )
 from lightning_pipeline.strategy.refusals import check_tensors_are_whole
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice, Schedules
-from lightning_pipeline.strategy.trials import MOST, TrialSteps, choose_plan
+from lightning_pipeline.strategy.trials import MOST, TrialSteps, choose_plan, fault_of_cut
 
 _PLAN = "_automatic_plan"
 _USABLE = 0.9

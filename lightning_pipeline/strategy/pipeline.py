@@ -31,15 +31,14 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor, Observer, observed
-from lightning_pipeline.strategy.arguments import ALIKE, check_arguments
 from lightning_pipeline.strategy.batch_norms import convert_batch_norms
 from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
 from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
 from lightning_pipeline.strategy.dataloading import share_loader
 from lightning_pipeline.strategy.facts import parts_of
+from lightning_pipeline.strategy.held_module import take_initial_values
 from lightning_pipeline.strategy.hooks import apart, knows_no_others, look_at_batches
-from lightning_pipeline.strategy.initial_values import take_initial_values
 from lightning_pipeline.strategy.installation import install
 from lightning_pipeline.strategy.lightning_private import leave_modules_unnamed, note_mesh, total_batches
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
@@ -139,7 +138,7 @@ class PipelineStrategy(CheckpointingStrategy):
             timeout=timeout,
         )
         self._choice = ScheduleChoice(schedule)
-        check_arguments(
+        refusals.check_arguments(
             self._choice,
             num_stages=num_stages,
             num_microbatches=num_microbatches,
@@ -213,7 +212,7 @@ class PipelineStrategy(CheckpointingStrategy):
 
     @override
     def settings(self) -> dict[str, str]:
-        asked = {name: str(getattr(self, name)) for name in ALIKE}
+        asked = {name: str(getattr(self, name)) for name in refusals.ALIKE}
         return {**super().settings(), **asked, "schedule": self._choice.label}
 
     def _topology(self, num_stages: int) -> Topology:
