@@ -1,4 +1,4 @@
-"""Gradient norms and clipping over all stages, with the bits of one process."""
+"""Gradient norms over all stages, with the bits of one process."""
 
 from __future__ import annotations
 
@@ -15,39 +15,12 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.backend_rules import all_reduce
 from lightning_pipeline.runtime.failure import waiting_for
-from lightning_pipeline.runtime.fully_sharded import local_part, plain
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
+from lightning_pipeline.runtime.fully_sharded import local_part
 
 if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport
 
 _NO_GRADIENT = -1.0  # no norm is negative, and NaN stays free for gradients that are
-
-
-def clip_by_norm(
-    layout: OptimizerLayout,
-    max_norm: float,
-    *,
-    ownership: Ownership,
-    transport: Transport | None,
-    norm_type: float = 2.0,
-) -> torch.Tensor:
-    """Scale an optimizer's gradients so that their norm over all stages is at most ``max_norm``, in place.
-
-    As ``torch.nn.utils.clip_grad_norm_`` over the whole model's optimizer in one process. Every stage must call it.
-
-    Returns:
-        The norm before clipping, the same on every stage.
-    """
-    local = layout.local_parameters()
-    total_norm = global_grad_norm(local, layout.dtypes, ownership=ownership, transport=transport, norm_type=norm_type)
-    torch.nn.utils.clip_grads_with_norm_(plain(parameter for _, parameter in local), max_norm, total_norm)
-    return total_norm
-
-
-def clip_by_value(layout: OptimizerLayout, clip_value: float) -> None:
-    """Clamp each gradient of this stage to ``[-clip_value, clip_value]``, in place."""
-    torch.nn.utils.clip_grad_value_(plain(parameter for _, parameter in layout.local_parameters()), clip_value)
 
 
 @torch.no_grad()

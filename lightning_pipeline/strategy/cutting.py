@@ -36,8 +36,8 @@ from lightning_pipeline.strategy.measuring import (
     estimate_training_step,
     loss_step,
     measure_step,
-    of_all_ranks,
     restored,
+    speeds_of,
     unnoticed,
     with_everybody,
 )
@@ -255,8 +255,8 @@ class Cutting:
     def _costs_on_all(
         self, name: str, step: SeededStep, microbatches: Mapping[int, Any], transport: Transport
     ) -> dict[int, StepCosts] | Exception:
-        """What a micro-batch of each size costs, by times of all ranks; where that fails, why: the first rank's reason
-        is told by all."""
+        """What a micro-batch of each size costs on this rank, by measurements of all at once, which also say how fast
+        each is; where that fails, why: the first rank's reason is told by all."""
         if not self._is_cut_for_evaluation:
             self._measure_what_stages_cost(transport)
         measured: dict[int, StepCosts] = {}
@@ -266,10 +266,9 @@ class Cutting:
         except Exception as error:
             failure = error
         is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
-        times = [t for costs in measured.values() for t in costs.both_ways] if is_measured else []
-        times, speeds = of_all_ranks(times, transport)
-        self._machine = replace(self._machine, speeds=speeds)
-        return failure or (_with_times(measured, times) if is_measured else measured)
+        seconds = sum(sum(costs.both_ways) for costs in measured.values()) if is_measured else float("nan")
+        self._machine = replace(self._machine, speeds=speeds_of(seconds, transport))
+        return failure or measured
 
     def _measure_what_stages_cost(self, transport: Transport) -> None:
         link = measure_link(transport, self._device)
@@ -358,12 +357,6 @@ def num_stages_for(config: Mapping[str, int], choice: ScheduleChoice, world_size
     if used is not None and choice.has_virtual_stages:
         return min(used, world_size)
     return used or world_size
-
-
-def _with_times(measured: Mapping[int, StepCosts], times: Sequence[float]) -> dict[int, StepCosts]:
-    """The same costs with other times, those of all of them one after another."""
-    left = iter(times)
-    return {count: costs.with_times([*islice(left, len(costs.both_ways))]) for count, costs in measured.items()}
 
 
 def _share(count: int, counts: Sequence[int]) -> float:

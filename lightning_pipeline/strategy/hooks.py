@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.runtime.outside import Outside
@@ -101,7 +102,6 @@ def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
 @contextmanager
 def _running(module: LightningModule, outside: Outside) -> Iterator[None]:
     """While a hook runs. What it logs is on every rank, as it is read when no hook runs."""
-    attributes = vars(module)
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, Tensor) and (type(value) is Placeholder or holders_of(value) is not None):
@@ -109,13 +109,7 @@ def _running(module: LightningModule, outside: Outside) -> Iterator[None]:
             value = value.clone()
         type(module).log(module, name, value, *args, **kwargs)
 
-    before = attributes.get("log")
-    attributes["log"] = log
-    try:
+    with overridden() as override:
+        override(module, "log", log)
         with outside.entered():
             yield
-    finally:
-        if before is None:
-            attributes.pop("log", None)
-        else:
-            attributes["log"] = before

@@ -87,7 +87,7 @@ def install(
 def _clip_by(plugin: Precision, optimizers: StageOptimizers, outside: Outside | None, override: Override) -> None:
     """Let the plugin clip by the norm over all stages."""
 
-    def apart(clip: Callable[..., None]) -> Callable[..., None]:
+    def apart(clip: Callable[..., Any]) -> Callable[..., None]:
         def run(*args: Any, **kwargs: Any) -> None:
             with outside.aside() if outside is not None else nullcontext():
                 clip(*args, **kwargs)

@@ -23,6 +23,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.estimate import estimate_step
 from lightning_pipeline.partition.observed_run import called_names
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.random import generators, generators_kept
 from lightning_pipeline.partition.timing import time_step
 from lightning_pipeline.partition.trace import trace_step
@@ -32,6 +33,7 @@ from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.batch_norms import own_statistics
+from lightning_pipeline.strategy.lightning_private import Override
 from lightning_pipeline.strategy.losses import loss_in
 
 SeededStep = Callable[..., Tensor | None]
@@ -53,14 +55,18 @@ def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
     other ranks, which may run them more often, or not at all."""
     trainer = module.trainer
     loggers = trainer.loggers
-    with left_as_it_was(module), generators_kept(device), _by_itself(module, trainer.strategy):
+    with (
+        left_as_it_was(module),
+        generators_kept(device),
+        _by_itself(module, trainer.strategy),
+        overridden() as override,
+    ):
         trainer.loggers = [DummyLogger() for _ in loggers]
-        vars(module)["log"] = lambda *args, **kwargs: None
+        override(module, "log", lambda *args, **kwargs: None)
         try:
             yield
         finally:
             trainer.loggers = loggers
-            vars(module).pop("log", None)
 
 
 @contextmanager
@@ -72,13 +78,11 @@ def _by_itself(module: LightningModule, strategy: Strategy) -> Iterator[None]:
         return tensor if replicas is None else torch.stack([tensor] * replicas.num_replicas)
 
     alone = {"all_gather": all_gather, "reduce": lambda tensor, *args, **kwargs: tensor, "barrier": lambda *args: None}
-    vars(strategy).update(alone)
-    try:
-        with own_statistics(module, replicas):
-            yield
-    finally:
-        for name in alone:
-            vars(strategy).pop(name, None)
+    with own_statistics(module, replicas), overridden() as set_for_now:
+        override: Override = set_for_now
+        for name, function in alone.items():
+            override(strategy, name, function)
+        yield
 
 
 def loss_step(
@@ -197,25 +201,16 @@ def restored(microbatches: Described, device: torch.device) -> dict[int, Any]:
     return found
 
 
-def of_all_ranks(times: Sequence[float], transport: Transport) -> tuple[list[float], tuple[float, ...]]:
-    """What the parts of the same work take on the ranks of this pipeline, which must all call it.
+def speeds_of(seconds: float, transport: Transport) -> tuple[float, ...]:
+    """How fast each rank of this pipeline is beside the first; empty if they are alike. All of them must call it.
 
     Args:
-        times: this rank's seconds for each part; empty if it could not measure.
-
-    Returns:
-        The mean over ranks that are alike, else this rank's, and how fast each rank is beside the first: empty if they
-        are alike. A rank that could not measure is as fast as the first.
+        seconds: what this rank takes for the same work; NaN if it could not measure, which is as fast as the first.
     """
-    own = torch.tensor([len(times), sum(times) if times else float("nan")], dtype=torch.float64)
-    lengths, totals = transport.all_gather_vector(own, "how long a step takes").T
-    speeds = (totals[0] / totals).nan_to_num(1.0, 1.0, 1.0).tolist()
-    if max(speeds) > _ALIKE * min(speeds):
-        return list(times), tuple(speeds)
-    if not lengths[0] or (lengths != lengths[0]).any():
-        return list(times), ()
-    everybody = transport.all_gather_vector(torch.tensor(times, dtype=torch.float64), "how long its parts take")
-    return everybody.mean(0).tolist(), ()
+    own = torch.tensor([seconds], dtype=torch.float64)
+    [took] = transport.all_gather_vector(own, "how long a step takes").T
+    speeds = (took[0] / took).nan_to_num(1.0, 1.0, 1.0).tolist()
+    return tuple(speeds) if max(speeds) > _ALIKE * min(speeds) else ()
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

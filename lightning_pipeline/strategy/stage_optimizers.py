@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -13,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.runtime.fully_sharded import whole
+from lightning_pipeline.runtime.fully_sharded import plain, whole
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu
-from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value, global_grad_norm
+from lightning_pipeline.strategy.clipping import global_grad_norm
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.shared_updates import OptimizerShards, WholeUpdates
 
@@ -84,16 +85,30 @@ class StageOptimizers:
         """The norm of all gradients of the model. All ranks must call it."""
         local = {name: parameter for layout in self for name, parameter in layout.local_parameters()}
         dtypes = {name: dtype for layout in self for name, dtype in layout.dtypes.items()}
+        return self._norm(local, dtypes, norm_type)
+
+    def _norm(
+        self, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype], norm_type: float
+    ) -> Tensor:
         return global_grad_norm(
-            local.items(), dtypes, ownership=self.ownership, transport=self._transport, norm_type=norm_type
+            parameters.items(), dtypes, ownership=self.ownership, transport=self._transport, norm_type=norm_type
         )
 
-    def clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        layout = self._layouts[inner(optimizer)]
-        clip_by_norm(layout, float(clip_val), ownership=self.ownership, transport=self._transport)
+    def clip_by_norm(self, optimizer: Optimizer, clip_val: int | float, norm_type: float = 2.0) -> Tensor:
+        """Scale an optimizer's gradients so that their norm over all stages is at most ``clip_val``, in place.
+
+        As ``torch.nn.utils.clip_grad_norm_`` over the whole model's optimizer in one process. All ranks must call it.
+        Returns the norm before clipping, the same on every stage.
+        """
+        layout = self.layout_of(optimizer)
+        norm = self._norm(dict(layout.local_parameters()), layout.dtypes, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(plain(p for _, p in layout.local_parameters()), float(clip_val), norm)
+        return norm
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_value(self._layouts[inner(optimizer)], float(clip_val))
+        """Clamp each gradient of this stage to ``[-clip_val, clip_val]``, in place."""
+        parameters = plain(parameter for _, parameter in self.layout_of(optimizer).local_parameters())
+        torch.nn.utils.clip_grad_value_(parameters, float(clip_val))
 
     def before_update(self, optimizer: Optimizer) -> None:
         """When the gradients are final and clipped."""

@@ -1,4 +1,4 @@
-"""Micro-batches on their way to the other ranks, and what is made of their times."""
+"""Micro-batches on their way to the other ranks, and how fast these are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.measuring import described, of_all_ranks, restored
+from lightning_pipeline.strategy.measuring import described, restored, speeds_of
 
 CPU = torch.device("cpu")
 
@@ -16,29 +16,27 @@ CPU = torch.device("cpu")
 class Ranks:
     """A transport whose other ranks have taken these times."""
 
-    def __init__(self, *others: list[float]) -> None:
+    def __init__(self, *others: float) -> None:
         self.others = others
 
     def all_gather_vector(self, values: Tensor, what: str) -> Tensor:
-        rows = list(self.others)
-        if what == "how long a step takes":
-            rows = [[len(own), sum(own) if own else float("nan")] for own in self.others]
-        return torch.tensor([values.tolist(), *rows], dtype=torch.float64)
+        return torch.tensor([values.tolist(), *([own] for own in self.others)], dtype=torch.float64)
 
 
-def together(*times: list[float]) -> tuple[list[float], tuple[float, ...]]:
-    return of_all_ranks(times[0], cast(Transport, Ranks(*times[1:])))
+def together(own: float, *others: float) -> tuple[float, ...]:
+    return speeds_of(own, cast(Transport, Ranks(*others)))
 
 
-def test_times_are_means_over_ranks_that_are_alike() -> None:
-    assert together([1.0, 3.0], [1.2, 2.8]) == ([1.1, 2.9], ())  # they differ by no more than a measurement's noise
-    assert together([1.0, 3.0], [0.5, 1.5], [2.0, 6.0]) == ([1.0, 3.0], (1.0, 2.0, 0.5))
+def test_ranks_are_as_fast_as_they_were() -> None:
+    assert together(4.0, 4.4) == ()  # they differ by no more than a measurement's noise
+    assert together(4.0, 2.0, 8.0) == (1.0, 2.0, 0.5)
 
 
 def test_a_rank_that_could_not_measure_is_as_fast_as_the_first() -> None:
-    assert together([2.0], [], [1.0]) == ([2.0], (1.0, 1.0, 2.0))
-    assert together([2.0], [], [2.0]) == ([2.0], ())
-    assert together([], [1.0]) == ([], ())
+    nan = float("nan")
+    assert together(2.0, nan, 1.0) == (1.0, 1.0, 2.0)
+    assert together(2.0, nan, 2.0) == ()
+    assert together(nan, 1.0) == ()
 
 
 def test_microbatches_arrive_as_they_are_and_can_be_written_into() -> None:

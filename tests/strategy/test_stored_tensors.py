@@ -14,8 +14,7 @@ from torch import nn
 from lightning_pipeline.strategy.atomic_file import publish, unfinished
 from lightning_pipeline.strategy.checkpoint import load_module_state
 from lightning_pipeline.strategy.checkpoint_check import check_optimizers
-from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
-from lightning_pipeline.strategy.checkpoint_folder import read_folder
+from lightning_pipeline.strategy.checkpoint_folder import convert_checkpoint, read_folder
 from lightning_pipeline.strategy.checkpoint_io import CheckpointError
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.stored_tensors import ShardFiles, StoredTensor
