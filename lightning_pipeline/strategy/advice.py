@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,6 @@ class Advisor:
         max_live_microbatches: float | None,
     ) -> None:
         self.advice: Advice | None = None
-        self._num_microbatches = num_microbatches
         self._peaks: dict[str, float] = {}
         self._candidates: dict[str, Schedules] = {}
         sizes = {
@@ -101,8 +101,7 @@ class Advisor:
                     f"{self._peaks[least]:g}: raise it, or use more stages or smaller micro-batches"
                 )
             self._candidates = {n: s for n, s in self._candidates.items() if self._peaks[n] <= max_live_microbatches}
-        self._probes = [self._leanest(splits=False), self._leanest(splits=True)]
-        self._probes = [name for name in self._probes if name]
+        self._probes = [name for splits in (False, True) if (name := self._leanest(splits=splits))]
         self._started = 0.0
         self._done = 0
         self._steps: list[list[Span]] = []
@@ -142,11 +141,8 @@ class Advisor:
 
     def _choose(self, pipeline: Pipeline, transport: Transport | None) -> None:
         timelines = [gather_spans(spans, transport) for spans in self._steps]
-        outside = [
-            interval - (end - begin)
-            for interval, (begin, end) in zip(self._intervals, map(extent, timelines), strict=True)
-        ]
-        around = statistics.median(outside)
+        inside = [end - begin for begin, end in map(extent, timelines)]
+        around = statistics.median(map(operator.sub, self._intervals, inside))
         if transport is not None:
             around = transport.broadcast_object(around, 0, "time outside of the schedule")
         costs = measured_costs(timelines, pipeline.placement)

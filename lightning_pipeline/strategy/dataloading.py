@@ -73,12 +73,10 @@ class AnnouncedLoader(SharedLoader):
     """The first stage's loader: passes its batches on as they are and tells the other stages of each.
 
     Args:
-        replicas: those that read as many batches as this one; None asks nobody.
+        replicas: with a training loader, those that have to get as many batches from theirs; None asks nobody.
     """
 
-    def __init__(
-        self, loader: Any, transport: Transport | None, replicas: Replicas | None = None, *, whole: bool = False
-    ) -> None:
+    def __init__(self, loader: Any, transport: Transport | None, replicas: Replicas | None, *, whole: bool) -> None:
         super().__init__(loader, transport, whole=whole)
         self._replicas = replicas
 
@@ -162,21 +160,6 @@ class FollowingLoader(SharedLoader):
 
 def _itself(loader: Any) -> Any:
     return loader
-
-
-def share_loader(
-    loader: Any, transport: Transport | None, *, first: bool, replicas: Replicas | None = None, whole: bool = False
-) -> Any:
-    """`loader` for the first stage or for one of the others.
-
-    Args:
-        replicas: with a training loader, those that have to get as many batches from theirs.
-        whole: every stage gets the batches, and not only what they look like.
-    """
-    if first:
-        return AnnouncedLoader(loader, transport, replicas, whole=whole)
-    assert transport is not None
-    return FollowingLoader(loader, transport, whole=whole)
 
 
 def sample_batch(loader: Any) -> Any:

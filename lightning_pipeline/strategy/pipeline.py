@@ -35,7 +35,7 @@ from lightning_pipeline.strategy.batch_norms import convert_batch_norms
 from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
 from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
-from lightning_pipeline.strategy.dataloading import share_loader
+from lightning_pipeline.strategy.dataloading import AnnouncedLoader, FollowingLoader
 from lightning_pipeline.strategy.facts import parts_of
 from lightning_pipeline.strategy.held_module import take_initial_values
 from lightning_pipeline.strategy.hooks import apart, knows_no_others, look_at_batches
@@ -138,16 +138,6 @@ class PipelineStrategy(CheckpointingStrategy):
             timeout=timeout,
         )
         self._choice = ScheduleChoice(schedule)
-        refusals.check_arguments(
-            self._choice,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            max_live_microbatches=max_live_microbatches,
-            opt_shard=opt_shard,
-            data_parallel=data_parallel,
-            tensor_parallel_size=tensor_parallel_size,
-            loss_reduction=loss_reduction,
-        )
         self.max_live_microbatches = max_live_microbatches
         self.stage_config = stage_config
         self.num_stages = num_stages
@@ -161,6 +151,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
         self.save_distributed_checkpoint = save_distributed_checkpoint
+        refusals.check_arguments(self, self._choice)
         self.pipeline: Pipeline | None = None
         self.observers: set[Observer] = set()
         """Each gets every action of training steps with its start and end."""
@@ -384,8 +375,9 @@ class PipelineStrategy(CheckpointingStrategy):
         self.agree_on_loader(dataloader)
         # Only in training do replicas wait for one another.
         replicas = self.replicas if self._module.trainer.training else None
-        first, whole = self.topology.is_first_stage, self._shares_batches
-        return share_loader(dataloader, self.transport, first=first, replicas=replicas, whole=whole)
+        if self.topology.is_first_stage:
+            return AnnouncedLoader(dataloader, self.transport, replicas, whole=self._shares_batches)
+        return FollowingLoader(dataloader, self.transport, whole=self._shares_batches)
 
     @override
     @apart
@@ -453,11 +445,6 @@ class PipelineStrategy(CheckpointingStrategy):
 
     @override
     @apart
-    def on_test_end(self) -> None:
-        self._running.release_parameters()
-
-    @override
-    @apart
     def on_predict_start(self) -> None:
         self.agree_on_evaluation("prediction", self._module.trainer.num_predict_batches)
         self._running.gather_parameters()
@@ -466,6 +453,8 @@ class PipelineStrategy(CheckpointingStrategy):
     @apart
     def on_predict_end(self) -> None:
         self._running.release_parameters()
+
+    on_test_end = on_predict_end
 
     @apart
     def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -24,6 +25,9 @@ from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.lightning_private import uses_dataloader_iter
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
 
+if TYPE_CHECKING:
+    from lightning_pipeline.strategy.pipeline import PipelineStrategy
+
 ALIKE = (
     "num_stages",
     "num_microbatches",
@@ -38,41 +42,31 @@ ALIKE = (
 """Those that all ranks have to be given alike, beside the schedule."""
 
 
-def check_arguments(
-    choice: ScheduleChoice,
-    *,
-    num_stages: int | None,
-    num_microbatches: int | str | None,
-    max_live_microbatches: float | None,
-    opt_shard: bool,
-    data_parallel: str,
-    tensor_parallel_size: int,
-    loss_reduction: str,
-) -> None:
+def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
     """Raise for values that are none of those a `PipelineStrategy` takes, or do not go together.
 
     Raises:
         ValueError: names the value and the way out.
     """
-    if loss_reduction not in ("mean", "sum"):
-        raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
-    if data_parallel not in ("replicate", "fsdp"):
-        raise ValueError(f'data_parallel is "replicate" or "fsdp", got {data_parallel!r}')
-    if data_parallel == "fsdp" and opt_shard:
+    if asked.loss_reduction not in ("mean", "sum"):
+        raise ValueError(f'loss_reduction is "mean" or "sum", got {asked.loss_reduction!r}')
+    if asked.data_parallel not in ("replicate", "fsdp"):
+        raise ValueError(f'data_parallel is "replicate" or "fsdp", got {asked.data_parallel!r}')
+    if asked.data_parallel == "fsdp" and asked.opt_shard:
         raise ValueError('data_parallel="fsdp" shards the optimizer state already: leave opt_shard=True out')
-    _check_count("tensor_parallel_size", tensor_parallel_size, MAX_PROCESSES)
-    if tensor_parallel_size > 1 and num_stages is None:
+    _check_count("tensor_parallel_size", asked.tensor_parallel_size, MAX_PROCESSES)
+    if asked.tensor_parallel_size > 1 and asked.num_stages is None:
         raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} needs num_stages as well, as configure_model gets the "
+            f"tensor_parallel_size={asked.tensor_parallel_size} needs num_stages as well, as configure_model gets the "
             f"device mesh before the stages are counted"
         )
-    if num_stages is not None:
-        _check_count("num_stages", num_stages, MAX_RANKS)
-    if num_microbatches is not None and num_microbatches != AUTO:
-        _check_count("num_microbatches", num_microbatches, MAX_PASSES)
-    if max_live_microbatches is not None and not choice.is_auto:
+    if asked.num_stages is not None:
+        _check_count("num_stages", asked.num_stages, MAX_RANKS)
+    if asked.num_microbatches is not None and asked.num_microbatches != AUTO:
+        _check_count("num_microbatches", asked.num_microbatches, MAX_PASSES)
+    if asked.max_live_microbatches is not None and not choice.is_auto:
         raise ValueError(
-            f'max_live_microbatches={max_live_microbatches} goes with schedule="auto", which chooses; '
+            f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto", which chooses; '
             f"{choice.label!r} holds what it holds"
         )
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -282,7 +281,6 @@ class StageRunner:
         has_loss: bool = False,
     ) -> Callable[[Microbatch, Any], tuple[Any, Any]]:
         attributes = vars(self._module)
-        plain = _does_nothing(context)
         name = type(self._module).__name__
         needs_gradients = has_loss and backward_of(self._module)[1]
         sums = has_loss and not self._mean
@@ -292,11 +290,8 @@ class StageRunner:
             before = attributes.get("log")
             attributes["log"] = lambda *args, **kwargs: self._note(state, *args, **kwargs)
             try:
-                if plain:
+                with context():
                     result = function(batch, *args)
-                else:
-                    with context():
-                        result = function(batch, *args)
             except ValueError as error:
                 if state.num_samples == 1 and _SINGLE_SAMPLE in str(error):
                     raise ValueError(
@@ -401,14 +396,6 @@ class StageRunner:
                     f"and stage_config gives it {', '.join(names) or 'no module'}. Where this is not to change later, "
                     f"name the first module there that the step calls"
                 )
-
-
-def _does_nothing(context: Callable[[], AbstractContextManager[Any]]) -> bool:
-    """Whether a precision's context around a step is Lightning's own for full precision, and need not be entered."""
-    precision, name = getattr(context, "__self__", None), getattr(context, "__name__", "")
-    if not isinstance(precision, Precision) or getattr(type(precision), name, None) is not getattr(Precision, name):
-        return False
-    return type(precision.forward_context()) is nullcontext
 
 
 def _token(value: Any, state: Microbatch) -> Any:
