@@ -111,13 +111,13 @@ def _requests(
     if ownership.stage == 0:
         tied = _tied_names(module)
         for key, value in state.items():
-            source = ownership.owner(key) if key in ownership else None if _is_meta(value) else 0
+            source = ownership.owner(key) if key in ownership else None if is_meta(value) else 0
             if source != 0:
                 wanted.setdefault(tied.get(key, key), (key, source))
     asked: list[tuple[str, int | None]] = transport.broadcast_object(list(wanted.values()), 0, "checkpoint keys")
     if not asked:
         return []
-    has_data = [float(key in state and not _is_meta(state[key])) for key, _ in asked]
+    has_data = [float(key in state and not is_meta(state[key])) for key, _ in asked]
     table = transport.all_gather_vector(torch.tensor(has_data, dtype=torch.float64), "checkpoint keys").tolist()
     requests = []
     for index, (key, source) in enumerate(asked):
@@ -128,7 +128,8 @@ def _requests(
     return [(key, source) for key, source in requests if source != 0]
 
 
-def _is_meta(value: Any) -> bool:
+def is_meta(value: Any) -> bool:
+    """Whether a checkpoint's entry is a tensor without data here."""
     return isinstance(value, torch.Tensor) and value.is_meta
 
 

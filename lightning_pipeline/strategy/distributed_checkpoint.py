@@ -26,6 +26,7 @@ from lightning_pipeline.runtime.fully_sharded import whole
 from lightning_pipeline.runtime.groups import new_group
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu
 from lightning_pipeline.strategy.atomic_file import publish, remove, unfinished
+from lightning_pipeline.strategy.checkpoint import is_meta
 from lightning_pipeline.strategy.checkpoint_folder import (
     like_meta,
     read_folder,
@@ -205,7 +206,7 @@ class FolderWriter:
     ) -> dict[tuple[str, str], int]:
         """The first stage that has each entry that is neither a parameter nor a buffer, the same on every rank."""
         is_here = {
-            (section, key): not _is_meta(value)
+            (section, key): not is_meta(value)
             for section in sections
             for key, value in checkpoint.get(section, {}).items()
             if key not in self.ownership
@@ -300,7 +301,7 @@ def _sections(checkpoint: Mapping[str, Any]) -> list[str]:
         key
         for key, value in checkpoint.items()
         if isinstance(value, dict)
-        and (key == "state_dict" or any(_is_meta(item) or isinstance(item, DTensor) for item in value.values()))
+        and (key == "state_dict" or any(is_meta(item) or isinstance(item, DTensor) for item in value.values()))
     ]
 
 
@@ -321,7 +322,3 @@ def _merged(own: dict[Any, Any], states: Sequence[dict[int, Any]]) -> dict[Any, 
     found = {position: state for held in reversed(states) for position, state in held.items()}
     others = {key: value for key, value in own.items() if not isinstance(key, int)}
     return {**{position: found[position] for position in sorted(found)}, **others}
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta

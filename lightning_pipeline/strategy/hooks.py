@@ -83,11 +83,8 @@ def _defining(cls: type, name: str) -> type:
 
 def knows_no_others(optimizer: Optimizer) -> bool:
     """Whether an optimizer is torch's own, which passes over parameters without gradients."""
-    return type(optimizer).step.__module__.startswith("torch.optim") or not _is_users_class(type(optimizer))
-
-
-def _is_users_class(cls: type) -> bool:
-    return not cls.__module__.startswith("torch.")
+    cls = type(optimizer)
+    return cls.step.__module__.startswith("torch.optim") or cls.__module__.startswith("torch.")
 
 
 def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:

@@ -73,7 +73,8 @@ class ProcessStrategy(ParallelStrategy):
         self.topology: Topology | None = None
         self.replicas: Replicas | None = None
         """The ranks that run this rank's stages on other samples; None if there are none, or before setup."""
-        self._num_nodes = 1
+        self.num_nodes = 1
+        """Number of machines."""
         self._notice: FailureNotice | None = None
         self._failed = False
         self._agreement: Agreement | None = None
@@ -128,15 +129,6 @@ class ProcessStrategy(ParallelStrategy):
         if self.accelerator is not None:
             fit_to_device(precision_plugin, self.accelerator.name())
         self._precision_plugin = precision_plugin
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:

@@ -96,15 +96,6 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
                 f"{type(module).__name__}.{step} takes a dataloader_iter, and only the first stage has one; "
                 f"let it take (batch, batch_idx)"
             )
-    _check_callbacks(trainer)
-
-
-def _check_callbacks(trainer: Trainer) -> None:
-    """Raise for callbacks that need the whole model on a rank, or find out what one rank alone would see.
-
-    Raises:
-        ValueError: with the way out.
-    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelPruning):
             raise ValueError(

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.strategy.clipping import global_grad_norm
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
+from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, global_grad_norm
 
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
 
