@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline.accelerators.rank_table_environment import warn_of_placement
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.pipeline import Pipeline
@@ -31,16 +33,25 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor, Observer, observed
-from lightning_pipeline.strategy.batch_norms import convert_batch_norms
+from lightning_pipeline.strategy.batch_norms import convert_batch_norms, shared_statistics
 from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
 from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
 from lightning_pipeline.strategy.dataloading import AnnouncedLoader, FollowingLoader
 from lightning_pipeline.strategy.facts import parts_of
 from lightning_pipeline.strategy.held_module import take_initial_values
-from lightning_pipeline.strategy.hooks import apart, knows_no_others, look_at_batches
-from lightning_pipeline.strategy.installation import install
-from lightning_pipeline.strategy.lightning_private import leave_modules_unnamed, note_mesh, total_batches
+from lightning_pipeline.strategy.hooks import apart, follow_hooks, knows_no_others, look_at_batches
+from lightning_pipeline.strategy.installation import agree_on_overflow, silence_writers, sync_over
+from lightning_pipeline.strategy.lightning_private import (
+    Override,
+    call_before_update,
+    compare_parameters_by_identity,
+    leave_modules_unnamed,
+    note_mesh,
+    silence_sync_warning,
+    skip_before_transfer,
+    total_batches,
+)
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, inner, zeroed_unseen
@@ -340,22 +351,37 @@ class PipelineStrategy(CheckpointingStrategy):
         self._running.held.to_device()
 
     def _install(self, module: LightningModule) -> None:
+        """Let the user's precision plugin, module, metrics and Trainer do what one stage of several has to, until this
+        is called again or the run ends."""
         self._installed.close()
         assert self.topology is not None and self.pipeline is not None
         self._shares_batches = look_at_batches(module, module.trainer)
-        self._installed = install(
-            module,
-            self.precision_plugin,
-            self.topology,
-            self.root_device,
-            replicas=self.replicas,
-            optimizers=self._stage_optimizers,
-            outside=self._outside,
-            recorder=self.pipeline.recorder,
-            signals=self._signals,
-            has_batches=self.topology.is_first_stage or self._shares_batches,
-            has_predictions=self.output_broadcast or self.pipeline.rank == self.pipeline.last_rank,
-        )
+        plugin, outside = self.precision_plugin, self._outside
+        silence_sync_warning()
+        with ExitStack() as installed:
+            override: Override = installed.enter_context(overridden())
+            installed.enter_context(compare_parameters_by_identity())
+            if outside is not None:
+                follow_hooks(module, outside, override)
+                installed.enter_context(self.pipeline.recorder.patched())
+            override(plugin, "clip_grad_by_norm", functools.partial(self._clip, self._stage_optimizers.clip_by_norm))
+            override(plugin, "clip_grad_by_value", functools.partial(self._clip, self._stage_optimizers.clip_by_value))
+            call_before_update(plugin, self._stage_optimizers.before_update, override)
+            if self.world_size > 1:
+                installed.enter_context(shared_statistics(module, self.replicas))
+                self._signals.install(module.trainer, override, has_replicas=self.replicas is not None)
+                if (scaler := getattr(plugin, "scaler", None)) is not None:
+                    agree_on_overflow(scaler, self.root_device, override)
+                sync_over(module, self.replicas.group if self.replicas is not None else None, override)
+            if not (self.topology.is_first_stage or self._shares_batches):
+                skip_before_transfer(module, override)
+            if not self.output_broadcast and self.pipeline.rank != self.pipeline.last_rank:
+                silence_writers(module.trainer, override)
+            self._installed = installed.pop_all()
+
+    @apart
+    def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        clip(*args, **kwargs)
 
     @contextmanager
     @override
