@@ -28,11 +28,6 @@ def gather_module_state(module: nn.Module, ownership: Ownership, transport: Tran
     Keys, order, shapes, dtypes and ties are those of one process, and all tensors are on the CPU. What stage 0
     holds is not sent; the rest comes from its owners, one tensor at a time.
 
-    Args:
-        module: the module, of which each stage holds a part.
-        ownership: who holds which parameter and buffer.
-        transport: the connection to the other stages, or None with one stage.
-
     Returns:
         The state dict on stage 0, {} on the others. What is neither a parameter nor a buffer, such as ``_extra_state``
         and persistent states of metrics, is stage 0's.

@@ -204,7 +204,7 @@ class CheckpointingStrategy(ProcessStrategy):
         if self._failed:
             raise RuntimeError("the run has failed, so its stages cannot be gathered into a checkpoint any more")
         error = sys.exc_info()[1]
-        if self.lightning_module is None or error is None or self.world_size == 1 or self._ends_all(error):
+        if self.lightning_module is None or error is None or self.world_size == 1 or self._signals.ends_all(error):
             return
         if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
             self.on_exception(error)
@@ -214,7 +214,3 @@ class CheckpointingStrategy(ProcessStrategy):
                     f"other stages' weights are not at hand. Go on from the last checkpoint that training saved."
                 )
             raise error
-
-    def _ends_all(self, exception: BaseException) -> bool:
-        """Whether all ranks end by this exception, after the same batch, so that they can still work together."""
-        return self._signals.ends_all(exception)

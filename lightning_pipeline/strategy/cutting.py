@@ -81,10 +81,7 @@ class Cutting:
         config: the keys of stage_config; empty where the cut is to be found automatically.
         choice: what `schedule=` stands for.
         num_stages: device groups, which share the virtual stages of a schedule that has such.
-        num_microbatches: as the strategy was given it.
-        replicas: of each stage.
         tensor_parallel_size: ranks among which the tensors of one are split.
-        device: of this rank.
         broadcast: gives all ranks rank 0's object.
         is_first: this is rank 0, which decides for all.
 
@@ -169,7 +166,6 @@ class Cutting:
 
         Args:
             name: of the user's step, such as "training_step".
-            arguments: the step's.
             context: the precision's context around it.
 
         Raises:

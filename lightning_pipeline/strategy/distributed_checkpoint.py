@@ -122,8 +122,6 @@ class FolderWriter:
     those of the first replica.
 
     Args:
-        module: the module, of which each rank holds a part.
-        ownership: which stage holds which parameter and buffer.
         parameter_names: of each optimizer, by positional id.
         is_writer: this rank's pipeline is the first.
         group: all ranks, over a backend for host memory.

@@ -51,10 +51,8 @@ class HeldModule:
 
     Args:
         module: whole, or with each rank's part on it where an earlier run has left it so.
-        cut: its stages.
         placement: the rank in the pipeline of each virtual stage.
         rank: this rank's place in the pipeline.
-        device: where this rank computes.
         sharded: shards parameters over replicas; None keeps them whole.
 
     Attributes:

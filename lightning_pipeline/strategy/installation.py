@@ -1,20 +1,26 @@
-"""What hangs on the user's objects while a trainer function runs."""
+"""What hangs on prediction writers, scalers, metrics and batch norms while a trainer function runs."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.plugins import LayerSync
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.fully_sharded import plain
+from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.strategy.lightning_private import Override
 
 
@@ -54,13 +60,58 @@ def agree_on_overflow(scaler: GradScaler, device: torch.device, override: Overri
 
 
 def sync_over(module: nn.Module, replicas: dist.ProcessGroup | None, override: Override) -> None:
-    """Make the metrics in a module synchronise their states over the replicas of a stage, as all stages have the same.
-
-    Args:
-        module: the module whose submodules are searched for metrics, those in a ``MetricCollection`` included.
-        replicas: the ranks that run this stage on other samples; None if there are none.
-    """
+    """Make the metrics in a module synchronise over the replicas of a stage, as all stages have the same states."""
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.process_group is None:
             override(metric, "process_group", replicas)
             override(metric, "distributed_available_fn", lambda: replicas is not None)
+
+
+def convert_batch_norms(
+    module: nn.Module, layer_sync: LayerSync | None, device: torch.device, *, num_replicas: int
+) -> None:
+    """Before training: do what ``Trainer(sync_batchnorm=True)`` asks for, if there is anybody to share with.
+
+    Args:
+        layer_sync: what the Trainer converts with; None if nobody asked for it.
+
+    Raises:
+        ValueError: statistics would be shared on the CPU, for which torch has no kernels.
+    """
+    if num_replicas == 1:
+        return
+    if layer_sync is not None:
+        layer_sync.apply(module)
+    name = next((name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)), None)
+    if name is not None and device.type == "cpu":
+        raise ValueError(
+            f"{num_replicas} replicas are to share the statistics of {name!r}, and torch's SyncBatchNorm does not run "
+            f"on the CPU: use BatchNorm layers and sync_batchnorm=False, or as many devices as stages"
+        )
+
+
+@contextmanager
+def shared_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
+    """While entered, SyncBatchNorm layers exchange with the replicas of their stage. Where there are none they are
+    ordinary batch norms; those with a process group of the user's stay as they are."""
+    with overridden() as override:
+        for layer in _layers(module, None):
+            if replicas is None:
+                override(layer, "forward", MethodType(_BatchNorm.forward, layer))
+            else:
+                override(layer, "process_group", replicas.group)
+        yield
+
+
+@contextmanager
+def own_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
+    """While entered, those that exchange with replicas, or would, are ordinary batch norms."""
+    with overridden() as override:
+        for layer in _layers(module, None, replicas.group if replicas is not None else None):
+            override(layer, "forward", MethodType(_BatchNorm.forward, layer))
+        yield
+
+
+def _layers(module: nn.Module, *groups: Any) -> list[nn.SyncBatchNorm]:
+    """Those with one of these process groups."""
+    return [sub for sub in module.modules() if isinstance(sub, nn.SyncBatchNorm) and sub.process_group in groups]

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,7 +31,7 @@ from lightning_pipeline.partition.work import measured_speed
 from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.batch_norms import own_statistics
+from lightning_pipeline.strategy.installation import own_statistics
 from lightning_pipeline.strategy.lightning_private import Override
 from lightning_pipeline.strategy.losses import loss_in
 
@@ -52,37 +51,31 @@ _USUAL_STATE = 2.0
 @contextmanager
 def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
     """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers, and not
-    other ranks, which may run them more often, or not at all."""
+    other ranks, which may run them more often, or not at all. What a step exchanges with replicas is what it would be
+    if all were like this one."""
     trainer = module.trainer
-    loggers = trainer.loggers
-    with (
-        left_as_it_was(module),
-        generators_kept(device),
-        _by_itself(module, trainer.strategy),
-        overridden() as override,
-    ):
-        trainer.loggers = [DummyLogger() for _ in loggers]
-        override(module, "log", lambda *args, **kwargs: None)
-        try:
-            yield
-        finally:
-            trainer.loggers = loggers
-
-
-@contextmanager
-def _by_itself(module: LightningModule, strategy: Strategy) -> Iterator[None]:
-    """While entered, what a step exchanges with replicas is what it would be if all were like this one."""
+    loggers, strategy = trainer.loggers, trainer.strategy
     replicas: Replicas | None = strategy.replicas  # type: ignore[attr-defined]
 
     def all_gather(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor if replicas is None else torch.stack([tensor] * replicas.num_replicas)
 
-    alone = {"all_gather": all_gather, "reduce": lambda tensor, *args, **kwargs: tensor, "barrier": lambda *args: None}
-    with own_statistics(module, replicas), overridden() as set_for_now:
+    with (
+        left_as_it_was(module),
+        generators_kept(device),
+        own_statistics(module, replicas),
+        overridden() as set_for_now,
+    ):
         override: Override = set_for_now
-        for name, function in alone.items():
-            override(strategy, name, function)
-        yield
+        override(strategy, "all_gather", all_gather)
+        override(strategy, "reduce", lambda tensor, *args, **kwargs: tensor)
+        override(strategy, "barrier", lambda *args: None)
+        override(module, "log", lambda *args, **kwargs: None)
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        try:
+            yield
+        finally:
+            trainer.loggers = loggers
 
 
 def loss_step(

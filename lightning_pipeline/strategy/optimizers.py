@@ -46,7 +46,6 @@ class OptimizerLayout:
     number of stages.
 
     Args:
-        optimizer: the optimizer over the whole model.
         module: the module whose parameters it optimizes, for their names.
 
     Attributes:

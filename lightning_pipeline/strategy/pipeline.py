@@ -33,7 +33,6 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
 from lightning_pipeline.strategy.advice import Advice, Advisor, Observer, observed
-from lightning_pipeline.strategy.batch_norms import convert_batch_norms, shared_statistics
 from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
 from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
@@ -41,7 +40,13 @@ from lightning_pipeline.strategy.dataloading import AnnouncedLoader, FollowingLo
 from lightning_pipeline.strategy.facts import parts_of
 from lightning_pipeline.strategy.held_module import take_initial_values
 from lightning_pipeline.strategy.hooks import apart, follow_hooks, knows_no_others, look_at_batches
-from lightning_pipeline.strategy.installation import agree_on_overflow, silence_writers, sync_over
+from lightning_pipeline.strategy.installation import (
+    agree_on_overflow,
+    convert_batch_norms,
+    shared_statistics,
+    silence_writers,
+    sync_over,
+)
 from lightning_pipeline.strategy.lightning_private import (
     Override,
     call_before_update,
@@ -534,7 +539,7 @@ class PipelineStrategy(CheckpointingStrategy):
     @override
     @apart
     def on_exception(self, exception: BaseException) -> None:
-        if self._failed or self._ends_all(exception):
+        if self._failed or self._signals.ends_all(exception):
             return
         self._failed = True
         self._set_up_for = None  # another run needs connections of its own

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -50,7 +49,7 @@ EVEN = (
 class ProcessStrategy(ParallelStrategy):
     """Starts the processes, connects them, and speaks for all of them at once.
 
-    Args:
+    Args, beside those of any strategy:
         process_group_backend: default: what the device has, hccl for npu, nccl for cuda and gloo for cpu (see
             `backend_for`).
         timeout: the longest that a collective waits.
@@ -58,16 +57,12 @@ class ProcessStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        accelerator: Accelerator | None,
-        parallel_devices: list[torch.device] | None,
-        cluster_environment: ClusterEnvironment | None,
-        checkpoint_io: CheckpointIO | None,
-        precision_plugin: Precision | None,
-        *,
+        *args: Any,
         process_group_backend: str | None,
         timeout: timedelta | float,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(*args, **kwargs)
         self.process_group_backend = process_group_backend
         self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.topology: Topology | None = None

@@ -25,10 +25,6 @@ class OptimizerShards:
     round. The optimizer itself, its groups and schedulers stay as they are. (torch's ZeroRedundancyOptimizer would
     make an optimizer of its own from a class, and could neither let go of parameters that turn out to belong to
     another stage nor give checkpoints their plain layout.)
-
-    Args:
-        layout: the optimizer and the names of its parameters.
-        replicas: the ranks that hold the same stages.
     """
 
     def __init__(self, layout: OptimizerLayout, replicas: Replicas) -> None:
@@ -100,9 +96,6 @@ class WholeUpdates:
     Adafactor takes means over rows and columns, and torch's does not run on DTensors; Muon multiplies matrices; what
     others do is not known. For the time of the update the optimizer holds gathered parameters and gradients, on every
     replica, and so its state stays whole, which for Adafactor is a row and a column of each matrix.
-
-    Args:
-        layout: the optimizer and the names of its parameters.
     """
 
     def __init__(self, layout: OptimizerLayout) -> None:

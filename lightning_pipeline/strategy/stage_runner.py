@@ -46,11 +46,7 @@ class StageRunner:
     All ranks make it at the same point.
 
     Args:
-        module: the LightningModule.
-        cut: its stages.
         schedules: of training steps.
-        topology: where this rank is.
-        device: where it computes.
         transport: to the other stages; None with one.
         replicas: the ranks that run these stages on other samples; None if there are none.
         tensor_group: the ranks among which tensors are split; None if they are whole.
