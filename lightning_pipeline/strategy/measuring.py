@@ -38,7 +38,7 @@ from lightning_pipeline.strategy.losses import loss_in
 SeededStep = Callable[..., Tensor | None]
 """A `Step` that takes a `seed`, too."""
 
-Described = dict[int, tuple[tree.Layout, list[Tensor], list[bool]]]
+Described = tuple[tree.Layout, list[Tensor], list[bool]]
 T = TypeVar("T")
 
 _OTHER_SEEDS = (1, 2, 3)
@@ -176,22 +176,17 @@ def with_everybody(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, 
 
 
 def described(microbatches: Mapping[int, Any]) -> Described:
-    """Micro-batches in a form that travels: layouts, tensors on the CPU, and which of these come from elsewhere."""
-    found: Described = {}
-    for count, microbatch in microbatches.items():
-        tensors, layout = tree.flatten(microbatch)
-        is_away = [tensor.device.type != "cpu" for tensor in tensors]
-        found[count] = layout, [tensor.detach().to("cpu", copy=True) for tensor in tensors], is_away
-    return found
+    """Micro-batches in a form that travels: layout, tensors on the CPU, and which of these come from elsewhere."""
+    tensors, layout = tree.flatten(microbatches)
+    is_away = [tensor.device.type != "cpu" for tensor in tensors]
+    return layout, [tensor.detach().to("cpu", copy=True) for tensor in tensors], is_away
 
 
 def restored(microbatches: Described, device: torch.device) -> dict[int, Any]:
     """What `described` was given, on another rank."""
-    found = {}
-    for count, (layout, tensors, is_away) in microbatches.items():
-        moved = [tensor.to(device) if away else tensor for tensor, away in zip(tensors, is_away, strict=True)]
-        found[count] = tree.rebuild(layout, moved)
-    return found
+    layout, tensors, is_away = microbatches
+    moved = [tensor.to(device) if away else tensor for tensor, away in zip(tensors, is_away, strict=True)]
+    return tree.rebuild(layout, moved)
 
 
 def speeds_of(seconds: float, transport: Transport) -> tuple[float, ...]:

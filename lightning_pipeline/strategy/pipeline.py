@@ -15,7 +15,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -589,11 +588,6 @@ def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[st
     for name, value in given_later.items():
         setattr(made, name, value)
     return made
-
-
-def register_strategies() -> None:
-    """Make the names known to `Trainer(strategy=...)`."""
-    PipelineStrategy.register_strategies(StrategyRegistry)
 
 
 def sync_pipeline_shared_parameters(module: LightningModule) -> None:
