@@ -39,7 +39,7 @@ def convert(
             raise CommandError(f"{destination} exists: choose another DESTINATION, or replace it with --force")
         if source.resolve() == destination.resolve():
             raise CommandError(f"SOURCE and DESTINATION are both {source}")
-        from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
+        from lightning_pipeline.strategy.checkpoint_folder import convert_checkpoint
         from lightning_pipeline.strategy.torch_files import CheckpointError
 
         try:

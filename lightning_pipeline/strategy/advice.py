@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,8 +17,10 @@ from lightning_pipeline.runtime.recording import gather_spans
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, extent, measured_costs, simulate
 from lightning_pipeline.schedules.schedule import loop_placement
-from lightning_pipeline.strategy.observing import is_usual, observed
 from lightning_pipeline.strategy.schedule_choice import TRAINING_SCHEDULES, ScheduleChoice, Schedules
+
+Observer = Callable[[Span], None]
+"""Gets an action with its start and end, in seconds."""
 
 RECORDED = 4
 """Steps that are recorded with whole backwards, and as many with split ones."""
@@ -73,7 +76,6 @@ class Advisor:
         max_live_microbatches: float | None,
     ) -> None:
         self.advice: Advice | None = None
-        self._num_microbatches = num_microbatches
         self._peaks: dict[str, float] = {}
         self._candidates: dict[str, Schedules] = {}
         sizes = {
@@ -99,8 +101,7 @@ class Advisor:
                     f"{self._peaks[least]:g}: raise it, or use more stages or smaller micro-batches"
                 )
             self._candidates = {n: s for n, s in self._candidates.items() if self._peaks[n] <= max_live_microbatches}
-        self._probes = [self._leanest(splits=False), self._leanest(splits=True)]
-        self._probes = [name for name in self._probes if name]
+        self._probes = [name for splits in (False, True) if (name := self._leanest(splits=splits))]
         self._started = 0.0
         self._done = 0
         self._steps: list[list[Span]] = []
@@ -140,11 +141,8 @@ class Advisor:
 
     def _choose(self, pipeline: Pipeline, transport: Transport | None) -> None:
         timelines = [gather_spans(spans, transport) for spans in self._steps]
-        outside = [
-            interval - (end - begin)
-            for interval, (begin, end) in zip(self._intervals, map(extent, timelines), strict=True)
-        ]
-        around = statistics.median(outside)
+        inside = [end - begin for begin, end in map(extent, timelines)]
+        around = statistics.median(map(operator.sub, self._intervals, inside))
         if transport is not None:
             around = transport.broadcast_object(around, 0, "time outside of the schedule")
         costs = measured_costs(timelines, pipeline.placement)
@@ -161,6 +159,29 @@ class Advisor:
         """The schedule that holds the fewest activations of those with split backwards, or with whole ones."""
         found = [name for name, schedules in self._candidates.items() if _splits(schedules.full) is splits]
         return min(found, key=lambda name: self._peaks[name], default="")
+
+
+@contextmanager
+def observed(pipeline: Pipeline, *observers: Observer) -> Iterator[None]:
+    """While entered, `observers` get every action, beside whoever gets them already."""
+    before = pipeline.observe
+    everybody = (*observers, before) if before is not None else observers
+
+    def observe(span: Span) -> None:
+        for observer in everybody:
+            observer(span)
+
+    pipeline.observe = observe if everybody else None
+    try:
+        yield
+    finally:
+        pipeline.observe = before
+
+
+def is_usual(spans: Sequence[Span], pipeline: Pipeline) -> bool:
+    """Whether these are of a full batch, and of a known structure: of others there is little to learn about times."""
+    num_forwards = sum(action.kind is Kind.F for action, _, _ in spans)
+    return num_forwards == pipeline.num_microbatches * pipeline.num_virtual_stages and not pipeline.learning
 
 
 def _splits(schedule: Schedule) -> bool:

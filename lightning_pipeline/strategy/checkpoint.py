@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,28 +22,15 @@ if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport
 
 
-def gather_module_state(
-    module: nn.Module,
-    ownership: Ownership,
-    transport: Transport | None,
-    *,
-    stage_of_module: Callable[[str], int | None] = lambda name: None,
-) -> dict[str, Any]:
+def gather_module_state(module: nn.Module, ownership: Ownership, transport: Transport | None) -> dict[str, Any]:
     """``module.state_dict()`` of the whole model on stage 0. Every stage must call it.
 
     Keys, order, shapes, dtypes and ties are those of one process, and all tensors are on the CPU. What stage 0
     holds is not sent; the rest comes from its owners, one tensor at a time.
 
-    Args:
-        module: the module, of which each stage holds a part.
-        ownership: who holds which parameter and buffer.
-        transport: the connection to the other stages, or None with one stage.
-        stage_of_module: stage of the submodule with this dotted name, None where it is not known. Decides where
-            entries that are neither parameters nor buffers come from, such as ``_extra_state`` and persistent
-            states of metrics; where it is not known, stage 0's are taken.
-
     Returns:
-        The state dict on stage 0, {} on the others.
+        The state dict on stage 0, {} on the others. What is neither a parameter nor a buffer, such as ``_extra_state``
+        and persistent states of metrics, is stage 0's.
 
     Raises:
         RuntimeError: if an entry is on the meta device on every stage.
@@ -53,7 +40,7 @@ def gather_module_state(
     if transport is None:
         return _localised(state, module, {})
     received: dict[str, Any] = {}
-    for key, source in _requests(state, module, ownership, transport, stage_of_module):
+    for key, source in _requests(state, module, ownership, transport):
         if ownership.stage == 0:
             received[key] = recv_tree(transport, source, f"checkpoint entry {key!r}")
         elif ownership.stage == source:
@@ -108,11 +95,7 @@ def _sliced(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, An
 
 
 def _requests(
-    state: Mapping[str, Any],
-    module: nn.Module,
-    ownership: Ownership,
-    transport: Transport,
-    stage_of_module: Callable[[str], int | None],
+    state: Mapping[str, Any], module: nn.Module, ownership: Ownership, transport: Transport
 ) -> list[tuple[str, int]]:
     """The entries that stage 0 lacks with the stage that sends each, the same list on every stage.
 
@@ -123,15 +106,13 @@ def _requests(
     if ownership.stage == 0:
         tied = _tied_names(module)
         for key, value in state.items():
-            source: int | None = ownership.owner(key) if key in ownership else None
-            if source is None and not _is_meta(value):
-                source = stage_of_module(key.rpartition(".")[0]) or 0
+            source = ownership.owner(key) if key in ownership else None if is_meta(value) else 0
             if source != 0:
                 wanted.setdefault(tied.get(key, key), (key, source))
     asked: list[tuple[str, int | None]] = transport.broadcast_object(list(wanted.values()), 0, "checkpoint keys")
     if not asked:
         return []
-    has_data = [float(key in state and not _is_meta(state[key])) for key, _ in asked]
+    has_data = [float(key in state and not is_meta(state[key])) for key, _ in asked]
     table = transport.all_gather_vector(torch.tensor(has_data, dtype=torch.float64), "checkpoint keys").tolist()
     requests = []
     for index, (key, source) in enumerate(asked):
@@ -142,7 +123,8 @@ def _requests(
     return [(key, source) for key, source in requests if source != 0]
 
 
-def _is_meta(value: Any) -> bool:
+def is_meta(value: Any) -> bool:
+    """Whether a checkpoint's entry is a tensor without data here."""
     return isinstance(value, torch.Tensor) and value.is_meta
 
 

@@ -23,26 +23,24 @@ from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.background import BackgroundSave
 from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
 from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
-from lightning_pipeline.strategy.checkpoint_folder import is_folder, is_stored, read_folder
+from lightning_pipeline.strategy.checkpoint_folder import is_folder, read_folder
 from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_pipeline.strategy.copies import filled_from_owners
+from lightning_pipeline.strategy.copies import filled_from_owners, gather_module
 from lightning_pipeline.strategy.distributed_checkpoint import (
+    BackgroundSave,
     FolderWriter,
     host_group,
     module_state_in_parts,
     optimizer_state_in_parts,
 )
-from lightning_pipeline.strategy.export import gather_module
-from lightning_pipeline.strategy.held_module import HeldModule
 from lightning_pipeline.strategy.hooks import apart
 from lightning_pipeline.strategy.lightning_private import checkpoint_io_or, innermost
-from lightning_pipeline.strategy.partial_reading import read_optimizer_state
 from lightning_pipeline.strategy.processes import ProcessStrategy
 from lightning_pipeline.strategy.signals import Signals
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
+from lightning_pipeline.strategy.stage_runner import StageRunner
 
 log = logging.getLogger(__name__)
 
@@ -55,34 +53,38 @@ class CheckpointingStrategy(ProcessStrategy):
         self.save_distributed_checkpoint = False
         self.plan: StagePlan | None = None
         """Where the module was cut automatically, and what is expected of it."""
-        self._transport: Transport | None = None
-        self._held: HeldModule | None = None
-        self._stage_optimizers: StageOptimizers | None = None
-        self._outside: Outside | None = None
+        self.transport: Transport | None = None
+        """The connection between the stages; None with one stage, or before setup."""
+        self._runner: StageRunner | None = None
+        self._stage_optimizers = StageOptimizers(())
         self._signals = Signals()
         self._background = BackgroundSave()
 
     @property
     def ownership(self) -> Ownership | None:
         """Which stages hold each parameter and buffer; None before setup."""
-        return self._held.ownership if self._held is not None else None
+        return self._runner.held.ownership if self._runner is not None else None
+
+    @property
+    def _running(self) -> StageRunner:
+        """What runs the stages, after setup."""
+        assert self._runner is not None
+        return self._runner
+
+    @property
+    def _outside(self) -> Outside | None:
+        return self._runner.outside if self._runner is not None else None
 
     @override
     @apart
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._check_alive()
-        assert self.lightning_module is not None and self._held is not None
         if self.save_distributed_checkpoint:
-            return module_state_in_parts(self.lightning_module)
+            return module_state_in_parts(self._module)
         if self._is_replica:
-            help_to_gather(self.lightning_module)
+            help_to_gather(self._module)
             return {}
-        return gather_module_state(
-            self.lightning_module,
-            self._held.ownership,
-            self._transport,
-            stage_of_module=lambda name: None,
-        )
+        return gather_module_state(self._module, self._running.held.ownership, self.transport)
 
     @apart
     def gather_module(self) -> LightningModule | None:
@@ -93,7 +95,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._check_alive()
         if self.lightning_module is None or self.ownership is None:
             raise RuntimeError("there is no module to gather yet: call gather_module in a hook, or after trainer.fit")
-        return gather_module(self.lightning_module, self.ownership, self._transport, is_writer=not self._is_replica)
+        return gather_module(self.lightning_module, self.ownership, self.transport, is_writer=not self._is_replica)
 
     @override
     @apart
@@ -101,7 +103,6 @@ class CheckpointingStrategy(ProcessStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         self._check_alive()
-        assert self.ownership is not None
         add_random_state(checkpoint, self.root_device)
         if self.plan is not None:  # for information: nothing reads it
             checkpoint["pipeline_plan"] = self.plan.as_dict()
@@ -110,20 +111,18 @@ class CheckpointingStrategy(ProcessStrategy):
             return
         if self._is_replica:
             return
-        checkpoint = filled_from_owners(checkpoint, self.ownership, self._transport)
+        checkpoint = filled_from_owners(checkpoint, self._running.held.ownership, self.transport)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
-        assert self.lightning_module is not None and self._held is not None
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is for one plain file: leave it out")
         self._background.wait()
         in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer = FolderWriter(
-            module=self.lightning_module,
-            ownership=self._held.ownership,
-            stage_of_module=lambda name: None,
-            parameter_names=[layout.names for layout in self._stage_optimizers or ()],
+            module=self._module,
+            ownership=self._running.held.ownership,
+            parameter_names=[layout.names for layout in self._stage_optimizers],
             is_writer=not self._is_replica,
             group=host_group(dist.distributed_c10d._get_default_group(), self.timeout, own=in_background),
             background=self._background if in_background else None,
@@ -169,11 +168,9 @@ class CheckpointingStrategy(ProcessStrategy):
     @override
     @apart
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         # The first thing that a load changes, and the user's on_load_checkpoint has run.
-        is_fit = module.trainer.state.fn == TrainerFn.FITTING and self._stage_optimizers is not None
-        layouts = list(self._stage_optimizers or ()) if is_fit else None
+        layouts = list(self._stage_optimizers) if module.trainer.state.fn == TrainerFn.FITTING else None
         path = module.trainer.ckpt_path
         with_one_outcome(lambda: check_checkpoint(checkpoint, module, layouts, strict=strict, path=path))
         load_module_state(module, checkpoint["state_dict"], strict=strict)
@@ -182,7 +179,6 @@ class CheckpointingStrategy(ProcessStrategy):
     @apart
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_alive()
-        assert self._stage_optimizers is not None
         if self.save_distributed_checkpoint:
             layout = self._stage_optimizers.layout_of(optimizer)
             return optimizer_state_in_parts(layout, self._stage_optimizers.ownership)
@@ -191,11 +187,7 @@ class CheckpointingStrategy(ProcessStrategy):
     @override
     @apart
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._stage_optimizers is not None
-        states = checkpoint["optimizer_states"]
-        if is_stored(states):
-            states = [read_optimizer_state(*pair) for pair in zip(self._stage_optimizers, states, strict=False)]
-        self._stage_optimizers.load_state(states)
+        self._stage_optimizers.load_state(checkpoint["optimizer_states"])
         restore_random_state(checkpoint, self.root_device)
 
     @property
@@ -212,7 +204,7 @@ class CheckpointingStrategy(ProcessStrategy):
         if self._failed:
             raise RuntimeError("the run has failed, so its stages cannot be gathered into a checkpoint any more")
         error = sys.exc_info()[1]
-        if self.lightning_module is None or error is None or self.world_size == 1 or self._ends_all(error):
+        if self.lightning_module is None or error is None or self.world_size == 1 or self._signals.ends_all(error):
             return
         if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
             self.on_exception(error)
@@ -222,7 +214,3 @@ class CheckpointingStrategy(ProcessStrategy):
                     f"other stages' weights are not at hand. Go on from the last checkpoint that training saved."
                 )
             raise error
-
-    def _ends_all(self, exception: BaseException) -> bool:
-        """Whether all ranks end by this exception, after the same batch, so that they can still work together."""
-        return self._signals.ends_all(exception)

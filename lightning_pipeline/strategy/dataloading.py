@@ -70,17 +70,18 @@ class SharedLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
+    def __len__(self) -> int:
+        return len(self._loader)  # a TypeError where it is not known, as of the loader's own
+
 
 class AnnouncedLoader(SharedLoader):
     """The first stage's loader: passes its batches on as they are and tells the other stages of each.
 
     Args:
-        replicas: those that read as many batches as this one; None asks nobody.
+        replicas: with a training loader, those that have to get as many batches from theirs; None asks nobody.
     """
 
-    def __init__(
-        self, loader: Any, transport: Transport | None, replicas: Replicas | None = None, *, whole: bool = False
-    ) -> None:
+    def __init__(self, loader: Any, transport: Transport | None, replicas: Replicas | None, *, whole: bool) -> None:
         super().__init__(loader, transport, whole=whole)
         self._replicas = replicas
 
@@ -162,38 +163,8 @@ class FollowingLoader(SharedLoader):
             yield tree.rebuild(layout, tensors)
 
 
-class SizedAnnouncedLoader(AnnouncedLoader):
-    """An `AnnouncedLoader` of known length."""
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-
-class SizedFollowingLoader(FollowingLoader):
-    """A `FollowingLoader` of known length."""
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-
 def _itself(loader: Any) -> Any:
     return loader
-
-
-def share_loader(
-    loader: Any, transport: Transport | None, *, first: bool, replicas: Replicas | None = None, whole: bool = False
-) -> Any:
-    """`loader` for the first stage or for one of the others.
-
-    Args:
-        replicas: with a training loader, those that have to get as many batches from theirs.
-        whole: every stage gets the batches, and not only what they look like.
-    """
-    if first:
-        kind = SizedAnnouncedLoader if has_length(loader) else AnnouncedLoader
-        return kind(loader, transport, replicas, whole=whole)
-    assert transport is not None
-    return (SizedFollowingLoader if has_length(loader) else FollowingLoader)(loader, transport, whole=whole)
 
 
 def sample_batch(loader: Any) -> Any:

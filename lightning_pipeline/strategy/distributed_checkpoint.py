@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.fully_sharded import whole
 from lightning_pipeline.runtime.groups import new_group
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu
-from lightning_pipeline.strategy.background import BackgroundSave
+from lightning_pipeline.strategy.atomic_file import publish, remove, unfinished
+from lightning_pipeline.strategy.checkpoint import is_meta
 from lightning_pipeline.strategy.checkpoint_folder import (
     like_meta,
     read_folder,
@@ -32,7 +35,6 @@ from lightning_pipeline.strategy.checkpoint_folder import (
     write_meta,
 )
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.published import publish, remove, unfinished
 
 # -- what a rank holds ------------------------------------------------------------------------------------------------
 
@@ -71,6 +73,47 @@ def optimizer_state_in_parts(layout: OptimizerLayout, ownership: Ownership) -> d
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
+class BackgroundSave:
+    """The save that is underway, in a thread. There is one at a time."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._errors: list[BaseException] = []
+
+    def start(self, save: Callable[[], None]) -> None:
+        """Call `save` in a thread. The one before must have been waited for."""
+        assert self._thread is None
+        errors: list[BaseException] = []  # of this save: one that was abandoned may still end
+
+        def run() -> None:
+            try:
+                save()
+            except BaseException as error:
+                errors.append(error)
+
+        # A daemon, as a save whose other ranks are gone would keep this process until its timeout; one that has not
+        # been abandoned is waited for.
+        self._errors = errors
+        self._thread = threading.Thread(target=run, name="pipeline-save", daemon=True)
+        self._thread.start()
+        atexit.register(self.wait)
+
+    def wait(self) -> None:
+        """Until it has ended; raises what it raised, once."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        errors = self._errors
+        self.abandon()
+        if errors:
+            raise errors[0]
+
+    def abandon(self) -> None:
+        """Forget it, as after a failure of the run, whose error counts more than that of a save."""
+        atexit.unregister(self.wait)
+        self._thread, self._errors = None, []
+
+
 @dataclass(frozen=True, kw_only=True)
 class FolderWriter:
     """Writes checkpoints in parts. Every rank of the world has one.
@@ -79,10 +122,6 @@ class FolderWriter:
     those of the first replica.
 
     Args:
-        module: the module, of which each rank holds a part.
-        ownership: which stage holds which parameter and buffer.
-        stage_of_module: stage of the submodule with this dotted name, None where it is not known. For entries that are
-            neither parameters nor buffers, as in ``gather_module_state``.
         parameter_names: of each optimizer, by positional id.
         is_writer: this rank's pipeline is the first.
         group: all ranks, over a backend for host memory.
@@ -92,7 +131,6 @@ class FolderWriter:
 
     module: nn.Module
     ownership: Ownership
-    stage_of_module: Callable[[str], int | None]
     parameter_names: Sequence[Sequence[str]]
     is_writer: bool
     group: dist.ProcessGroup
@@ -164,21 +202,21 @@ class FolderWriter:
     def _holders_of_others(
         self, path: Path, checkpoint: Mapping[str, Any], sections: Sequence[str]
     ) -> dict[tuple[str, str], int]:
-        """The stage that gives each entry that is neither a parameter nor a buffer, the same on every rank."""
-        others = [
-            (section, key) for section in sections for key in checkpoint.get(section, {}) if key not in self.ownership
-        ]
-        present = {(section, key) for section, key in others if not _is_meta(checkpoint[section][key])}
-        claimed = {(section, key): self.stage_of_module(key.rpartition(".")[0]) for section, key in others}
+        """The first stage that has each entry that is neither a parameter nor a buffer, the same on every rank."""
+        is_here = {
+            (section, key): not is_meta(value)
+            for section in sections
+            for key, value in checkpoint.get(section, {}).items()
+            if key not in self.ownership
+        }
         ranks: list[Any] = [None] * dist.get_world_size()
         with waiting_for(f"all ranks to say what they hold of the checkpoint {path}"):
-            dist.all_gather_object(ranks, (self.is_writer, self.ownership.stage, present, claimed), group=self.group)
-        holders = {}
-        for place, claim in ranks[0][3].items():
-            stages = sorted(stage for is_writer, stage, present, _ in ranks if is_writer and place in present)
-            if stages:
-                holders[place] = claim if claim in stages else stages[0]
-        return holders
+            dist.all_gather_object(ranks, (self.is_writer, self.ownership.stage, is_here), group=self.group)
+        holders = {
+            place: [stage for is_writer, stage, is_there in ranks if is_writer and is_there.get(place)]
+            for place in ranks[0][2]
+        }
+        return {place: min(stages) for place, stages in holders.items() if stages}
 
     def _begin(self, path: Path, checkpoint: dict[str, Any], sections: Sequence[str], parts: list[Any]) -> None:
         """On rank 0: an empty folder with all that is not in shards."""
@@ -261,7 +299,7 @@ def _sections(checkpoint: Mapping[str, Any]) -> list[str]:
         key
         for key, value in checkpoint.items()
         if isinstance(value, dict)
-        and (key == "state_dict" or any(_is_meta(item) or isinstance(item, DTensor) for item in value.values()))
+        and (key == "state_dict" or any(is_meta(item) or isinstance(item, DTensor) for item in value.values()))
     ]
 
 
@@ -282,7 +320,3 @@ def _merged(own: dict[Any, Any], states: Sequence[dict[int, Any]]) -> dict[Any, 
     found = {position: state for held in reversed(states) for position, state in held.items()}
     others = {key: value for key, value in own.items() if not isinstance(key, int)}
     return {**{position: found[position] for position in sorted(found)}, **others}
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta

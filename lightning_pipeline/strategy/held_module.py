@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -18,19 +21,22 @@ from lightning_pipeline.partition.materialize import check_set, initialise, make
 from lightning_pipeline.partition.module_tensors import ModuleTensors
 from lightning_pipeline.partition.ownership import Ownership, named_tensors, note_holders, release
 from lightning_pipeline.partition.placeholder import Look, Placeholder, become, is_absent, placeholder
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime import backend_rules
+from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.host_memory import available_bytes
 from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.shared import spread_from_owner
 from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.trees import recv_tree, send_tree
 from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.cutting import Cut
 from lightning_pipeline.strategy.lightning_private import note_device
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 from lightning_pipeline.strategy.weights import Weights, load_weights
 
+_CRC_BYTES = 4096
 _NONE, _PARTS, _MEMORY, _SLICES = range(4)
 _OBSTACLES = {
     _PARTS: "it came in parts, or without data",
@@ -38,8 +44,6 @@ _OBSTACLES = {
     _SLICES: "FSDP or tensor parallelism has split its tensors",
 }
 """Why a run leaves a module in parts."""
-_AT_ONCE = 1 << 26
-"""Bytes of a module that are on their way to other ranks at once."""
 
 
 class HeldModule:
@@ -47,10 +51,8 @@ class HeldModule:
 
     Args:
         module: whole, or with each rank's part on it where an earlier run has left it so.
-        cut: its stages.
         placement: the rank in the pipeline of each virtual stage.
         rank: this rank's place in the pipeline.
-        device: where this rank computes.
         sharded: shards parameters over replicas; None keeps them whole.
 
     Attributes:
@@ -193,24 +195,19 @@ class HeldModule:
         return numbers.tolist()
 
     def _spread(self, partial: Sequence[tuple[str, Tensor]]) -> None:
+        """From its owner to all stages, one tensor after the other."""
         assert self._transport is not None
-        told: dict[str, Any] = {}
-        for stage in range(self.ownership.num_stages):
-            own = {name: _told(tensor) for name, tensor in partial if self.ownership.owner(name) == stage}
-            told |= self._transport.broadcast_object(own, stage, "the shapes of the module's tensors")
-        direct = Direct(self._transport, torch.device("cpu"))
-        num_bytes = 0
+        own = self.ownership.stage
         for name, tensor in partial:
-            owner, data, look = self.ownership.owner(name), told[name], Look.of(tensor)
-            if isinstance(data, Look):
-                data = direct.spread(tensor.detach() if owner == self.ownership.stage else None, data, owner)
-            if is_absent(tensor):
-                become(tensor, nn.Parameter(data, look.requires_grad) if look.is_parameter else data)
+            owner = self.ownership.owner(name)
+            for stage in range(self.ownership.num_stages) if owner == own else ():
+                if stage != own:
+                    send_tree(tensor.detach(), self._transport, stage)
+            if owner != own:
+                look, data = Look.of(tensor), recv_tree(self._transport, owner, f"{name} of the whole module")
+                if is_absent(tensor):
+                    become(tensor, nn.Parameter(data, look.requires_grad) if look.is_parameter else data)
             note_holders(tensor, None)
-            num_bytes += look.num_bytes
-            if num_bytes > _AT_ONCE:  # what is on its way takes memory
-                self._transport.flush()
-                num_bytes = 0
 
     def _move(self, device: torch.device) -> None:
         for _, tensor in named_tensors(self._module):
@@ -220,6 +217,54 @@ class HeldModule:
         note_device(self._module, device)
 
 
-def _told(tensor: Tensor) -> Look | Tensor:
-    """What others need to know of a tensor to receive it; the tensor where looks do not say enough."""
-    return Look.of(tensor) if tensor.layout is torch.strided and not tensor.is_quantized else tensor.detach()
+def take_initial_values(module: nn.Module, copies: Iterable[nn.Module], broadcast: Callable[[Any], Any]) -> None:
+    """Give every rank rank 0's values of the parameters and buffers that both have. All ranks must call it.
+
+    Each rank has made the module by itself, from random numbers of its own where no seed was set, where seeds differ,
+    or where ranks have drawn unequally many; and weights may have been loaded on rank 0 alone, as DDP lets users do.
+    Of each stage's own values the model would be that of no seed. With rank 0's it is the one that one process has
+    with rank 0's seed, and a run that nobody seeded starts from one draw. Ranks with the same values, as those with
+    one seed have, send nothing but checksums. What is on the meta device here is made or read later, alike on all
+    ranks.
+
+    Args:
+        copies: modules that callbacks have made of this one; they stay copies.
+        broadcast: gives every rank what rank 0 passes.
+    """
+    own = dict(_plain_tensors(module))
+    copied = [dict(_plain_tensors(copy)) for copy in copies]
+    sums = {name: _checksum(tensor) for name, tensor in own.items()}
+    first: dict[str, Any] = broadcast(sums)
+    differing = torch.tensor([name in own and sums[name] != first[name] for name in first], dtype=torch.uint8)
+    if not len(differing):
+        return
+    with waiting_for("rank 0's initial values"), torch.no_grad():
+        dist.all_reduce(differing, dist.ReduceOp.MAX)
+        for name, is_sent in zip(first, differing.tolist(), strict=True):
+            if not is_sent:
+                continue
+            shape, dtype, device, _ = first[name]
+            tensor = own.get(name)
+            if tensor is None or (tuple(tensor.shape), tensor.dtype) != (shape, dtype):  # another buffer
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+            following = [copy[name] for copy in copied if name in copy and torch.equal(copy[name], tensor)]
+            backend_rules.broadcast(tensor, 0)
+            for copy in following:
+                copy.copy_(tensor)
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those with memory that all ranks have alike: no slices, and nothing that has no shape yet."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if is_plain and not tensor.is_meta and not tensor.is_quantized:
+            yield name, tensor
+
+
+def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, str, tuple[int, int]]:
+    """Shape, dtype, kind of device, and sums over the bits."""
+    data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    words = data[: data.numel() // 8 * 8]
+    ends = torch.cat([data[:_CRC_BYTES], data[len(words) :]])
+    sums = int(words.view(torch.int64).sum()), zlib.crc32(ends.numpy().tobytes())
+    return tuple(tensor.shape), tensor.dtype, tensor.device.type, sums

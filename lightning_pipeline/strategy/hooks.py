@@ -13,10 +13,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.runtime.outside import Outside
-from lightning_pipeline.strategy.lightning_private import call_hooks_within
+from lightning_pipeline.strategy.lightning_private import Override, call_hooks_within
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,14 +44,14 @@ def apart(method: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def follow_hooks(module: LightningModule, outside: Outside) -> Callable[[], None]:
-    """Let the hooks of a module and its Trainer's callbacks run on all ranks as one. Returns what undoes it."""
+def follow_hooks(module: LightningModule, outside: Outside, override: Override) -> None:
+    """Let the hooks of a module and its Trainer's callbacks run on all ranks as one."""
     trainer: Trainer = module.trainer
 
     def within(hook: str | None) -> Any:
         return _running(module, outside) if hook is None or _is_users(hook, module, trainer) else nullcontext()
 
-    return call_hooks_within(trainer, within)
+    call_hooks_within(trainer, within, override)
 
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -82,13 +83,9 @@ def _defining(cls: type, name: str) -> type:
 
 def knows_no_others(optimizer: Optimizer) -> bool:
     """Whether an optimizer is torch's own, which passes over parameters without gradients, and has no hooks."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return False
-    return type(optimizer).step.__module__.startswith("torch.optim") or not _is_users_class(type(optimizer))
-
-
-def _is_users_class(cls: type) -> bool:
-    return not cls.__module__.startswith("torch.")
+    cls = type(optimizer)
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return not has_hooks and (cls.step.__module__.startswith("torch.optim") or cls.__module__.startswith("torch."))
 
 
 def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
@@ -103,7 +100,6 @@ def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
 @contextmanager
 def _running(module: LightningModule, outside: Outside) -> Iterator[None]:
     """While a hook runs. What it logs is on every rank, as it is read when no hook runs."""
-    attributes = vars(module)
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, Tensor) and (type(value) is Placeholder or holders_of(value) is not None):
@@ -111,13 +107,7 @@ def _running(module: LightningModule, outside: Outside) -> Iterator[None]:
             value = value.clone()
         type(module).log(module, name, value, *args, **kwargs)
 
-    before = attributes.get("log")
-    attributes["log"] = log
-    try:
+    with overridden() as override:
+        override(module, "log", log)
         with outside.entered():
             yield
-    finally:
-        if before is None:
-            attributes.pop("log", None)
-        else:
-            attributes["log"] = before

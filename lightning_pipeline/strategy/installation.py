@@ -1,98 +1,117 @@
-"""What hangs on the user's objects while a trainer function runs."""
+"""What hangs on prediction writers, scalers, metrics and batch norms while a trainer function runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import Precision
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.plugins import LayerSync
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 
-from lightning_pipeline.partition.recorder import Recorder
-from lightning_pipeline.runtime.outside import Outside
+from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.runtime.fully_sharded import plain
 from lightning_pipeline.runtime.replicas import Replicas
-from lightning_pipeline.runtime.topology import Topology
-from lightning_pipeline.strategy.batch_norms import shared_statistics
-from lightning_pipeline.strategy.hooks import follow_hooks
-from lightning_pipeline.strategy.lightning_private import (
-    call_before_update,
-    compare_parameters_by_identity,
-    silence_sync_warning,
-    skip_before_transfer,
-)
-from lightning_pipeline.strategy.loss_scaling import agree_on_overflow
-from lightning_pipeline.strategy.metrics import sync_over
-from lightning_pipeline.strategy.signals import Signals
-from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
-from lightning_pipeline.strategy.writers import silence_writers
+from lightning_pipeline.strategy.lightning_private import Override
 
 
-def install(
-    module: LightningModule,
-    plugin: Precision,
-    topology: Topology,
-    device: torch.device,
-    *,
-    replicas: Replicas | None,
-    optimizers: StageOptimizers | None,
-    outside: Outside | None,
-    recorder: Recorder,
-    signals: Signals,
-    has_batches: bool,
-    has_predictions: bool,
-) -> ExitStack:
-    """Let the user's precision plugin, module, metrics and Trainer do what one stage of several has to.
+def silence_writers(trainer: Trainer, override: Override) -> None:
+    """Have prediction writers write nothing on a rank that has no predictions."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BasePredictionWriter):
+            override(callback, "write_on_batch_end", _write_nothing)
+            override(callback, "write_on_epoch_end", _write_nothing)
+
+
+def _write_nothing(*arguments: Any) -> None:
+    pass
+
+
+def agree_on_overflow(scaler: GradScaler, device: torch.device, override: Override) -> None:
+    """Make `scaler` skip steps and change its scale as one scaler of the whole model would.
+
+    A rank's scaler looks for infinities in its own gradients, and has nothing to look at where a stage is frozen. So
+    what it found is replaced by the largest of all ranks; every rank unscales once a step, also where it has none.
+    """
+    own_gradients = scaler._unscale_grads_
+
+    def all_gradients(optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        groups = [{"params": plain(group["params"])} for group in optimizer.param_groups]
+        found = own_gradients(SimpleNamespace(param_groups=groups), *args)  # type: ignore[arg-type]
+        worst = torch.zeros((), dtype=torch.float32, device=device)
+        for value in found.values():
+            worst = torch.maximum(worst, value.to(device))
+        with waiting_for("whether gradients of another rank are infinite"):
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if hasattr(scaler, "_has_overflow"):  # where torch_npu's scaler notes it once more, to change the scale by
+            scaler._has_overflow |= bool(worst)
+        return {device: worst}
+
+    override(scaler, "_unscale_grads_", all_gradients)
+
+
+def sync_over(module: nn.Module, replicas: dist.ProcessGroup | None, override: Override) -> None:
+    """Make the metrics in a module synchronise over the replicas of a stage, as all stages have the same states."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.process_group is None:
+            override(metric, "process_group", replicas)
+            override(metric, "distributed_available_fn", lambda: replicas is not None)
+
+
+def convert_batch_norms(
+    module: nn.Module, layer_sync: LayerSync | None, device: torch.device, *, num_replicas: int
+) -> None:
+    """Before training: do what ``Trainer(sync_batchnorm=True)`` asks for, if there is anybody to share with.
 
     Args:
-        has_batches: this rank gets batches, and not only what they look like.
-        has_predictions: this rank gets the outputs of predict steps.
+        layer_sync: what the Trainer converts with; None if nobody asked for it.
 
-    Returns:
-        What takes all of it off again when it is closed.
+    Raises:
+        ValueError: statistics would be shared on the CPU, for which torch has no kernels.
     """
-    silence_sync_warning()
-    with ExitStack() as installed:
-        installed.callback(compare_parameters_by_identity())
-        if outside is not None:
-            installed.callback(follow_hooks(module, outside))
-            outside.states.optimizers = [layout.optimizer for layout in optimizers or ()]
-            outside.states.are_shared_out = optimizers is not None and optimizers.are_shared_out
-            installed.enter_context(recorder.patched())
-        if optimizers is not None:
-            installed.callback(_clip_by(plugin, optimizers, outside))
-            installed.callback(call_before_update(plugin, optimizers.before_update))
-        if topology.world_size > 1:
-            installed.enter_context(shared_statistics(module, replicas))
-            installed.callback(signals.install(module.trainer, has_replicas=replicas is not None))
-            scaler = getattr(plugin, "scaler", None)
-            if scaler is not None:
-                installed.callback(agree_on_overflow(scaler, device))
-            group = replicas.group if replicas is not None else None
-            installed.callback(sync_over(module, group))
-        if not has_batches:
-            installed.callback(skip_before_transfer(module))
-        if not has_predictions:
-            installed.callback(silence_writers(module.trainer))
-        return installed.pop_all()
+    if num_replicas == 1:
+        return
+    if layer_sync is not None:
+        layer_sync.apply(module)
+    name = next((name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)), None)
+    if name is not None and device.type == "cpu":
+        raise ValueError(
+            f"{num_replicas} replicas are to share the statistics of {name!r}, and torch's SyncBatchNorm does not run "
+            f"on the CPU: use BatchNorm layers and sync_batchnorm=False, or as many devices as stages"
+        )
 
 
-def _clip_by(plugin: Precision, optimizers: StageOptimizers, outside: Outside | None) -> Callable[[], None]:
-    """Let the plugin clip by the norm over all stages. Returns a function that undoes it."""
+@contextmanager
+def shared_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
+    """While entered, SyncBatchNorm layers exchange with the replicas of their stage. Where there are none they are
+    ordinary batch norms; those with a process group of the user's stay as they are."""
+    with overridden() as override:
+        for layer in _layers(module, None):
+            if replicas is None:
+                override(layer, "forward", MethodType(_BatchNorm.forward, layer))
+            else:
+                override(layer, "process_group", replicas.group)
+        yield
 
-    def apart(clip: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any, **kwargs: Any) -> None:
-            with outside.aside() if outside is not None else nullcontext():
-                clip(*args, **kwargs)
 
-        return run
+@contextmanager
+def own_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
+    """While entered, those that exchange with replicas, or would, are ordinary batch norms."""
+    with overridden() as override:
+        for layer in _layers(module, None, replicas.group if replicas is not None else None):
+            override(layer, "forward", MethodType(_BatchNorm.forward, layer))
+        yield
 
-    own = {"clip_grad_by_norm": apart(optimizers.clip_by_norm), "clip_grad_by_value": apart(optimizers.clip_by_value)}
-    vars(plugin).update(own)
 
-    def undo() -> None:
-        for name in own:
-            vars(plugin).pop(name, None)
-
-    return undo
+def _layers(module: nn.Module, *groups: Any) -> list[nn.SyncBatchNorm]:
+    """Those with one of these process groups."""
+    return [sub for sub in module.modules() if isinstance(sub, nn.SyncBatchNorm) and sub.process_group in groups]

@@ -8,15 +8,14 @@ from __future__ import annotations
 import atexit
 import functools
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.data import _num_cpus_available
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
@@ -40,6 +39,9 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.runtime.backend_rules import warm_up
 from lightning_pipeline.runtime.backends import HOST, backend_for
+
+Override = Callable[[Any, str, Any], None]
+"""Sets an attribute of an object for as long as a trainer function runs (`overridden`)."""
 
 
 def connect_processes(
@@ -70,11 +72,6 @@ def connect_processes(
 def share_threads(num_processes: int) -> None:
     """Let each of several processes on a machine compute with its share of the cores, as Lightning's launchers do."""
     _set_num_threads_if_needed(num_processes=num_processes)
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    return _num_cpus_available()
 
 
 def checkpoint_io_or(given: CheckpointIO | None, default: Callable[[], CheckpointIO]) -> CheckpointIO:
@@ -108,43 +105,30 @@ def note_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     module._device_mesh = mesh
 
 
-def skip_before_transfer(module: LightningModule) -> Callable[[], None]:
-    """Keep `on_before_batch_transfer` from running where there is no data. Returns a function that undoes it.
+def skip_before_transfer(module: LightningModule, override: Override) -> None:
+    """Keep `on_before_batch_transfer` from running where there is no data.
 
     The loops call the hook before they ask the strategy for anything.
     """
-    vars(module)["_on_before_batch_transfer"] = lambda batch, dataloader_idx=0: batch
-
-    def undo() -> None:
-        vars(module).pop("_on_before_batch_transfer", None)
-
-    return undo
+    override(module, "_on_before_batch_transfer", lambda batch, dataloader_idx=0: batch)
 
 
-def call_before_update(plugin: Precision, function: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `function(optimizer)` when its gradients are final and clipped. Returns a function that undoes it.
-
-    Public hooks come before clipping, or replace it.
-    """
+def call_before_update(plugin: Precision, function: Callable[[Any], None], override: Override) -> None:
+    """Call `function(optimizer)` when its gradients are final and clipped. Public hooks come before clipping, or
+    replace it."""
     clip = plugin._after_closure
 
     def clip_and_call(model: LightningModule, optimizer: Any) -> None:
         clip(model, optimizer)
         function(optimizer)
 
-    vars(plugin)["_after_closure"] = clip_and_call
-
-    def undo() -> None:
-        vars(plugin).pop("_after_closure", None)
-
-    return undo
+    override(plugin, "_after_closure", clip_and_call)
 
 
-def compare_parameters_by_identity() -> Callable[[], None]:
-    """Let finetuning callbacks find out which parameters an optimizer has already. Returns a function that undoes it.
-
-    They compare values, and parameters of other stages have none.
-    """
+@contextmanager
+def compare_parameters_by_identity() -> Iterator[None]:
+    """While entered, finetuning callbacks find out which parameters an optimizer has already: they compare values, and
+    parameters of other stages have none."""
     by_value = BaseFinetuning.__dict__["filter_on_optimizer"]
 
     def new_to(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
@@ -152,11 +136,10 @@ def compare_parameters_by_identity() -> Callable[[], None]:
         return [parameter for parameter in params if id(parameter) not in held]
 
     BaseFinetuning.filter_on_optimizer = staticmethod(new_to)  # type: ignore[method-assign]
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         BaseFinetuning.filter_on_optimizer = by_value  # type: ignore[method-assign]
-
-    return undo
 
 
 def silence_sync_warning() -> None:
@@ -208,20 +191,14 @@ def uses_dataloader_iter(module: LightningModule, step: str) -> bool:
 
 
 def replace_signal_handlers(
-    trainer: Trainer, *, terminate: Callable[[int, Any], None], requeue: Callable[[int, Any], None]
-) -> Callable[[], None]:
-    """Let Lightning register other functions for SIGTERM and SLURM's requeue signal. Returns a function that undoes it.
+    trainer: Trainer, override: Override, *, terminate: Callable[[int, Any], None], requeue: Callable[[int, Any], None]
+) -> None:
+    """Let Lightning register other functions for SIGTERM and SLURM's requeue signal.
 
     To be called before Lightning registers them, which no hook follows.
     """
-    connector = trainer._signal_connector
-    vars(connector).update(_sigterm_notifier_fn=terminate, _slurm_sigusr_handler_fn=requeue)
-
-    def undo() -> None:
-        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-            vars(connector).pop(name, None)
-
-    return undo
+    override(trainer._signal_connector, "_sigterm_notifier_fn", terminate)
+    override(trainer._signal_connector, "_slurm_sigusr_handler_fn", requeue)
 
 
 def requeue_slurm_job(trainer: Trainer, signum: int) -> None:
@@ -263,8 +240,8 @@ def wait_for_data_within(trainer: Trainer, within: Callable[[], AbstractContextM
     connector.prepare_data = prepare_data  # type: ignore[method-assign]
 
 
-def call_before_each_batch(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
-    """Call `function` before each training batch is fetched, where no hook is. Returns a function that undoes it.
+def call_before_each_batch(trainer: Trainer, function: Callable[[], None], override: Override) -> None:
+    """Call `function` before each training batch is fetched, where no hook is.
 
     There Lightning broadcasts whether the first rank is to stop, and takes a failed broadcast for a no; it no longer
     does.
@@ -276,29 +253,23 @@ def call_before_each_batch(trainer: Trainer, function: Callable[[], None]) -> Ca
         function()
         advance(data_fetcher)
 
-    vars(loop).update(advance=advance_after, _broadcast_sigterm_tensor=lambda: None)
-
-    def undo() -> None:
-        for name in ("advance", "_broadcast_sigterm_tensor"):
-            vars(loop).pop(name, None)
-
-    return undo
+    override(loop, "advance", advance_after)
+    override(loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
 def call_hooks_within(
-    trainer: Trainer, within: Callable[[str | None], AbstractContextManager[Any]]
-) -> Callable[[], None]:
+    trainer: Trainer, within: Callable[[str | None], AbstractContextManager[Any]], override: Override
+) -> None:
     """Enter `within(name)` for each call of a hook of a Trainer's module and callbacks, with None for those that save
-    and load. Returns a function that undoes it.
+    and load.
 
     Hooks are called through functions of one of Lightning's modules, wherever they are called from.
     """
     named = ("_call_lightning_module_hook", "_call_callback_hooks")
     unnamed = ("_call_callbacks_state_dict", "_call_callbacks_on_save_checkpoint")
-    before = {name: getattr(call, name) for name in (*named, *unnamed)}
 
     def wrapped(name: str) -> Callable[..., Any]:
-        function = before[name]
+        function = getattr(call, name)
 
         @functools.wraps(function)
         def run(of: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -309,14 +280,8 @@ def call_hooks_within(
 
         return run
 
-    for name in before:
-        setattr(call, name, wrapped(name))
-
-    def undo() -> None:
-        for name, function in before.items():
-            setattr(call, name, function)
-
-    return undo
+    for name in (*named, *unnamed):
+        override(call, name, wrapped(name))
 
 
 def training_loader(trainer: Trainer) -> Any:

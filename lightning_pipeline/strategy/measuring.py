@@ -1,25 +1,28 @@
-"""Costs of a LightningModule's steps, found out without a trace."""
+"""Costs of a LightningModule's steps, found out without a trace, by all ranks together."""
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import Strategy
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.estimate import estimate_step
 from lightning_pipeline.partition.observed_run import called_names
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.random import generators, generators_kept
 from lightning_pipeline.partition.timing import time_step
 from lightning_pipeline.partition.trace import trace_step
@@ -27,47 +30,52 @@ from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
 from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.replicas import Replicas
-from lightning_pipeline.strategy.batch_norms import own_statistics
-from lightning_pipeline.strategy.steps import loss_in
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.strategy.installation import own_statistics
+from lightning_pipeline.strategy.lightning_private import Override
+from lightning_pipeline.strategy.losses import loss_in
 
 SeededStep = Callable[..., Tensor | None]
 """A `Step` that takes a `seed`, too."""
 
+Described = tuple[tree.Layout, list[Tensor], list[bool]]
+T = TypeVar("T")
+
 _OTHER_SEEDS = (1, 2, 3)
+_ALIKE = 1.2
+"""Ranks whose times differ by less have devices of one kind: a measurement is no more exact than that."""
+_USUAL_STATE = 2.0
+"""What AdamW keeps of each number, for optimizers that cannot be tried."""
 
 
 @contextmanager
 def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
     """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers, and not
-    other ranks, which may run them more often, or not at all."""
+    other ranks, which may run them more often, or not at all. What a step exchanges with replicas is what it would be
+    if all were like this one."""
     trainer = module.trainer
-    loggers = trainer.loggers
-    with left_as_it_was(module), generators_kept(device), _by_itself(module, trainer.strategy):
-        trainer.loggers = [DummyLogger() for _ in loggers]
-        vars(module)["log"] = lambda *args, **kwargs: None
-        try:
-            yield
-        finally:
-            trainer.loggers = loggers
-            vars(module).pop("log", None)
-
-
-@contextmanager
-def _by_itself(module: LightningModule, strategy: Strategy) -> Iterator[None]:
-    """While entered, what a step exchanges with replicas is what it would be if all were like this one."""
+    loggers, strategy = trainer.loggers, trainer.strategy
     replicas: Replicas | None = strategy.replicas  # type: ignore[attr-defined]
 
     def all_gather(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor if replicas is None else torch.stack([tensor] * replicas.num_replicas)
 
-    alone = {"all_gather": all_gather, "reduce": lambda tensor, *args, **kwargs: tensor, "barrier": lambda *args: None}
-    vars(strategy).update(alone)
-    try:
-        with own_statistics(module, replicas):
+    with (
+        left_as_it_was(module),
+        generators_kept(device),
+        own_statistics(module, replicas),
+        overridden() as set_for_now,
+    ):
+        override: Override = set_for_now
+        override(strategy, "all_gather", all_gather)
+        override(strategy, "reduce", lambda tensor, *args, **kwargs: tensor)
+        override(strategy, "barrier", lambda *args: None)
+        override(module, "log", lambda *args, **kwargs: None)
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        try:
             yield
-    finally:
-        for name in alone:
-            vars(strategy).pop(name, None)
+        finally:
+            trainer.loggers = loggers
 
 
 def loss_step(
@@ -120,7 +128,7 @@ def estimate_training_step(module: LightningModule, microbatch: Any, device: tor
     return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
 
 
-def dtype_of(module: torch.nn.Module) -> torch.dtype:
+def dtype_of(module: nn.Module) -> torch.dtype:
     """What the module computes in, as far as its parameters tell."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
@@ -131,3 +139,103 @@ def _plant_seeds(drawn_from: list[torch.Generator], seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
+
+
+# -- together ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Failed:
+    message: str
+
+
+def with_everybody(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
+    """What the first rank decides. All ranks must call it, and all fail if the first one does.
+
+    Args:
+        broadcast: gives every rank what the first one passes.
+        decides: whether this is the first rank.
+
+    Raises:
+        ValueError: on the other ranks, what the first one failed with; there it raises that itself.
+    """
+    outcome: Any = None
+    failure: Exception | None = None
+    if decides:
+        try:
+            outcome = decide()
+        except Exception as error:
+            failure = error
+            outcome = _Failed(f"{type(error).__name__}: {error}")
+    outcome = broadcast(outcome)
+    if failure is not None:
+        raise failure
+    if isinstance(outcome, _Failed):
+        raise ValueError(f"the first rank failed: {outcome.message}")
+    return outcome
+
+
+def described(microbatches: Mapping[int, Any]) -> Described:
+    """Micro-batches in a form that travels: layout, tensors on the CPU, and which of these come from elsewhere."""
+    tensors, layout = tree.flatten(microbatches)
+    is_away = [tensor.device.type != "cpu" for tensor in tensors]
+    return layout, [tensor.detach().to("cpu", copy=True) for tensor in tensors], is_away
+
+
+def restored(microbatches: Described, device: torch.device) -> dict[int, Any]:
+    """What `described` was given, on another rank."""
+    layout, tensors, is_away = microbatches
+    moved = [tensor.to(device) if away else tensor for tensor, away in zip(tensors, is_away, strict=True)]
+    return tree.rebuild(layout, moved)
+
+
+def speeds_of(seconds: float, transport: Transport) -> tuple[float, ...]:
+    """How fast each rank of this pipeline is beside the first; empty if they are alike. All of them must call it.
+
+    Args:
+        seconds: what this rank takes for the same work; NaN if it could not measure, which is as fast as the first.
+    """
+    own = torch.tensor([seconds], dtype=torch.float64)
+    [took] = transport.all_gather_vector(own, "how long a step takes").T
+    speeds = (took[0] / took).nan_to_num(1.0, 1.0, 1.0).tolist()
+    return tuple(speeds) if max(speeds) > _ALIKE * min(speeds) else ()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def state_per_parameter(optimizer: Optimizer) -> float:
+    """Numbers of optimizer state for each number of a parameter: 2 for AdamW, 1 for SGD with momentum, 0 without.
+
+    It is tried out: the same optimizer updates a small matrix once.
+    """
+    matrix = nn.Parameter(torch.zeros(16, 16))
+    matrix.grad = torch.zeros_like(matrix)
+    try:
+        options = {key: copy.copy(value) for key, value in optimizer.defaults.items()}
+        tried = type(optimizer)([matrix], **options)
+        tried.step()
+        state = tried.state[matrix]
+    except Exception:  # optimizers take whatever arguments they like, and this is an estimate
+        return _USUAL_STATE
+    return sum(value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim()) / matrix.numel()
+
+
+def bytes_with_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[str], float]:
+    """A function that gives the bytes of a parameter, by name, with its gradient and optimizer state.
+
+    Without optimizers the state is taken to be AdamW's.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    shares: dict[int, float] = {}
+    for optimizer in optimizers:
+        share = state_per_parameter(optimizer)
+        for group in optimizer.param_groups:
+            shares.update((id(parameter), share) for parameter in group["params"])
+
+    def state_bytes(name: str) -> float:
+        parameter = parameters[name]
+        share = shares.get(id(parameter), 0.0 if optimizers else _USUAL_STATE)
+        return parameter.numel() * parameter.element_size() * (1.0 + parameter.requires_grad * (1.0 + share))
+
+    return state_bytes

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.runtime.fully_sharded import slice_like
-from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
+from lightning_pipeline.runtime.trees import map_tensors, recv_tree, send_tree, to_cpu
 from lightning_pipeline.strategy.checkpoint_io import read_into_memory
+from lightning_pipeline.strategy.stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport
@@ -45,7 +46,6 @@ class OptimizerLayout:
     number of stages.
 
     Args:
-        optimizer: the optimizer over the whole model.
         module: the module whose parameters it optimizes, for their names.
 
     Attributes:
@@ -159,8 +159,7 @@ class OptimizerLayout:
             **to_cpu({key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}),
             "state": {key: to_cpu(state[key]) for key in ordered},
             "param_groups": [
-                {**to_cpu(group), **given}
-                for group, given in zip(state_dict["param_groups"], self._given, strict=True)
+                {**to_cpu(group), **given} for group, given in zip(state_dict["param_groups"], self._given, strict=True)
             ],
         }
 
@@ -198,7 +197,9 @@ class OptimizerLayout:
         held = dict(self.local_parameters())
         saved_state = state_dict["state"]
         saved_ids = list(chain.from_iterable(group["params"] for group in saved_groups))
-        state: dict[Any, Any] = {key: value for key, value in saved_state.items() if key not in set(saved_ids)}
+        state: dict[Any, Any] = {
+            key: _in_memory(value) for key, value in saved_state.items() if key not in set(saved_ids)
+        }
         for saved_id, name in zip(saved_ids, self.names, strict=True):
             if saved_id in saved_state and name in held and is_kept(name):
                 state[saved_id] = self._sharded_state(saved_state[saved_id], held[name])
@@ -220,11 +221,15 @@ class OptimizerLayout:
 
     def _sharded_state(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         """A parameter's state, with what has its shape sharded as it is, if it is."""
-        if not isinstance(parameter, DTensor) or not self.is_elementwise:
-            return state
-        return {
-            key: slice_like(parameter, value)
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
-            else value
-            for key, value in state.items()
-        }
+        return {key: self._sharded(value, parameter) for key, value in state.items()}
+
+    def _sharded(self, value: Any, parameter: nn.Parameter) -> Any:
+        is_sliced = isinstance(parameter, DTensor) and self.is_elementwise and not isinstance(value, DTensor)
+        if not is_sliced or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            return _in_memory(value)
+        return value.read_like(parameter) if isinstance(value, StoredTensor) else slice_like(parameter, value)
+
+
+def _in_memory(value: Any) -> Any:
+    """With what is in a checkpoint folder read."""
+    return map_tensors(value, StoredTensor.read, kind=StoredTensor)

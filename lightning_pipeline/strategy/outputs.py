@@ -57,14 +57,6 @@ def combine(results: list[Any], sizes: list[int]) -> Any:
     return _first(results)
 
 
-def mean_loss(losses: list[Tensor], sizes: list[int]) -> Tensor:
-    """The mean of the micro-batches' losses, weighted by their samples (a 0-d tensor)."""
-    stacked = torch.stack([loss.detach().reshape(()) for loss in losses])
-    if len(set(sizes)) == 1:
-        return stacked.sum() / len(losses)
-    return (stacked * torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)).sum() / sum(sizes)
-
-
 def _combine_tensors(tensors: list[Tensor], sizes: list[int]) -> Tensor:
     first = tensors[0]
     if _are_along(0, tensors, sizes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,7 +15,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -22,33 +22,46 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline.accelerators.rank_table_environment import warn_of_placement
-from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.shared import spread_from_owner
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
-from lightning_pipeline.strategy.advice import Advice, Advisor
-from lightning_pipeline.strategy.arguments import ALIKE, check_arguments
-from lightning_pipeline.strategy.batch_norms import convert_batch_norms
+from lightning_pipeline.strategy.advice import Advice, Advisor, Observer, observed
 from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
 from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
-from lightning_pipeline.strategy.dataloading import share_loader
+from lightning_pipeline.strategy.dataloading import AnnouncedLoader, FollowingLoader
 from lightning_pipeline.strategy.facts import parts_of
-from lightning_pipeline.strategy.hooks import apart, knows_no_others, look_at_batches
-from lightning_pipeline.strategy.initial_values import take_initial_values
-from lightning_pipeline.strategy.installation import install
-from lightning_pipeline.strategy.lightning_private import leave_modules_unnamed, note_mesh, total_batches
-from lightning_pipeline.strategy.observing import Observer, observed
+from lightning_pipeline.strategy.held_module import take_initial_values
+from lightning_pipeline.strategy.hooks import apart, follow_hooks, knows_no_others, look_at_batches
+from lightning_pipeline.strategy.installation import (
+    agree_on_overflow,
+    convert_batch_norms,
+    shared_statistics,
+    silence_writers,
+    sync_over,
+)
+from lightning_pipeline.strategy.lightning_private import (
+    Override,
+    call_before_update,
+    compare_parameters_by_identity,
+    leave_modules_unnamed,
+    note_mesh,
+    silence_sync_warning,
+    skip_before_transfer,
+    total_batches,
+)
+from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
-from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, inner
+from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, inner, zeroed_unseen
 from lightning_pipeline.strategy.stage_runner import StageRunner
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup
 from lightning_pipeline.strategy.weights import Weights
-from lightning_pipeline.strategy.zeroing import zeroed_unseen
 
 REGISTERED = {
     "pipeline": "1f1b",
@@ -71,7 +84,7 @@ class PipelineStrategy(CheckpointingStrategy):
             module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules, else "auto". For a
             schedule of virtual stages it numbers these along the data, or names the device that holds them
             (``resolve``). "auto" measures the first step, tries the best cuts and takes the fastest (see
-            ``AutomaticCut`` and `plan`). A path is that of a plan that `StagePlan.save` has written.
+            ``Cutting`` and `plan`). A path is that of a plan that `StagePlan.save` has written.
         num_stages: number of stages, each on a device of its own; default: as many as the stage_config uses, with
             virtual stages as many as there are devices. 1 runs the same path on one device.
         num_microbatches: micro-batches a step, at least ``num_stages``; default ``4 * num_stages``, or what a schedule
@@ -140,16 +153,6 @@ class PipelineStrategy(CheckpointingStrategy):
             timeout=timeout,
         )
         self._choice = ScheduleChoice(schedule)
-        check_arguments(
-            self._choice,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            max_live_microbatches=max_live_microbatches,
-            opt_shard=opt_shard,
-            data_parallel=data_parallel,
-            tensor_parallel_size=tensor_parallel_size,
-            loss_reduction=loss_reduction,
-        )
         self.max_live_microbatches = max_live_microbatches
         self.stage_config = stage_config
         self.num_stages = num_stages
@@ -163,12 +166,12 @@ class PipelineStrategy(CheckpointingStrategy):
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
         self.save_distributed_checkpoint = save_distributed_checkpoint
+        refusals.check_arguments(self, self._choice)
         self.pipeline: Pipeline | None = None
         self.observers: set[Observer] = set()
         """Each gets every action of training steps with its start and end."""
         self.observe_buckets: Callable[[int, float, float], None] | None = None
         """Gets what `PipelineGradReducer.observe` does, in every step that sums gradients over replicas."""
-        self._runner: StageRunner | None = None
         self._advisor: Advisor | None = None
         self._tensor_group: TensorGroup | None = None
         self._accumulating = False
@@ -190,16 +193,6 @@ class PipelineStrategy(CheckpointingStrategy):
         return _asked_for, (type(self), self._arguments, given_later)
 
     @property
-    def transport(self) -> Transport | None:
-        """The connection between the stages; None with one stage, or before setup."""
-        return self._transport
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """The ranks that run this rank's stages on other samples; None if there are none, or before setup."""
-        return self._replicas
-
-    @property
     def peak_live(self) -> int:
         """The most activations of virtual stages that were live on this rank at once in a training step so far."""
         return self._runner.peak_live if self._runner is not None else 0
@@ -218,14 +211,14 @@ class PipelineStrategy(CheckpointingStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.tensor_parallel_size > 1:
-            assert self.num_stages is not None and self.lightning_module is not None
+            assert self.num_stages is not None
             mesh = refusals.check_one_replica(self._topology(self.num_stages)).mesh(self.root_device.type)
-            note_mesh(self.lightning_module, mesh)
+            note_mesh(self._module, mesh)
             self._tensor_group = TensorGroup(mesh["tensor_parallel"].get_group())
 
     @override
     def settings(self) -> dict[str, str]:
-        asked = {name: str(getattr(self, name)) for name in ALIKE}
+        asked = {name: str(getattr(self, name)) for name in refusals.ALIKE}
         return {**super().settings(), **asked, "schedule": self._choice.label}
 
     def _topology(self, num_stages: int) -> Topology:
@@ -240,9 +233,9 @@ class PipelineStrategy(CheckpointingStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
+        module = self._module
         refusals.check_module(module, trainer)
         refusals.check_precision(self.precision_plugin)
         leave_modules_unnamed(trainer)
@@ -253,15 +246,13 @@ class PipelineStrategy(CheckpointingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refusals.check_optimizers(self.optimizers)
-            assert self._runner is not None and self.ownership is not None
             self._stage_optimizers = StageOptimizers(
-                self.optimizers,
-                module,
-                self._transport,
-                shards_over=self._replicas if self.opt_shard else None,
-                has_slices=self._runner.has_slices,
+                [OptimizerLayout(optimizer, module) for optimizer in self.optimizers],
+                self.transport,
+                shards_over=self.replicas if self.opt_shard else None,
+                has_slices=self._running.has_slices,
             )
-            self._settle_optimizers(self.ownership)
+            self._stage_optimizers.settle(self._running.held.ownership)
         self.setup_precision_plugin()
         self._signals.forget()
         self._install(module)
@@ -274,8 +265,7 @@ class PipelineStrategy(CheckpointingStrategy):
         cut = {"stage_config": json.dumps(config, sort_keys=True, default=str), "num_stages": str(num_stages)}
         self.agree("the set-up of the pipeline", {**parts_of(module), **cut})
         if self._set_up_for == (module, num_stages):
-            assert self._runner is not None
-            self._runner.release_remote()
+            self._running.release_remote()
             return
         refusals.check_slices(
             module,
@@ -304,8 +294,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self.plan = self._cutting.plan
         self._seed = self.broadcast(torch.initial_seed())
         self._cut(module, first, num_stages)
-        assert self._held is not None
-        self._held.make(self.weights, self._seed)
+        self._running.held.make(self.weights, self._seed)
         self._set_up_for = (module, num_stages)
 
     def _cut(self, module: LightningModule, cut: Cut, num_stages: int) -> None:
@@ -324,19 +313,19 @@ class PipelineStrategy(CheckpointingStrategy):
             warn_of_placement(num_stages)
         if self.root_device.type == "cpu":
             keep_freed_memory()
-        self._transport = None
+        self.transport = None
         if num_stages > 1:
             store = dist.distributed_c10d._get_default_store()
-            self._transport = Transport.shared(topology, self.root_device, self.timeout, store, self._notice)
-        self._replicas = Replicas.shared(topology, self.timeout)
+            self.transport = Transport.shared(topology, self.root_device, self.timeout, store, self._notice)
+        self.replicas = Replicas.shared(topology, self.timeout)
         self._runner = StageRunner(
             module,
             cut,
             schedules,
             topology,
             self.root_device,
-            transport=self._transport,
-            replicas=self._replicas,
+            transport=self.transport,
+            replicas=self.replicas,
             tensor_group=self._tensor_group,
             signals=self._signals,
             seed=self._seed,
@@ -344,51 +333,61 @@ class PipelineStrategy(CheckpointingStrategy):
             is_fully_sharded=self.data_parallel == "fsdp",
             loss_mean=self.loss_reduction == "mean",
             output_broadcast=self.output_broadcast,
-            on_released=self._settle_optimizers,
+            on_released=lambda ownership: self._stage_optimizers.settle(ownership),
         )
-        self.pipeline, self._held, self._outside = self._runner.pipeline, self._runner.held, self._runner.outside
-
-    def _settle_optimizers(self, ownership: Ownership) -> None:
-        if self._stage_optimizers is not None:
-            self._stage_optimizers.settle(ownership)
+        self.pipeline = self._runner.pipeline
 
     def _cut_before_step(self, name: str, arguments: tuple[Any, ...], context: Callable[[], Any]) -> None:
         """Cut a module that nobody said where to cut, before the first step that comes. All ranks must call it."""
-        module = self.lightning_module
-        assert self._cutting is not None and module is not None and self.pipeline is not None
-        optimizers, transport = self.optimizers, self._transport
+        assert self._cutting is not None and self.pipeline is not None
+        optimizers, transport = self.optimizers, self.transport
         cut = self._cutting.before_step(name, arguments, context, optimizers=optimizers, transport=transport)
         if cut is None:
             return
         self.plan = self._cutting.plan
         observe = self.pipeline.observe
-        self._cut(module, cut, self.pipeline.num_ranks)
+        self._cut(self._module, cut, self.pipeline.num_ranks)
         self.pipeline.observe = observe
-        assert self.ownership is not None
-        self._settle_optimizers(self.ownership)
-        self._install(module)
+        self._stage_optimizers.settle(self._running.held.ownership)
+        self._install(self._module)
 
     @override
     def model_to_device(self) -> None:
-        assert self._held is not None
-        self._held.to_device()
+        self._running.held.to_device()
 
     def _install(self, module: LightningModule) -> None:
+        """Let the user's precision plugin, module, metrics and Trainer do what one stage of several has to, until this
+        is called again or the run ends."""
         self._installed.close()
-        assert self.topology is not None and self.pipeline is not None and self._runner is not None
-        self._installed = install(
-            module,
-            self.precision_plugin,
-            self.topology,
-            self.root_device,
-            replicas=self._replicas,
-            optimizers=self._stage_optimizers,
-            outside=self._outside,
-            recorder=self.pipeline.recorder,
-            signals=self._signals,
-            has_batches=self.topology.is_first_stage or self._shares_batches,
-            has_predictions=self.output_broadcast or self.pipeline.rank == self.pipeline.last_rank,
-        )
+        assert self.topology is not None and self.pipeline is not None
+        plugin, outside = self.precision_plugin, self._outside
+        silence_sync_warning()
+        with ExitStack() as installed:
+            override: Override = installed.enter_context(overridden())
+            installed.enter_context(compare_parameters_by_identity())
+            if outside is not None:
+                follow_hooks(module, outside, override)
+                outside.states.optimizers = [layout.optimizer for layout in self._stage_optimizers]
+                outside.states.are_shared_out = self._stage_optimizers.are_shared_out
+                installed.enter_context(self.pipeline.recorder.patched())
+            override(plugin, "clip_grad_by_norm", functools.partial(self._clip, self._stage_optimizers.clip_by_norm))
+            override(plugin, "clip_grad_by_value", functools.partial(self._clip, self._stage_optimizers.clip_by_value))
+            call_before_update(plugin, self._stage_optimizers.before_update, override)
+            if self.world_size > 1:
+                installed.enter_context(shared_statistics(module, self.replicas))
+                self._signals.install(module.trainer, override, has_replicas=self.replicas is not None)
+                if (scaler := getattr(plugin, "scaler", None)) is not None:
+                    agree_on_overflow(scaler, self.root_device, override)
+                sync_over(module, self.replicas.group if self.replicas is not None else None, override)
+            if not (self.topology.is_first_stage or self._shares_batches):
+                skip_before_transfer(module, override)
+            if not self.output_broadcast and self.pipeline.rank != self.pipeline.last_rank:
+                silence_writers(module.trainer, override)
+            self._installed = installed.pop_all()
+
+    @apart
+    def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        clip(*args, **kwargs)
 
     @contextmanager
     @override
@@ -402,15 +401,15 @@ class PipelineStrategy(CheckpointingStrategy):
     @override
     @apart
     def process_dataloader(self, dataloader: object) -> object:
-        assert self.topology is not None and self.lightning_module is not None
+        assert self.topology is not None
         if self.world_size == 1:
             return dataloader
         self.agree_on_loader(dataloader)
         # Only in training do replicas wait for one another.
-        trainer = self.lightning_module.trainer
-        replicas = self._replicas if trainer.training else None
-        first, whole = self.topology.is_first_stage, self._shares_batches
-        return share_loader(dataloader, self._transport, first=first, replicas=replicas, whole=whole)
+        replicas = self.replicas if self._module.trainer.training else None
+        if self.topology.is_first_stage:
+            return AnnouncedLoader(dataloader, self.transport, replicas, whole=self._shares_batches)
+        return FollowingLoader(dataloader, self.transport, whole=self._shares_batches)
 
     @override
     @apart
@@ -424,23 +423,22 @@ class PipelineStrategy(CheckpointingStrategy):
     @override
     @apart
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None and self._stage_optimizers is not None
-        self._stage_optimizers.note_new_groups(self.lightning_module)
-        trainer = self.lightning_module.trainer
+        self._stage_optimizers.note_new_groups(self._module)
+        trainer = self._module.trainer
         arguments = (*args, *kwargs.values())
         self._cut_before_step("training_step", arguments, self.precision_plugin.train_step_context)
-        assert self.pipeline is not None and self._runner is not None
+        assert self.pipeline is not None
         is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         scaler = getattr(self.precision_plugin, "scaler", None)
-        advising = nullcontext() if self._advisor is None else self._advisor.watching(self.pipeline, self._transport)
+        advising = nullcontext() if self._advisor is None else self._advisor.watching(self.pipeline, self.transport)
         with observed(self.pipeline, *self.observers), advising:
-            return self._runner.train(
+            return self._running.train(
                 arguments,
                 number=total_batches(trainer),
                 accumulate=trainer.accumulate_grad_batches,
                 is_first=is_first,
                 is_last=not self._accumulating,
-                unseen=zeroed_unseen(self.lightning_module, self.optimizers) if is_first else (),
+                unseen=zeroed_unseen(self._module, self.optimizers) if is_first else (),
                 context=self.precision_plugin.train_step_context,
                 scale=scaler.scale if scaler is not None else None,
                 observe_buckets=self.observe_buckets,
@@ -461,59 +459,47 @@ class PipelineStrategy(CheckpointingStrategy):
     @override
     @apart
     def on_validation_start(self) -> None:
-        super().on_validation_start()
+        self.agree_on_evaluation("validation", self._module.trainer.num_val_batches)
         self._signals.pause(True)
-        assert self._runner is not None
-        self._runner.gather_parameters()
+        self._running.gather_parameters()
 
     @override
     @apart
     def on_validation_end(self) -> None:
-        assert self._runner is not None
-        self._runner.release_parameters()
+        self._running.release_parameters()
         self._signals.pause(False)
 
     @override
     @apart
     def on_test_start(self) -> None:
-        super().on_test_start()
-        assert self._runner is not None
-        self._runner.gather_parameters()
-
-    @override
-    @apart
-    def on_test_end(self) -> None:
-        assert self._runner is not None
-        self._runner.release_parameters()
+        self.agree_on_evaluation("test", self._module.trainer.num_test_batches)
+        self._running.gather_parameters()
 
     @override
     @apart
     def on_predict_start(self) -> None:
-        super().on_predict_start()
-        assert self._runner is not None
-        self._runner.gather_parameters()
+        self.agree_on_evaluation("prediction", self._module.trainer.num_predict_batches)
+        self._running.gather_parameters()
 
     @override
     @apart
     def on_predict_end(self) -> None:
-        assert self._runner is not None
-        self._runner.release_parameters()
+        self._running.release_parameters()
+
+    on_test_end = on_predict_end
 
     @apart
     def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         self._cut_before_step(name, args, context)
-        assert self._runner is not None
-        return self._runner.evaluate(name, args, context)
+        return self._running.evaluate(name, args, context)
 
     @override
     @apart
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The schedule has run the backwards; here their gradients appear, between the hooks that expect them."""
-        module = self.lightning_module
-        assert module is not None and self._runner is not None and self._stage_optimizers is not None
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._stage_optimizers.replace(self._runner.publish_gradients())
-        return self.precision_plugin.post_backward(closure_loss, module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        self._stage_optimizers.replace(self._running.publish_gradients())
+        return self.precision_plugin.post_backward(closure_loss, self._module)
 
     @override
     def optimizer_step(
@@ -528,7 +514,6 @@ class PipelineStrategy(CheckpointingStrategy):
         outside = self._outside
         with nullcontext() if outside is None else outside.aside() if is_plain else outside.entered(shows_states=False):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self._stage_optimizers is not None
         self._stage_optimizers.after_update(optimizer)
         return result
 
@@ -549,7 +534,6 @@ class PipelineStrategy(CheckpointingStrategy):
 
         For a hook such as `on_before_optimizer_step`, to log it. All ranks must call it.
         """
-        assert self._stage_optimizers is not None
         return self._stage_optimizers.grad_norm(norm_type)
 
     # -- end --------------------------------------------------------------------------------------------------------
@@ -557,14 +541,14 @@ class PipelineStrategy(CheckpointingStrategy):
     @override
     @apart
     def on_exception(self, exception: BaseException) -> None:
-        if self._failed or self._ends_all(exception):
+        if self._failed or self._signals.ends_all(exception):
             return
         self._failed = True
         self._set_up_for = None  # another run needs connections of its own
         if self._notice is not None:
             self._notice.publish(exception)  # before connections close and wake others up
-        if self._replicas is not None:
-            self._replicas.close()
+        if self.replicas is not None:
+            self.replicas.close()
         if self._notice is not None:
             self._notice.fail(exception)
         super().on_exception(exception)
@@ -577,17 +561,16 @@ class PipelineStrategy(CheckpointingStrategy):
         self._background.wait()
         self._let_processes_end()
         self.agree("the end of the run", {}, is_last=True)
-        if self._held is not None:
-            self._held.to_cpu()
-            assert self.lightning_module is not None
-            if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:  # which has no time
-                self._held.make_whole(self.num_processes)
+        if self._runner is not None:
+            self._runner.held.to_cpu()
+            if self._module.trainer.state.status != TrainerStatus.INTERRUPTED:  # which has no time
+                self._runner.held.make_whole(self.num_processes)
                 if self._outside is not None:
                     self._outside.make_whole(self.num_processes)
-        if self._transport is not None and not self._failed:
+        if self.transport is not None and not self._failed:
             # A process may end after this, and one that ends with messages unread breaks its peers' connections.
-            self._transport.flush()
-            self._transport.barrier("the end of the run")
+            self.transport.flush()
+            self.transport.barrier("the end of the run")
         self.precision_plugin.teardown()
         assert self.accelerator is not None and self.cluster_environment is not None
         self.accelerator.teardown()
@@ -612,6 +595,29 @@ def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[st
     return made
 
 
-def register_strategies() -> None:
-    """Make the names known to `Trainer(strategy=...)`."""
-    PipelineStrategy.register_strategies(StrategyRegistry)
+def sync_pipeline_shared_parameters(module: LightningModule) -> None:
+    """Give every stage that holds a shared parameter its owner's value: the first stage that uses it.
+
+    Training keeps them equal by itself, and so does loading a checkpoint through the Trainer. This is for weights that
+    were changed by hand on one stage. All ranks must call it; with one stage it does nothing. After MindSpore's
+    function of this name.
+
+    Args:
+        module: a module that a Trainer with the pipeline strategy has set up.
+
+    Raises:
+        ValueError: the module is attached to no such Trainer.
+    """
+    strategy = module._trainer.strategy if module._trainer is not None else None
+    if not isinstance(strategy, PipelineStrategy) or strategy.ownership is None:
+        raise ValueError(
+            f"{type(module).__name__} is not set up by a pipeline; call sync_pipeline_shared_parameters in a hook, or "
+            f"after trainer.fit, validate, test or predict with PipelineStrategy"
+        )
+    holders = strategy.ownership.holders
+    shared = {
+        id(parameter): (parameter, holders[name])
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if len(holders[name]) > 1
+    }
+    spread_from_owner(list(shared.values()), strategy.transport, strategy.ownership.stage)

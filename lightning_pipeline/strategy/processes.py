@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -49,7 +49,7 @@ EVEN = (
 class ProcessStrategy(ParallelStrategy):
     """Starts the processes, connects them, and speaks for all of them at once.
 
-    Args:
+    Args, beside those of any strategy:
         process_group_backend: default: what the device has, hccl for npu, nccl for cuda and gloo for cpu (see
             `backend_for`).
         timeout: the longest that a collective waits.
@@ -57,25 +57,29 @@ class ProcessStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        accelerator: Accelerator | None,
-        parallel_devices: list[torch.device] | None,
-        cluster_environment: ClusterEnvironment | None,
-        checkpoint_io: CheckpointIO | None,
-        precision_plugin: Precision | None,
-        *,
+        *args: Any,
         process_group_backend: str | None,
         timeout: timedelta | float,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(*args, **kwargs)
         self.process_group_backend = process_group_backend
         self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.topology: Topology | None = None
-        self._replicas: Replicas | None = None
-        self._num_nodes = 1
+        self.replicas: Replicas | None = None
+        """The ranks that run this rank's stages on other samples; None if there are none, or before setup."""
+        self.num_nodes = 1
+        """Number of machines."""
         self._notice: FailureNotice | None = None
         self._failed = False
         self._agreement: Agreement | None = None
         self._started: set[str] = set()
+
+    @property
+    def _module(self) -> LightningModule:
+        """The user's, in a run."""
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     # A hook that asks may do something else on each rank.
 
@@ -122,15 +126,6 @@ class ProcessStrategy(ParallelStrategy):
         self._precision_plugin = precision_plugin
 
     @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
     def num_processes(self) -> int:
         """Number of processes on this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
@@ -166,14 +161,14 @@ class ProcessStrategy(ParallelStrategy):
         warn_of_unused_npus(self.root_device)
         self.set_world_ranks()
         environment = self.cluster_environment
-        assert environment is not None and self.lightning_module is not None
+        assert environment is not None
         table = check_processes(environment, self.root_device)
         store = self._meet(environment) if self.world_size > 1 else None
         self._agreement = None
         if store is not None:
             self._watch_over(store)
         self._started = set()
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings(), **table})
         with nullcontext() if store is None else store.asked(), waiting_for("all ranks to connect"):
             self.process_group_backend = connect_processes(
@@ -210,32 +205,14 @@ class ProcessStrategy(ParallelStrategy):
 
     def agree_on_loader(self, dataloader: object) -> None:
         """Before a loop asks for its length, where it has one."""
-        assert self.lightning_module is not None
-        stage = self.lightning_module.trainer.state.stage
+        stage = self._module.trainer.state.stage
         assert stage is not None
         length = "known" if has_length(dataloader) else "unknown"
         self.agree(f"the {stage.dataloader_prefix}_dataloader", {"length of the data": length})
 
     @override
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        facts = training_of(self.lightning_module.trainer)
-        self._agree_once("training", facts, way_out=EVEN)
-
-    @override
-    def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
-        self._agree_on_evaluation("validation", self.lightning_module.trainer.num_val_batches)
-
-    @override
-    def on_test_start(self) -> None:
-        assert self.lightning_module is not None
-        self._agree_on_evaluation("test", self.lightning_module.trainer.num_test_batches)
-
-    @override
-    def on_predict_start(self) -> None:
-        assert self.lightning_module is not None
-        self._agree_on_evaluation("prediction", self.lightning_module.trainer.num_predict_batches)
+        self._agree_once("training", training_of(self._module.trainer), way_out=EVEN)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -243,7 +220,8 @@ class ProcessStrategy(ParallelStrategy):
         if self._agreement is not None:
             self._agreement.decline(exception)
 
-    def _agree_on_evaluation(self, kind: str, num_batches: list[int | float]) -> None:
+    def agree_on_evaluation(self, kind: str, num_batches: list[int | float]) -> None:
+        """Before its first batch."""
         assert self.topology is not None
         self._agree_once(kind, evaluation_of(kind, num_batches, self.topology.replica))
 
@@ -285,10 +263,10 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Over replicas: within a pipeline every rank has the same value."""
-        if self._replicas is None or not isinstance(tensor, Tensor):
+        if self.replicas is None or not isinstance(tensor, Tensor):
             return tensor
         with waiting_for("a reduction over replicas"):
-            return backend_rules.reduce(tensor, reduce_op, self._replicas.group)
+            return backend_rules.reduce(tensor, reduce_op, self.replicas.group)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -302,9 +280,9 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Over replicas: [num_replicas, ...], or the tensor as it is where there is one."""
-        if self._replicas is None:
+        if self.replicas is None:
             return tensor
-        return all_gather(tensor, self._replicas.group, sync_grads=sync_grads)
+        return all_gather(tensor, self.replicas.group, sync_grads=sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -14,10 +14,9 @@ from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.recording import gather_spans
 from lightning_pipeline.schedules import measured_costs, recorded_schedule
 from lightning_pipeline.schedules.balance import Machine
-from lightning_pipeline.strategy.measuring import estimate_training_step, unnoticed
-from lightning_pipeline.strategy.observing import is_usual
+from lightning_pipeline.strategy.advice import is_usual
+from lightning_pipeline.strategy.measuring import estimate_training_step, unnoticed, with_everybody
 from lightning_pipeline.strategy.pipeline import PipelineStrategy
-from lightning_pipeline.strategy.with_everybody import with_everybody
 
 
 class PipelineRebalance(Callback):

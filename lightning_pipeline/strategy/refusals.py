@@ -1,8 +1,9 @@
-"""What cannot work under a pipeline, refused at setup with the way out."""
+"""What cannot work under a pipeline, refused with the way out: arguments before anything starts, the rest at setup."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,9 +17,65 @@ from lightning.pytorch.plugins import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_pipeline.partition.stage_config import AUTO
 from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.schedules.errors import shown
+from lightning_pipeline.schedules.limits import MAX_PASSES, MAX_PROCESSES, MAX_RANKS
 from lightning_pipeline.strategy.copies import copies_of
 from lightning_pipeline.strategy.lightning_private import uses_dataloader_iter
+from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
+
+if TYPE_CHECKING:
+    from lightning_pipeline.strategy.pipeline import PipelineStrategy
+
+ALIKE = (
+    "num_stages",
+    "num_microbatches",
+    "max_live_microbatches",
+    "gradients_mean",
+    "opt_shard",
+    "data_parallel",
+    "tensor_parallel_size",
+    "loss_reduction",
+    "output_broadcast",
+)
+"""Those that all ranks have to be given alike, beside the schedule."""
+
+
+def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
+    """Raise for values that are none of those a `PipelineStrategy` takes, or do not go together.
+
+    Raises:
+        ValueError: names the value and the way out.
+    """
+    if asked.loss_reduction not in ("mean", "sum"):
+        raise ValueError(f'loss_reduction is "mean" or "sum", got {asked.loss_reduction!r}')
+    if asked.data_parallel not in ("replicate", "fsdp"):
+        raise ValueError(f'data_parallel is "replicate" or "fsdp", got {asked.data_parallel!r}')
+    if asked.data_parallel == "fsdp" and asked.opt_shard:
+        raise ValueError('data_parallel="fsdp" shards the optimizer state already: leave opt_shard=True out')
+    _check_count("tensor_parallel_size", asked.tensor_parallel_size, MAX_PROCESSES)
+    if asked.tensor_parallel_size > 1 and asked.num_stages is None:
+        raise ValueError(
+            f"tensor_parallel_size={asked.tensor_parallel_size} needs num_stages as well, as configure_model gets the "
+            f"device mesh before the stages are counted"
+        )
+    if asked.num_stages is not None:
+        _check_count("num_stages", asked.num_stages, MAX_RANKS)
+    if asked.num_microbatches is not None and asked.num_microbatches != AUTO:
+        _check_count("num_microbatches", asked.num_microbatches, MAX_PASSES)
+    if asked.max_live_microbatches is not None and not choice.is_auto:
+        raise ValueError(
+            f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto", which chooses; '
+            f"{choice.label!r} holds what it holds"
+        )
+
+
+def _check_count(name: str, value: int | str, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is a whole number from 1, got {shown(value)}")
+    if value > most:
+        raise ValueError(f"{name} is at most {most:,}, got {shown(value)}")
 
 
 def check_module(module: LightningModule, trainer: Trainer) -> None:
@@ -39,15 +96,6 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
                 f"{type(module).__name__}.{step} takes a dataloader_iter, and only the first stage has one; "
                 f"let it take (batch, batch_idx)"
             )
-    _check_callbacks(trainer)
-
-
-def _check_callbacks(trainer: Trainer) -> None:
-    """Raise for callbacks that need the whole model on a rank, or find out what one rank alone would see.
-
-    Raises:
-        ValueError: with the way out.
-    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelPruning):
             raise ValueError(

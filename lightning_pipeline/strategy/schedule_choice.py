@@ -141,15 +141,11 @@ class Schedules:
     def __call__(self, num_microbatches: int) -> Schedule:
         """The schedule of a batch with `num_microbatches`, which are fewer than usual in a last batch that is small."""
         if self._name:
-            return fuse(
-                build_for_batch(self._name, self._num_stages, num_microbatches, self._num_virtual_stages)
-            )
+            return fuse(build_for_batch(self._name, self._num_stages, num_microbatches, self._num_virtual_stages))
         return self.full.take(num_microbatches)
 
 
-def _require(
-    schedule: Schedule, label: str, num_stages: int, num_virtual_stages: int, num_microbatches: int
-) -> None:
+def _require(schedule: Schedule, label: str, num_stages: int, num_virtual_stages: int, num_microbatches: int) -> None:
     """What a schedule of the user's own has to be, beside sound."""
     found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
     wanted = (num_stages, num_stages * num_virtual_stages, num_microbatches)

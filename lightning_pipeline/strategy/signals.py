@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipeline.strategy.lightning_private import (
+    Override,
     call_before_each_batch,
     replace_signal_handlers,
     requeue_slurm_job,
@@ -46,21 +47,15 @@ class Signals:
         self._all_stop = False
         self._requeue_next = False
 
-    def install(self, trainer: Trainer, *, has_replicas: bool) -> Callable[[], None]:
-        """Take the place of Lightning's handlers, before it registers them. Returns a function that undoes it.
+    def install(self, trainer: Trainer, override: Override, *, has_replicas: bool) -> None:
+        """Take the place of Lightning's handlers, before it registers them.
 
         Args:
             has_replicas: these may have unequally many validation batches, so in a fit they stop after training ones.
         """
         self._trainer, self._has_replicas = trainer, has_replicas
-        restore = replace_signal_handlers(trainer, terminate=self._note_termination, requeue=self._note_requeue)
-        forget = call_before_each_batch(trainer, self._before_batch)
-
-        def undo() -> None:
-            forget()
-            restore()
-
-        return undo
+        replace_signal_handlers(trainer, override, terminate=self._note_termination, requeue=self._note_requeue)
+        call_before_each_batch(trainer, self._before_batch, override)
 
     def forget(self) -> None:
         """Before a run: what arrived in an earlier one was for that."""

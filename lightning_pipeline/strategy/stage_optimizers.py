@@ -1,32 +1,39 @@
-"""The optimizers of a run, of whose parameters each rank holds a part."""
+"""The optimizers of a run, of whose parameters each rank holds a part, and the norm of their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.runtime.fully_sharded import whole
+from lightning_pipeline.runtime.backend_rules import all_reduce
+from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.runtime.fully_sharded import local_part, plain, whole
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu
-from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value, global_grad_norm
-from lightning_pipeline.strategy.optimizer_shards import OptimizerShards
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.whole_updates import WholeUpdates
+from lightning_pipeline.strategy.shared_updates import OptimizerShards, WholeUpdates
+
+_NO_GRADIENT = -1.0  # no norm is negative, and NaN stays free for gradients that are
 
 
 class StageOptimizers:
     """Clips, updates, saves and loads what optimizers have on this rank as one process does.
 
     Args:
-        optimizers: as ``configure_optimizers`` made them, over the whole model.
+        layouts: of the optimizers as ``configure_optimizers`` made them, over the whole model.
         shards_over: replicas that share out the optimizer state; None keeps it whole on each.
         has_slices: parameters may be DTensors, of which each rank has a slice.
 
@@ -36,14 +43,13 @@ class StageOptimizers:
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
-        module: LightningModule,
-        transport: Transport | None,
+        layouts: Sequence[OptimizerLayout],
+        transport: Transport | None = None,
         *,
         shards_over: Replicas | None = None,
         has_slices: bool = False,
     ) -> None:
-        self._layouts = {optimizer: OptimizerLayout(optimizer, module) for optimizer in optimizers}
+        self._layouts = {layout.optimizer: layout for layout in layouts}
         self.are_shared_out = shards_over is not None or has_slices
         self._transport = transport
         self._ownership: Ownership | None = None
@@ -89,16 +95,30 @@ class StageOptimizers:
         """The norm of all gradients of the model. All ranks must call it."""
         local = {name: parameter for layout in self for name, parameter in layout.local_parameters()}
         dtypes = {name: dtype for layout in self for name, dtype in layout.dtypes.items()}
+        return self._norm(local, dtypes, norm_type)
+
+    def _norm(
+        self, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype], norm_type: float
+    ) -> Tensor:
         return global_grad_norm(
-            local.items(), dtypes, ownership=self.ownership, transport=self._transport, norm_type=norm_type
+            parameters.items(), dtypes, ownership=self.ownership, transport=self._transport, norm_type=norm_type
         )
 
-    def clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        layout = self._layouts[inner(optimizer)]
-        clip_by_norm(layout, float(clip_val), ownership=self.ownership, transport=self._transport)
+    def clip_by_norm(self, optimizer: Optimizer, clip_val: int | float, norm_type: float = 2.0) -> Tensor:
+        """Scale an optimizer's gradients so that their norm over all stages is at most ``clip_val``, in place.
+
+        As ``torch.nn.utils.clip_grad_norm_`` over the whole model's optimizer in one process. All ranks must call it.
+        Returns the norm before clipping, the same on every stage.
+        """
+        layout = self.layout_of(optimizer)
+        norm = self._norm(dict(layout.local_parameters()), layout.dtypes, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(plain(p for _, p in layout.local_parameters()), float(clip_val), norm)
+        return norm
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_value(self._layouts[inner(optimizer)], float(clip_val))
+        """Clamp each gradient of this stage to ``[-clip_val, clip_val]``, in place."""
+        parameters = plain(parameter for _, parameter in self.layout_of(optimizer).local_parameters())
+        torch.nn.utils.clip_grad_value_(parameters, float(clip_val))
 
     def before_update(self, optimizer: Optimizer) -> None:
         """When the gradients are final and clipped."""
@@ -142,3 +162,124 @@ def _whole(state: dict[str, Any]) -> dict[str, Any]:
 def inner(optimizer: Any) -> Optimizer:
     """What Lightning's wrapper is around."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def zeroed_unseen(module: LightningModule, optimizers: Sequence[Optimizer]) -> set[nn.Parameter]:
+    """Parameters whose last gradients Lightning sets to None after `training_step`, with nobody to see them before.
+
+    None of them where a hook of the module or of a callback, or an optimizer of the user's own, could tell.
+    """
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    if (
+        is_overridden("optimizer_zero_grad", module)
+        or is_overridden("on_before_zero_grad", module)
+        or any(is_overridden("on_before_zero_grad", callback, Callback) for callback in callbacks)
+        or any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
+    ):
+        return set()
+    return {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+
+
+@torch.no_grad()
+def global_grad_norm(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    ownership: Ownership,
+    transport: Transport | None,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """The norm of the gradients of all stages, each shared parameter counted once. Every stage must call it.
+
+    torch takes each gradient's norm and then the norm of those, in the model's order. Each stage does the first
+    part for its own gradients; the second part is done everywhere on all norms, in that same order.
+
+    Args:
+        named_parameters: this stage's parameters.
+        dtypes: name and dtype of every parameter of the whole model, in the order in which one process lists them.
+        ownership: who holds which parameter.
+        transport: the connection to the other stages, or None with one stage.
+        norm_type: order of the norm, may be ``inf``.
+
+    Returns:
+        A 0-d tensor on the device of this stage's gradients.
+    """
+    named_grads = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
+    if transport is None and not any(isinstance(grad, DTensor) for _, grad in named_grads):
+        return torch.nn.utils.get_total_norm([grad for _, grad in named_grads], norm_type)
+    columns = {name: column for column, name in enumerate(dtypes)}
+    vector = torch.full((len(columns),), _NO_GRADIENT, dtype=torch.float64)
+    if named_grads:
+        norms = _norms([grad for _, grad in named_grads], float(norm_type))
+        vector[[columns[name] for name, _ in named_grads]] = norms.cpu()
+    table = [vector.tolist()]
+    if transport is not None:
+        table = transport.all_gather_vector(vector, "gradient norms").tolist()
+
+    found: dict[str, float] = {}
+    for name, column in columns.items():
+        first = next((stage for stage in ownership.holders[name] if table[stage][column] != _NO_GRADIENT), None)
+        if first is not None:
+            found[name] = table[first][column]
+    device = named_grads[0][1].device if named_grads else torch.device("cpu")
+    return _norm_of_norms(found, dtypes, device, float(norm_type))
+
+
+def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
+    """Each gradient's norm as float64 (exact), by the kernels that torch's own clipping uses.
+
+    Ranks that hold slices of the gradients must all call it.
+    """
+    slices = {i: grad for i, grad in enumerate(grads) if isinstance(grad, DTensor) and not _is_replicated(grad)}
+    # A parameter with fewer rows than replicas leaves some of them nothing, and torch knows no norm of that.
+    parts = (local_part(grad) for grad in grads)
+    grads = [part if part.numel() else part.new_zeros(1) for part in parts]
+    result = torch.empty(len(grads), dtype=torch.float64, device=grads[0].device)
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, grad in enumerate(grads):
+        kinds.setdefault((grad.device, grad.dtype), []).append(index)
+    for (device, _), indices in kinds.items():
+        group = [grads[index] for index in indices]
+        if _has_foreach_support(group, device):
+            norms = list(torch._foreach_norm(group, norm_type))
+        else:
+            norms = [torch.linalg.vector_norm(grad, norm_type) for grad in group]
+        result[indices] = torch.stack(norms).to(result)
+    if slices:
+        mesh = next(iter(slices.values())).device_mesh
+        result[list(slices)] = _over_slices(result[list(slices)], norm_type, mesh)
+    return result
+
+
+def _is_replicated(tensor: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _over_slices(norms: Tensor, norm_type: float, mesh: DeviceMesh) -> Tensor:
+    """The norms of whole gradients from those of this rank's slices, by one message."""
+    is_maximum = norm_type == float("inf")
+    powers = norms.pow(norm_type) if norm_type and not is_maximum else norms  # of order 0 it is a count
+    with waiting_for("the norms of other ranks' slices of gradients"):
+        all_reduce(powers, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=mesh.get_group()).wait()
+    if is_maximum:
+        return powers
+    return powers.pow(1 / norm_type) if norm_type else powers
+
+
+def _norm_of_norms(
+    norms: Mapping[str, float], dtypes: Mapping[str, torch.dtype], device: torch.device, norm_type: float
+) -> Tensor:
+    """The norm of all gradients' norms, in the order and dtype in which torch puts them together."""
+    if not norms:
+        return torch.tensor(0.0)
+    order = list(norms)
+    if len({dtypes[name] for name in order}) > 1:
+        # torch lines the norms up dtype by dtype; which comes first is known to its own grouping only.
+        samples: list[Tensor | None] = [torch.empty(0, dtype=dtypes[name], device=device) for name in order]
+        groups = _group_tensors_by_device_and_dtype([samples], True).values()
+        order = [order[index] for _, indices in groups for index in indices]
+    dtype = dtypes[order[0]].to_real()
+    for name in order:
+        dtype = torch.promote_types(dtype, dtypes[name].to_real())
+    vector = torch.tensor([norms[name] for name in order], dtype=torch.float64).to(device=device, dtype=dtype)
+    return torch.linalg.vector_norm(vector, norm_type)

@@ -1,8 +1,9 @@
-"""Runs this rank's stages of a module that is cut."""
+"""Runs the user's steps on this rank's stages: one call of Lightning's, many micro-batches, one result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import zlib
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +12,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.random import mix
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.gradients import Gradients
@@ -22,12 +26,18 @@ from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.site import stage_term
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.work import Work
 from lightning_pipeline.strategy.cutting import Cut
 from lightning_pipeline.strategy.held_module import HeldModule
+from lightning_pipeline.strategy.logged_values import LoggedValues
+from lightning_pipeline.strategy.losses import backward_of, is_sum_over_samples, loss_in, mean_loss
+from lightning_pipeline.strategy.outputs import combine
 from lightning_pipeline.strategy.schedule_choice import Schedules
-from lightning_pipeline.strategy.signals import Signals
-from lightning_pipeline.strategy.steps import Steps
+from lightning_pipeline.strategy.signals import Signals, merge
 from lightning_pipeline.strategy.tensor_parallel import TensorGroup, place_gradients
+
+_SINGLE_SAMPLE = "more than 1 value per channel"
+"""In the error of torch's batch norms."""
 
 
 class StageRunner:
@@ -36,11 +46,7 @@ class StageRunner:
     All ranks make it at the same point.
 
     Args:
-        module: the LightningModule.
-        cut: its stages.
         schedules: of training steps.
-        topology: where this rank is.
-        device: where it computes.
         transport: to the other stages; None with one.
         replicas: the ranks that run these stages on other samples; None if there are none.
         tensor_group: the ranks among which tensors are split; None if they are whole.
@@ -72,12 +78,19 @@ class StageRunner:
         output_broadcast: bool,
         on_released: Callable[[Ownership], None],
     ) -> None:
-        self.is_stepping = False
-        """Whether a step is running, and not what goes on around it."""
+        self.peak_live = 0
+        """The most activations of virtual stages that were live on this rank at once in a training step so far."""
         self._module = module
         self._cut = cut
         self._transport = transport
-        self._has_tensor_group = tensor_group is not None
+        self._replicas = replicas
+        self._tensor_group = tensor_group
+        self._signals = signals
+        self._mean = loss_mean
+        self._output_broadcast = output_broadcast
+        self._seed = mix(seed, replicas.topology.replica) if replicas is not None else seed
+        self._logged = LoggedValues(module)
+        self._has_looked_at_loss = not loss_mean
         self._is_alone = topology.world_size == 1
         self._on_released = on_released
         self._sharded: FullySharded | None = None
@@ -121,31 +134,16 @@ class StageRunner:
             gradients_mean=gradients_mean,
             sharded=self._sharded,
         )
-        self._steps = Steps(
-            module,
-            self.pipeline,
-            seed=seed,
-            mean=loss_mean,
-            output_broadcast=output_broadcast,
-            replicas=replicas,
-            tensor_group=tensor_group,
-            signals=signals,
-        )
         self.release_remote()
 
     @property
     def has_slices(self) -> bool:
         """Whether parameters may be DTensors, of which each rank has a slice."""
-        return self._sharded is not None or self._has_tensor_group
-
-    @property
-    def peak_live(self) -> int:
-        """The most activations of virtual stages that were live on this rank at once in a training step so far."""
-        return self._steps.peak_live
+        return self._sharded is not None or self._tensor_group is not None
 
     def train(
         self,
-        arguments: tuple[Any, ...],
+        args: tuple[Any, ...],
         *,
         number: int,
         accumulate: int,
@@ -156,45 +154,80 @@ class StageRunner:
         scale: Callable[[Tensor], Tensor] | None,
         observe_buckets: Callable[[int, float, float], None] | None,
     ) -> Any:
-        """One training step with its backward (`Steps.train`), whose gradients are kept for `publish_gradients`.
+        """One training step with its backward, whose gradients are kept for `publish_gradients`. Returns the loss, or
+        the step's dictionary with it.
 
         Args:
+            args: as the user's training_step takes them, the batch first.
+            number: number of the batch since training began.
+            accumulate: number of batches over which gradients are accumulated.
             is_first: the batch begins an accumulation window.
             is_last: the batch ends it, so the gradients are summed over replicas.
             unseen: parameters whose gradients of the last window nobody needs.
+            context: the precision's context around a step.
+            scale: scales what backward starts from, for fp16.
             observe_buckets: gets what `PipelineGradReducer.observe` does.
+
+        Raises:
+            ValueError: the step returned no loss.
         """
         self._gradients.observe_buckets = observe_buckets
         self._gradients.begin(first=is_first, complete=is_last, unseen=unseen)
-        self.is_stepping = True
-        try:
-            result = self._steps.train(
-                arguments,
-                number=number,
-                accumulate=accumulate,
-                context=context,
-                after_backward=self._after_backward,
-                scale=scale,
-            )
-        finally:
-            self.is_stepping = False
+        is_sum = False
+
+        def loss_of(state: Microbatch, loss: Tensor) -> Tensor:
+            nonlocal is_sum
+            if not self._has_looked_at_loss and state.num_microbatches > 1:
+                self._has_looked_at_loss = True
+                is_sum = is_sum_over_samples(loss, state.num_samples)
+            weighted = self._weighted(loss, state, accumulate)
+            return weighted if scale is None else scale(weighted)
+
+        run_backward, is_plain = backward_of(self._module)
+        work = Work(
+            kind=("train", self._module.training),
+            step=self._step_function(self._module.training_step, args[1:], context, has_loss=True),
+            loss_of=loss_of,
+            run_backward=run_backward,
+            after_backward=self._after_backward,
+            can_split=is_plain,
+            seed=mix(self._seed, 0, number),
+        )
+        states, numbers = self._run(work, args[0], lambda: [self._signals.noted, float(is_sum)])
+        self.peak_live = max(self.peak_live, self.pipeline.peak_live)
+        self._heed(numbers, training=True)
+        if any(is_sum for _, is_sum in numbers):
+            self._warn_of_sum()
+        self._log(states)
         self._take_in_uses(training=True)
         self._gradients.finish()
         self._end_what_is_profiled()
-        return result
+        losses = [(state.loss.detach(), state.num_samples) for state in states if state.loss is not None]
+        if not losses:
+            return None
+        loss = self._reported(*map(list, zip(*losses, strict=True))).to(torch.float32)
+        extra = _without_loss([state.result for state in states], [state.num_samples for state in states])
+        return {"loss": loss, **extra} if extra else loss
 
-    def evaluate(
-        self, name: str, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]
-    ) -> Any:
-        """The validation, test or predict step of this name."""
-        self.is_stepping = True
-        try:
-            result = self._steps.evaluate(name, getattr(self._module, name), arguments, context=context)
-        finally:
-            self.is_stepping = False
+    def evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]) -> Any:
+        """The validation, test or predict step of this name. Returns its output, put together over micro-batches."""
+        numbers = [arg for arg in args[1:] if isinstance(arg, int)]
+        work = Work(
+            kind=(name, self._module.training, *numbers[1:]),
+            step=self._step_function(getattr(self._module, name), args[1:], context),
+            results_on=None if self._output_broadcast else self.pipeline.last_rank,
+            waits=name != "predict_step",  # the first stages go on with the next batch
+            seed=mix(self._seed, zlib.crc32(name.encode()), *numbers),
+        )
+        states, numbers_of_all = self._run(work, args[0], lambda: [self._signals.noted, 0.0])
+        if numbers_of_all:
+            self._heed(numbers_of_all, training=False)
+        self._log(states)
         self._take_in_uses(training=False)
         self._end_what_is_profiled()
-        return result
+        if not self._output_broadcast and self.pipeline.rank != self.pipeline.last_rank:
+            return None
+        return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
 
     def publish_gradients(self) -> dict[nn.Parameter, nn.Parameter]:
         """Let the gradients of the steps appear in `.grad`.
@@ -203,7 +236,7 @@ class StageRunner:
             The new parameter for each that is sharded from now on.
         """
         self._gradients.publish()
-        if self._has_tensor_group:
+        if self._tensor_group is not None:
             place_gradients(self._module.parameters())
         return self._gradients.shard()
 
@@ -217,6 +250,112 @@ class StageRunner:
         self.pipeline.check()
         if self._sharded is not None:
             self._sharded.release()
+
+    def release_remote(self) -> None:
+        """Let go of what other stages hold, as far as it is known."""
+        self.held.release_remote()
+        self.pipeline.note_release()
+        self._gradients.settle(self.held.ownership)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, work: Work, batch: Any, extra: Callable[[], list[float]]
+    ) -> tuple[list[Microbatch], list[list[float]]]:
+        microbatches = None
+        if self.pipeline.rank == 0:
+            if self._tensor_group is not None:
+                batch = self._tensor_group.same(batch)
+            microbatches = microbatches_of(batch, self.pipeline.num_microbatches, self._module)
+        return self.pipeline.run(work, microbatches, extra)
+
+    def _step_function(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        has_loss: bool = False,
+    ) -> Callable[[Microbatch, Any], tuple[Any, Any]]:
+        attributes = vars(self._module)
+        name = type(self._module).__name__
+        needs_gradients = has_loss and backward_of(self._module)[1]
+        sums = has_loss and not self._mean
+        can_skip = self.pipeline.num_ranks == 1 and self._replicas is None  # which Lightning has for one process only
+
+        def run(state: Microbatch, batch: Any) -> tuple[Any, Any]:
+            before = attributes.get("log")
+            attributes["log"] = lambda *args, **kwargs: self._note(state, *args, **kwargs)
+            try:
+                with context():
+                    result = function(batch, *args)
+            except ValueError as error:
+                if state.num_samples == 1 and _SINGLE_SAMPLE in str(error):
+                    raise ValueError(
+                        f"micro-batch {state.index} has one sample, of which a batch norm has no statistics: give "
+                        f"batches two samples or more, as with DataLoader(drop_last=True) ({error})"
+                    ) from error
+                raise
+            finally:
+                if before is None:
+                    attributes.pop("log", None)
+                else:
+                    attributes["log"] = before
+            if not has_loss:
+                return result, None
+            loss = None if result is None and can_skip else loss_in(result, name)
+            if loss is not None and needs_gradients and not loss.requires_grad:
+                raise RuntimeError(
+                    f"the loss that {name}.training_step returned has no gradients to give: nothing that it was "
+                    f"computed from requires them, or they were off; to skip a batch, return a loss of zero times the "
+                    f"output"
+                )
+            if sums:
+                for logged in state.logged:
+                    logged.is_share = loss is not None and _is_same(logged.token, _token(loss, state), state)
+            return result, loss
+
+        return run
+
+    def _note(self, state: Microbatch, *args: Any, **kwargs: Any) -> None:
+        """Keep what the user's step logs until the step ends."""
+        logged = self._logged.note(state.num_samples, *args, **kwargs)
+        value = args[1] if len(args) > 1 else kwargs["value"]
+        if not self._mean and isinstance(value, Tensor):
+            logged.token = _token(value, state)
+        state.logged.append(logged)
+
+    def _log(self, states: list[Microbatch]) -> None:
+        """Log what the micro-batches have logged, as one process does for its whole batch."""
+        self._logged.log((logged for state in states for logged in state.logged), self._module.log)
+
+    def _heed(self, numbers: list[list[float]], *, training: bool) -> None:
+        """Take in what has arrived at some rank."""
+        signals = merge(noted for noted, _ in numbers)
+        all_ranks = self._replicas is None
+        if self._replicas is not None and training:  # in evaluation replicas may have unequally many batches
+            gathered = self._replicas.gather_numbers(0.0, signals)
+            signals = merge(noted for _, noted in gathered)
+            all_ranks = True
+        self._signals.heed(signals, by_all=all_ranks)
+
+    def _weighted(self, loss: Tensor, state: Microbatch, accumulate: int) -> Tensor:
+        """The micro-batch's share of the loss that is minimised."""
+        if not self._mean:
+            return loss / accumulate
+        if state.even:
+            return loss / (state.num_microbatches * accumulate)
+        return loss * (state.weight / accumulate)
+
+    def _warn_of_sum(self) -> None:
+        rank_zero_warn(
+            f"the loss of {type(self._module).__name__}.training_step is a sum over samples, and of the micro-batches' "
+            f"losses the mean is taken: it and its gradients are those of the whole batch divided by the number of "
+            f'micro-batches. Use PipelineStrategy(loss_reduction="sum"), or a loss that is a mean over samples'
+        )
+
+    def _reported(self, losses: list[Tensor], sizes: list[int]) -> Tensor:
+        return mean_loss(losses, sizes) if self._mean else torch.stack(losses).sum()
 
     def _end_what_is_profiled(self) -> None:
         """Gloo's sends write the end of what a profile notes of them, which may be gone after the step."""
@@ -246,12 +385,6 @@ class StageRunner:
             self._gradients.settle(self.held.ownership)
             self._on_released(self.held.ownership)
 
-    def release_remote(self) -> None:
-        """Let go of what other stages hold, as far as it is known."""
-        self.held.release_remote()
-        self.pipeline.note_release()
-        self._gradients.settle(self.held.ownership)
-
     def _warn_of_unreached(self) -> None:
         """Say which stages have had nothing to do: a mistake in the stage_config, or modules that are called later."""
         placement = self.pipeline.placement
@@ -265,3 +398,33 @@ class StageRunner:
                     f"and stage_config gives it {', '.join(names) or 'no module'}. Where this is not to change later, "
                     f"name the first module there that the step calls"
                 )
+
+
+def _token(value: Any, state: Microbatch) -> Any:
+    """What a tensor holds now: equal for tensors that show the same number in one memory, as `detach` makes them."""
+    number = state.recording.value_of(value) if state.recording is not None else None
+    if number is not None:
+        return number
+    with torch._C.DisableTorchFunction():
+        return value.data_ptr(), value.dtype, value._version
+
+
+def _is_same(token: Any, other: Any, state: Microbatch) -> bool:
+    if isinstance(token, int) and isinstance(other, int):
+        assert state.recording is not None
+        return state.recording.origin(token) == state.recording.origin(other)
+    return bool(token == other)
+
+
+def _without_loss(results: list[Any], sizes: list[int]) -> dict[str, Any] | None:
+    first = next(result for result in results if result is not None)
+    if not isinstance(first, Mapping):
+        return None
+    extras: list[Any] = [
+        None if result is None else {key: value for key, value in result.items() if key != "loss"} for result in results
+    ]
+    return _detached(combine(extras, sizes)) if len(first) > 1 else None
+
+
+def _detached(value: Any) -> Any:
+    return tree.replace(value, Tensor.detach)

@@ -15,11 +15,7 @@ from lightning_pipeline.runtime.failure import waiting_for
 
 
 class TensorGroup:
-    """The ranks among which one replica of a stage is split. They see the same data and make the same draws.
-
-    Args:
-        group: these ranks.
-    """
+    """The ranks among which one replica of a stage is split. They see the same data and make the same draws."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

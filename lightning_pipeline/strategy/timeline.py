@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.recording import Recording, gather_recordings
+from lightning_pipeline.schedules import idle_share, measured_costs, recorded_schedule
+from lightning_pipeline.schedules.chrome_trace import save_chrome_trace
+from lightning_pipeline.schedules.picture import save_picture
+from lightning_pipeline.schedules.timeline import overlapped_share
 from lightning_pipeline.strategy.pipeline import PipelineStrategy
-from lightning_pipeline.strategy.timeline_files import draw_timeline, write_chrome_trace
-from lightning_pipeline.strategy.timeline_metrics import timeline_metrics
+
+MAX_ROWS = 32
+"""Ranks in a picture: as many replicas as that allows, and at least one."""
 
 
 class PipelineTimeline(Callback):
@@ -137,3 +143,79 @@ class PipelineTimeline(Callback):
             f"Timeline of the last training step (bubble {self.bubble:.1%}, simulated {simulated:.1%}): {picture} "
             f"and, for chrome://tracing, {trace}"
         )
+
+
+def timeline_metrics(recorded: Sequence[Sequence[Recording]], placement: Sequence[int]) -> dict[str, float]:
+    """The numbers that `PipelineTimeline` logs, by name.
+
+    Args:
+        recorded: what each rank recorded, by replica and by stage.
+        placement: for each virtual stage, the stage that holds it.
+    """
+    pipelines = [[rank.actions for rank in pipeline] for pipeline in recorded]
+    timeline = [row for pipeline in pipelines for row in pipeline]
+    reductions = [rank.reductions for pipeline in recorded for rank in pipeline]
+    # Replicas may differ in speed, and in the schedule that "auto" chose.
+    simulations = [
+        measured_costs([pipeline], placement).simulate(recorded_schedule(pipeline, placement)) for pipeline in pipelines
+    ]
+    metrics = {
+        "pipeline/bubble": idle_share(timeline),
+        "pipeline/bubble_simulated": fmean(simulation.bubble for simulation in simulations),
+    }
+    if any(reductions):
+        metrics["pipeline/reduction_overlap"] = overlapped_share(timeline, reductions)
+    for pipeline, simulation in zip(recorded, simulations, strict=True):
+        for rank, simulated in zip(pipeline, simulation.peak_live, strict=True):
+            metrics[f"pipeline/live_activations/rank{rank.rank}"] = float(rank.peak_live)
+            metrics[f"pipeline/live_activations_simulated/rank{rank.rank}"] = float(simulated)
+    return metrics
+
+
+def write_chrome_trace(recorded: Sequence[Sequence[Recording]], path: Path) -> Path:
+    """Write what all ranks did, with times in seconds, by replica and stage. Returns `path`."""
+    ranks = [rank for pipeline in recorded for rank in pipeline]
+    return save_chrome_trace(
+        [rank.actions for rank in ranks],
+        path,
+        reductions=[rank.reductions for rank in ranks],
+        labels=_labels(recorded),
+    )
+
+
+def draw_timeline(recorded: Sequence[Sequence[Recording]], path: Path) -> Path | None:
+    """Draw what the ranks of the first replicas did. Returns `path`, or None where matplotlib is not installed."""
+    num_shown = max(1, MAX_ROWS // len(recorded[0]))
+    shown = [rank for pipeline in recorded[:num_shown] for rank in pipeline]
+    title = "last training step"
+    if num_shown < len(recorded):
+        title += f", {num_shown} of {len(recorded)} replicas"
+    try:
+        return save_picture(
+            [[(action, start * 1e3, end * 1e3) for action, start, end in rank.actions] for rank in shown],
+            path,
+            title=title,
+            time_label="milliseconds",
+            reductions=[[(start * 1e3, end * 1e3) for start, end in rank.reductions] for rank in shown],
+            labels=_labels(recorded)[: len(shown)],
+        )
+    except ModuleNotFoundError as error:
+        rank_zero_warn(f"the timeline is not drawn: {error}")
+        return None
+
+
+def _labels(recorded: Sequence[Sequence[Recording]]) -> list[str]:
+    """The ranks' names, replica after replica."""
+    if len(recorded) == 1:
+        return [f"rank {rank.rank}" for rank in recorded[0]]
+    return [
+        f"rank {rank.rank} (replica {replica}, {_stages(rank)})"
+        for replica, pipeline in enumerate(recorded)
+        for rank in pipeline
+    ]
+
+
+def _stages(rank: Recording) -> str:
+    """``"stage 1"``, or ``"stages 1, 3"`` where a rank holds several virtual ones."""
+    stages = sorted({action.stage for action, _, _ in rank.actions})
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"

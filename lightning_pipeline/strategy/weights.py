@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,9 @@ def load_weights(module: nn.Module, weights: Weights, wanted: Iterable[str]) -> 
         inside = [name for aliases in names.values() for name in aliases if name.startswith(before)]
         if inside and not any(name.removeprefix(before) in readers for name in inside):
             raise ValueError(
-                f"{path} has none of the weights of {prefix or type(module).__name__}: it has {_some(readers)}, and "
-                f"the module {_some(name.removeprefix(before) for name in inside)}; name the submodule that the file "
-                f"is of, as in weights={{'model': {str(path)!r}}}"
+                f"{path} has none of the weights of {prefix or type(module).__name__}: it has {few(list(readers))}, "
+                f"and the module {few([name.removeprefix(before) for name in inside])}; name the submodule that the "
+                f"file is of, as in weights={{'model': {str(path)!r}}}"
             )
         for name in wanted:
             aliases = [alias.removeprefix(before) for alias in names[name] if alias.startswith(before)]
@@ -85,11 +84,6 @@ def load_weights(module: nn.Module, weights: Weights, wanted: Iterable[str]) -> 
 def _names(module: nn.Module) -> dict[str, list[str]]:
     """All names of each tensor, by each of them."""
     return {name: names for names in names_of_tensors(module) for name in names}
-
-
-def _some(names: Iterable[str]) -> str:
-    """The first few, for an error."""
-    return ", ".join([*islice(names, 3), "..."])
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.strategy.loss_scaling import agree_on_overflow
+from lightning_pipeline.strategy.installation import agree_on_overflow
 from tests.accelerators.simulated_npu import SimulatedHCCL, install
 from tests.launching import launch
 from tests.training.runs import QUIET, Losses, differing, weights
@@ -100,12 +100,11 @@ def overflow_of_one_rank(rank: int) -> bool:
     """What a scaler like torch_npu's, which notes overflows, has noted; the second rank's gradient is infinite."""
     scaler: Any = torch.amp.GradScaler("npu")
     scaler._has_overflow = False
-    undo = agree_on_overflow(scaler, torch.device("npu", 0))
+    agree_on_overflow(scaler, torch.device("npu", 0), setattr)
     weight = nn.Parameter(torch.ones(2, device="npu"))
     weight.grad = torch.full((2,), float("inf") if rank else 1.0, device="npu")
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler._unscale_grads_(optimizer, torch.ones((), device="npu"), torch.zeros((), device="npu"), False)
-    undo()
     return scaler._has_overflow
 
 

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format
-from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
-from lightning_pipeline.strategy.checkpoint_folder import read_folder, replace_stored
+from lightning_pipeline.strategy.checkpoint_folder import convert_checkpoint, read_folder, replace_stored
 from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
 from lightning_pipeline.strategy.folder_metadata import _OPCODES, read_metadata
 from lightning_pipeline.strategy.optimizers import OptimizerLayout

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.strategy.clipping import clip_by_norm, clip_by_value, global_grad_norm
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
+from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, global_grad_norm
 
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
 
@@ -58,6 +58,12 @@ def ownership_of(module: Tied, num_stages: int, stage: int) -> Ownership:
     return Ownership(num_stages, stage, holders, unseen=["unused"])
 
 
+def settled(layout: OptimizerLayout, ownership: Ownership, transport) -> StageOptimizers:
+    optimizers = StageOptimizers([layout], transport)
+    optimizers.settle(ownership)
+    return optimizers
+
+
 def clipped_by_torch(seed: int, norm_type: float, max_norm: float, mixed: bool) -> tuple[torch.Tensor, Tied]:
     module = make(seed, mixed)
     parameters = [p for group in optimizer_over(module).param_groups for p in group["params"]]
@@ -73,7 +79,9 @@ def assert_same_as_torch(stage: int, num_stages: int, transport) -> None:
                 layout = OptimizerLayout(optimizer_over(module), module)
                 ownership = ownership_of(module, num_stages, stage)
                 release(module, ownership)
-                norm = clip_by_norm(layout, max_norm, ownership=ownership, transport=transport, norm_type=norm_type)
+                norm = settled(layout, ownership, transport).clip_by_norm(
+                    layout.optimizer, max_norm, norm_type=norm_type
+                )
                 assert norm.dtype == expected_norm.dtype
                 assert torch.equal(norm, expected_norm), (norm_type, mixed, norm, expected_norm)
                 for (name, parameter), other in zip(module.named_parameters(), expected.parameters(), strict=True):
@@ -100,7 +108,7 @@ def test_stages_equal_torch(run_stages, num_stages):
             if name != "layers.7.bias" or not ownership.is_local(name):
                 parameter.grad = None
         expected = make(0).layers[7].bias.grad.norm()
-        norm = clip_by_norm(layout, 0.5, ownership=ownership, transport=transport)
+        norm = settled(layout, ownership, transport).clip_by_norm(layout.optimizer, 0.5)
         assert torch.equal(norm, torch.stack([expected]).norm())
 
         # NaN on one stage is seen by all.
@@ -110,12 +118,10 @@ def test_stages_equal_torch(run_stages, num_stages):
             layout.local_parameters(), layout.dtypes, ownership=ownership, transport=transport, norm_type=2
         )
         assert norm.isnan()
-        with pytest.raises(RuntimeError, match="is nan, so they cannot be clipped"):
-            clip_by_norm(layout, 0.5, ownership=ownership, transport=transport, error_if_nonfinite=True)
 
         # No gradient anywhere.
         module.zero_grad()
-        assert clip_by_norm(layout, 0.5, ownership=ownership, transport=transport).item() == 0.0
+        assert settled(layout, ownership, transport).clip_by_norm(layout.optimizer, 0.5).item() == 0.0
 
     run_stages(body, num_stages)
 
@@ -125,6 +131,6 @@ def test_clip_by_value_clamps_what_the_optimizer_holds():
     layout = OptimizerLayout(optimizer_over(module), module)
     ownership = ownership_of(module, 2, 0)
     release(module, ownership)
-    clip_by_value(layout, 0.25)
+    settled(layout, ownership, None).clip_by_value(layout.optimizer, 0.25)
     assert module.layers[0].weight.grad.abs().max() == 0.25
     assert module.layers[7].weight.grad is None

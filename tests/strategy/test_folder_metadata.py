@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from typer.testing import CliRunner
 
 from lightning_pipeline.cli import app
-from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
-from lightning_pipeline.strategy.checkpoint_folder import read_folder, replace_stored
+from lightning_pipeline.strategy.checkpoint_folder import convert_checkpoint, read_folder, replace_stored
 from lightning_pipeline.strategy.folder_metadata import MAX_BYTES, read_metadata
 from lightning_pipeline.strategy.stored_tensors import ShardFiles
 from lightning_pipeline.strategy.torch_files import CheckpointError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -9,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_pipeline.strategy.logged_values import LoggedValues
+from lightning_pipeline.strategy.logged_values import Logged, LoggedValues
 
 
 class Recorder:
@@ -25,37 +26,48 @@ class Recorder:
         self.calls.append((name, value, kwargs))
 
 
-def values_of(logged: LoggedValues) -> dict[str, tuple[float, int]]:
-    return {item.name: (float(item.value), item.batch_size) for item in logged.reduced()}
+class Step:
+    """Logs on micro-batches, and then for all of them."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.logged = LoggedValues(module or nn.Module())
+        self.calls: list[Logged] = []
+
+    def note(self, num_samples: int, *args: Any, **kwargs: Any) -> Logged:
+        self.calls.append(self.logged.note(num_samples, *args, **kwargs))
+        return self.calls[-1]
+
+    def values(self) -> dict[str, tuple[torch.Tensor, int]]:
+        recorder = Recorder()
+        self.logged.log(self.calls, recorder)
+        return {name: (value, kwargs["batch_size"]) for name, value, kwargs in recorder.calls}
 
 
 def test_means_count_samples_and_other_reductions_do_not():
-    logged = LoggedValues(nn.Module())
+    step = Step()
     for value, num_samples in ((1.0, 3), (2.0, 3), (5.0, 2)):
-        logged.capture("loss", torch.tensor(value), {"prog_bar": True}, num_samples)
-        logged.capture("tokens", torch.tensor([value]), {"batch_size": int(value)}, num_samples)
-        logged.capture("lowest", value, {"reduce_fx": torch.min}, num_samples)
-        logged.capture("highest", value, {"reduce_fx": "MAX"}, num_samples)
-        logged.capture("count", torch.tensor(int(value)), {"reduce_fx": "sum"}, num_samples)
-    assert values_of(logged) == {
+        step.note(num_samples, "loss", torch.tensor(value), prog_bar=True)
+        step.note(num_samples, "tokens", torch.tensor([value]), batch_size=int(value))
+        step.note(num_samples, "lowest", value, reduce_fx=torch.min)
+        step.note(num_samples, "highest", value, reduce_fx="MAX")
+        step.note(num_samples, name="count", value=torch.tensor(int(value)), reduce_fx="sum")
+    assert step.values() == {
         "loss": ((1.0 * 3 + 2.0 * 3 + 5.0 * 2) / 8, 8),
         "tokens": ((1.0 + 4.0 + 25.0) / 8, 8),
         "lowest": (1.0, 8),
         "highest": (5.0, 8),
         "count": (8.0, 8),
     }
-    logged.clear()
-    assert logged.reduced() == []
 
 
 def test_shares_of_a_sum_are_added_up_where_all_values_are_such() -> None:
-    logged = LoggedValues(nn.Module())
+    step = Step()
     for value, num_samples in ((1.0, 3), (2.0, 3), (5.0, 2)):
         for name, kwargs in {"loss": {}, "mean": {"reduce_fx": "mean"}, "largest": {"reduce_fx": "max"}}.items():
-            logged.capture(name, torch.tensor(value), kwargs, num_samples).num_summed += 1
-        logged.capture("now and then", torch.tensor(value), {}, num_samples).num_summed += value > 1
+            step.note(num_samples, name, torch.tensor(value), **kwargs).is_share = True
+        step.note(num_samples, "now and then", torch.tensor(value)).is_share = value > 1
     mean = (1.0 * 3 + 2.0 * 3 + 5.0 * 2) / 8
-    assert values_of(logged) == {"loss": (8.0, 8), "mean": (8.0, 8), "largest": (5.0, 8), "now and then": (mean, 8)}
+    assert step.values() == {"loss": (8.0, 8), "mean": (8.0, 8), "largest": (5.0, 8), "now and then": (mean, 8)}
 
 
 def test_equal_weights_give_the_plain_mean_in_the_dtype_of_the_values():
@@ -65,21 +77,21 @@ def test_equal_weights_give_the_plain_mean_in_the_dtype_of_the_values():
         (torch.float64, torch.float64),
         (torch.bfloat16, torch.float32),
     ):
-        logged = LoggedValues(nn.Module())
+        step = Step()
         for value in values.to(dtype):
-            logged.capture("loss", value, {}, 4)
-        (item,) = logged.reduced()
-        assert item.value.dtype == expected
-        assert torch.equal(item.value, values.to(dtype).to(expected).sum() / 7)
+            step.note(4, "loss", value)
+        found, _ = step.values()["loss"]
+        assert found.dtype == expected
+        assert torch.equal(found, values.to(dtype).to(expected).sum() / 7)
 
 
 def test_a_captured_value_is_not_changed_afterwards():
-    logged = LoggedValues(nn.Module())
+    step = Step()
     value = torch.ones((), requires_grad=True) * 2
-    logged.capture("loss", value, {}, 1)
+    step.note(1, "loss", value)
     value.detach().zero_()
-    (item,) = logged.reduced()
-    assert float(item.value) == 2.0 and not item.value.requires_grad
+    found, _ = step.values()["loss"]
+    assert float(found) == 2.0 and not found.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -88,26 +100,26 @@ def test_a_captured_value_is_not_changed_afterwards():
         (torch.ones(3), {}, "must have a single element"),
         ({"a": 1.0}, {}, "`dict` values cannot be logged"),
         ("text", {}, "`str` values cannot be logged"),
-        ((MeanMetric(), None), {}, "MeanMetric that is not an attribute of the LightningModule"),
+        (MeanMetric(), {}, "MeanMetric that is not an attribute of the LightningModule"),
         (1.0, {"sync_dist_group": object()}, "leave sync_dist_group out"),
     ],
 )
 def test_what_cannot_be_logged_is_refused(value, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        LoggedValues(nn.Module()).capture("x", value, kwargs, 1)
+        LoggedValues(nn.Module()).note(1, "x", value, **kwargs)
 
 
 def test_values_are_logged_in_order_and_metrics_as_themselves():
     module = nn.Module()
     module.metric = MeanMetric()
-    logged, recorder = LoggedValues(module), Recorder()
+    step, recorder = Step(module), Recorder()
     third = torch.tensor(1.0, dtype=torch.float64) / 3
     for _ in range(2):
-        logged.capture("everywhere", 0.5, {}, 3)
-        logged.capture("loss", third, {"on_step": True, "reduce_fx": torch.max}, 3)
+        step.note(3, "everywhere", 0.5)
+        step.note(3, "loss", third, on_step=True, reduce_fx=torch.max)
         module.metric(torch.tensor([1.0, 2.0]))
-        logged.capture("metric", (module.metric, module.metric._forward_cache), {}, 3)
-    logged.replay(recorder, logged.reduced())
+        step.note(3, "metric", module.metric)
+    step.logged.log(step.calls, recorder)
     assert [(name, kwargs) for name, _, kwargs in recorder.calls] == [
         ("everywhere", {"batch_size": 6}),
         ("loss", {"on_step": True, "reduce_fx": "max", "batch_size": 6}),
@@ -148,24 +160,19 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def with_value(value: Any) -> Any:
-    """A metric with what it gave, as it is captured."""
-    return (value, value._forward_cache) if isinstance(value, Metric) else value
-
-
 class InMicrobatches(Plain):
     """Takes each batch in micro-batches of 3, the last one smaller, and logs through ``LoggedValues``."""
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        original, logged = self.log, LoggedValues(self)
+        original, step = self.log, Step(self)
         x, y = batch
         losses = []
         for start in range(0, len(x), 3):
             num_samples = len(x[start : start + 3])
-            self.log = lambda name, value, n=num_samples, **kwargs: logged.capture(name, with_value(value), kwargs, n)
+            self.log = partial(step.note, num_samples)
             losses.append(super().training_step((x[start : start + 3], y[start : start + 3])) * num_samples / len(x))
         del self.log
-        logged.replay(original, logged.reduced())
+        step.logged.log(step.calls, original)
         return sum(losses)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lightning_pipeline.strategy.metrics import sync_over
+from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.strategy.installation import sync_over
 from tests.launching import launch
 
 
@@ -26,11 +27,11 @@ def computed(pairs: bool) -> list[float]:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=4)
     groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     module = Metrics()
-    undo = sync_over(module, groups[rank // 2] if pairs else None)
-    module.mean.update(float(rank))
-    module.several.update(float(rank))
-    found = [float(module.mean.compute()), float(module.several.compute()["sum"])]
-    undo()
+    with overridden() as override:
+        sync_over(module, groups[rank // 2] if pairs else None, override)
+        module.mean.update(float(rank))
+        module.several.update(float(rank))
+        found = [float(module.mean.compute()), float(module.several.compute()["sum"])]
     assert module.mean.process_group is None
     assert module.mean.distributed_available_fn is MeanMetric().distributed_available_fn
     torch.distributed.barrier()

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeline.strategy.atomic_file import publish, unfinished
 from lightning_pipeline.strategy.checkpoint import load_module_state
 from lightning_pipeline.strategy.checkpoint_check import check_optimizers
-from lightning_pipeline.strategy.checkpoint_conversion import convert_checkpoint
-from lightning_pipeline.strategy.checkpoint_folder import read_folder
+from lightning_pipeline.strategy.checkpoint_folder import convert_checkpoint, read_folder
 from lightning_pipeline.strategy.checkpoint_io import CheckpointError
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.partial_reading import read_optimizer_state
-from lightning_pipeline.strategy.published import publish, unfinished
 from lightning_pipeline.strategy.stored_tensors import ShardFiles, StoredTensor
 
 
@@ -95,7 +93,8 @@ def test_state_of_parameters_in_another_order_is_refused(saved: nn.Sequential, f
     layout = OptimizerLayout(torch.optim.Adam(saved.parameters()), saved)
     [state] = checkpoint["optimizer_states"]
     assert isinstance(state["state"][0]["exp_avg"], StoredTensor)
-    assert type(read_optimizer_state(layout, state)["state"][0]["exp_avg"]) is torch.Tensor
+    layout.load_state(state)
+    assert type(layout.optimizer.state[saved[0].weight]["exp_avg"]) is torch.Tensor
     for values in state["state"].values():
         for key, stored in values.items():
             stored.name_in_files = f"optimizer_0.state.1.bias.{key}"

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_pipeline.runtime.recording import Recording
 from lightning_pipeline.schedules import Action
-from lightning_pipeline.strategy.timeline_files import MAX_ROWS, draw_timeline, write_chrome_trace
+from lightning_pipeline.strategy.timeline import MAX_ROWS, draw_timeline, write_chrome_trace
 
 RECORDED = [
     [

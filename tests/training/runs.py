@@ -17,7 +17,7 @@ from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.partition import timing
 from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.runtime import link, overhead
-from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
+from lightning_pipeline.strategy import cutting, trials
 from tests.launching import PATIENCE_S
 
 NUM_MICROBATCHES = 4
@@ -89,9 +89,9 @@ def measured_shortly() -> Iterator[None]:
         (timing, "MIN_RUNS"): 2,
         (overhead, "_TIMES"): 1,
         (link, "_TIMES"): (4, 2),
-        (trial_steps, "_MAX_STEPS"): 3,
-        (plan_choice, "MOST"): 2,
-        (automatic, "EFFORT"): 1e4,
+        (trials, "_MAX_STEPS"): 3,
+        (cutting, "MOST"): 2,
+        (cutting, "EFFORT"): 1e4,
     }
     with ExitStack() as patches:
         for (module, name), value in fewer.items():

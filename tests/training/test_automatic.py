@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.placeholder import is_absent
-from lightning_pipeline.strategy import automatic, plan_choice, trial_steps
+from lightning_pipeline.strategy import cutting, trials
 from tests.launching import launch
 from tests.models.lit import LayerDrop
 from tests.training.models import VOCABULARY, LitTokens, token_loader, tokens
@@ -240,19 +240,19 @@ def out_of_memory(world: int) -> dict[str, Any]:
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    before, automatic.measure_step = automatic.measure_step, fails
+    before, cutting.measure_step = cutting.measure_step, fails
     try:
         L.seed_everything(1, verbose=False)
         return fit(LitTokens(), world, {}, max_steps=1)
     finally:
-        automatic.measure_step = before
+        cutting.measure_step = before
 
 
-def unequal(world: int, cores: float | None) -> dict[str, Any]:
+def unequal(world: int) -> dict[str, Any]:
     """Everything takes a millisecond on the first rank, as it does by itself, and three on the second one."""
     if world == 1:
         return {}
-    measure_step = automatic.measure_step
+    measure_step = cutting.measure_step
     seconds = 1e-3 * (1 + 2 * torch.distributed.get_rank())
 
     def even(*args: Any) -> StepCosts:
@@ -260,10 +260,9 @@ def unequal(world: int, cores: float | None) -> dict[str, Any]:
         return replace(costs, **{way: [seconds] * costs.trace.num_positions for way in ("forward", "backward")})
 
     with (
-        mock.patch.object(automatic, "measure_step", even),
-        mock.patch.object(automatic.AutomaticCut, "_measure_what_stages_cost"),
-        mock.patch.object(automatic, "shared_cores", lambda *args: cores),
-        mock.patch.object(plan_choice, "worth_trying", lambda *args: []),
+        mock.patch.object(cutting, "measure_step", even),
+        mock.patch.object(cutting.Cutting, "_measure_what_stages_cost"),
+        mock.patch.object(trials, "worth_trying", lambda *args: []),
     ):
         L.seed_everything(1, verbose=False)
         return fit(LitTokens(), world, {}, max_steps=1)
@@ -275,13 +274,13 @@ def another_is_faster(world: int) -> dict[str, Any]:
         return {}
     plans: list[Any] = []
 
-    def takes(self: Any, found: Any, budget: float) -> list[list[float]]:
+    def takes(self: Any, found: Any) -> list[list[float]]:
         plans.extend(found)
         return [[2.0, 2.1, 2.0], [1.0, 1.1, 1.0]]
 
     with (
-        mock.patch.object(trial_steps.TrialSteps, "times", takes),
-        mock.patch.object(plan_choice, "worth_trying", lambda module, plans, *limits: plans[:2]),
+        mock.patch.object(trials.TrialSteps, "times", takes),
+        mock.patch.object(trials, "worth_trying", lambda module, plans, limit: plans[:2]),
     ):
         L.seed_everything(1, verbose=False)
         found = fit(LitTokens(), world, {"schedule": "auto"}, max_steps=2)
@@ -292,7 +291,7 @@ def other_ways_between_ranks(world: int) -> dict[str, Any]:
     """Plans that are tried send where the pipeline did not before."""
     if world == 1:
         return {}
-    with mock.patch.object(automatic, "_CONSIDERED", {2: ("interleaved_1f1b",)}):
+    with mock.patch.object(cutting, "_CONSIDERED", {2: ("interleaved_1f1b",)}):
         return watched(world, {"schedule": "auto"}, max_steps=2)
 
 
@@ -355,8 +354,7 @@ def others(world: int, folder: str) -> dict[str, Any]:
         "meta": on_meta(world),
         "out of memory": out_of_memory(world),
         "left out": layers_left_out(world),
-        "unequal": unequal(world, None),
-        "in turns": unequal(world, 1.0),
+        "unequal": unequal(world),
         "another": another_is_faster(world),
         "other ways": other_ways_between_ranks(world),
         "badly cut": badly_cut(world),
@@ -465,15 +463,6 @@ def test_layers_that_are_left_out_at_random(one: Any, ranks: Any) -> None:
 def test_a_slower_device_gets_less_to_do(ranks: Any) -> None:
     times = [stage["forward"] + stage["backward"] for stage in ranks[1]["unequal"]["plan"]["stages"]]
     assert 0 < times[1] / times[0] < 0.5
-
-
-def test_ranks_that_share_cores_are_alike(ranks: Any) -> None:
-    by_itself, in_turns = (
-        [stage["forward"] + stage["backward"] for stage in ranks[1][name]["plan"]["stages"]]
-        for name in ("unequal", "in turns")
-    )
-    assert sum(in_turns) == pytest.approx(2 * sum(by_itself))  # the mean of one and three milliseconds
-    assert 0.8 < in_turns[1] / in_turns[0] < 1.25
 
 
 def test_a_plan_that_is_faster_than_the_simulated_best_is_taken(ranks: Any) -> None:

@@ -1,18 +1,24 @@
-"""Whether a loss is a sum over samples, as far as autograd's record of it shows.
+"""Losses of micro-batches: where they are in what a step returns, what they come to, and whether one is a sum.
 
-To see it in numbers, a micro-batch and its halves would have to run through all stages once more, with all that the
-user's step does besides; and the losses of contrastive learning grow with the number of samples, too, though they are
-means. What autograd has recorded costs a look at some nodes, on the stage that has the loss. It shows the usual sums:
-those of loss functions with ``reduction="sum"``, and of their values, squares or absolute values by ``.sum()``, alone
-or added up. Whatever divides them, or weights them, may make them a mean, so such losses count as unknown.
+Autograd's record shows, as far as it goes, whether a loss is a sum over samples. To see that in numbers, a micro-batch
+and its halves would have to run through all stages once more, with all that the user's step does besides; and the
+losses of contrastive learning grow with the number of samples, too, though they are means. What autograd has recorded
+costs a look at some nodes, on the stage that has the loss. It shows the usual sums: those of loss functions with
+``reduction="sum"``, and of their values, squares or absolute values by ``.sum()``, alone or added up. Whatever divides
+them, or weights them, may make them a mean, so such losses count as unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.autograd.graph import Node
+
+from lightning_pipeline.partition.engine import backward_from_loss
 
 _SUM = "sum"
 _SCALED = "scaled"  # a sum times a constant, which may make it a mean
@@ -22,6 +28,46 @@ _NONE, _TOTAL = 0, 2  # reductions, as autograd has them
 _TERMS = {"Add", "Sub"}
 _SAME = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias"}
 _ELEMENTWISE = {"Pow", "Abs", "CtcLoss"}
+
+
+def backward_of(module: LightningModule) -> tuple[Callable[[Tensor], None], bool]:
+    """What runs a backward from a loss, and whether it is Lightning's own and not the user's."""
+    is_plain = type(module).backward is LightningModule.backward and "backward" not in vars(module)
+    return (backward_from_loss if is_plain else module.backward), is_plain
+
+
+def loss_in(result: Any, module: str) -> Tensor:
+    """The loss in what a training step has returned.
+
+    Args:
+        module: its class's name, for the error.
+
+    Raises:
+        ValueError: there is none in it.
+    """
+    loss = result
+    if not isinstance(result, Tensor) and isinstance(result, Mapping):
+        loss = result.get("loss")
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(()) if loss.dim() else loss
+    what = "None" if result is None else type(result).__name__
+    if isinstance(result, Mapping):
+        what = f"{what} {list(result)}"
+    elif isinstance(result, Tensor):
+        what = f"a tensor of shape {list(result.shape)}"
+    raise ValueError(
+        f"{module}.training_step returned {what}, and a pipeline needs the loss of every micro-batch: return a "
+        f"tensor with one element, or a dictionary with one under 'loss'; to skip a batch, return a loss of zero times "
+        f"the output"
+    )
+
+
+def mean_loss(losses: list[Tensor], sizes: list[int]) -> Tensor:
+    """The mean of the micro-batches' losses, weighted by their samples (a 0-d tensor)."""
+    stacked = torch.stack([loss.detach().reshape(()) for loss in losses])
+    if len(set(sizes)) == 1:
+        return stacked.sum() / len(losses)
+    return (stacked * torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)).sum() / sum(sizes)
 
 
 def is_sum_over_samples(loss: Tensor, num_samples: int) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import lightning as L
-import pytest
 from torch import nn
 
 from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.partition.plan_table import plan_table
-from lightning_pipeline.strategy.plan_choice import BUDGET_S, MOST, best_tried, choose_plan, worth_trying
+from lightning_pipeline.strategy.trials import MOST, best_tried, choose_plan, worth_trying
 
 INF = float("inf")
 
@@ -24,16 +23,14 @@ class OnPaper:
     """Steps of a plan take what its first key says, in seconds."""
 
     def __init__(self) -> None:
-        self.tried: list[tuple[list[float], float]] = []
+        self.tried: list[list[float]] = []
 
-    def choose(self, ranked: Callable[[float, int], list[StagePlan]], *, share_cores: bool) -> StagePlan:
-        return choose_plan(
-            ranked, self._times, module(), lambda function: function(), share_cores=share_cores, limit=INF
-        )
+    def choose(self, *ranked: StagePlan) -> StagePlan:
+        return choose_plan(lambda: ranked, self._times, module(), lambda function: function(), INF)
 
-    def _times(self, plans: Sequence[StagePlan], budget: float) -> list[list[float]]:
+    def _times(self, plans: Sequence[StagePlan]) -> list[list[float]]:
         takes = [float(next(iter(plan.stage_config))) for plan in plans]
-        self.tried.append((takes, budget))
+        self.tried.append(takes)
         return [[seconds, seconds * 1.01, seconds * 0.99] for seconds in takes]
 
 
@@ -66,52 +63,16 @@ def test_a_plan_that_was_tried_says_what_it_took() -> None:
     assert "1000 ms a step and a bubble of 25.0% expected, from measured times" in str(expected)
 
 
-def test_where_ranks_share_cores_plans_are_made_again_with_what_turns_were_seen_to_cost() -> None:
-    asked: list[tuple[float, int]] = []
-    balanced = taking(0.15, expected=0.1)
-
-    def ranked(turns: float, most: int) -> list[StagePlan]:
-        asked.append((turns, most))
-        return [balanced] if turns == 1 else [taking(0.12, expected=0.13), taking(0.11, expected=0.14), balanced]
-
+def test_the_best_are_tried_together() -> None:
     trials = OnPaper()
-    found = trials.choose(ranked, share_cores=True)
-    assert asked == [(1.0, 1), (pytest.approx(1.5), MOST)]
-    assert found.stage_config == {"0.11": 1} and found.step_seconds == 0.11
-    (first, none), (then, left) = trials.tried
-    assert first == [0.15] and none == 0
-    assert then == [0.12, 0.11]  # and not what has been seen to be slow
-    assert 0 < left < BUDGET_S
-
-
-@pytest.mark.parametrize(("expected", "takes"), [(0.68, 0.7), (0.6, 0.6)])
-def test_what_was_tried_is_taken_where_there_is_no_time_to_try_what_is_hardly_better(
-    expected: float, takes: float
-) -> None:
-    first = taking(0.7, expected=0.5)
-    trials = OnPaper()
-    then = taking(0.6, expected=expected)
-    found = trials.choose(lambda turns, most: [first if turns == 1 else then], share_cores=True)
-    assert found.step_seconds == takes
-    assert found.is_tried == (takes == 0.7)
-    assert len(trials.tried) == 1
-
-
-def test_else_the_best_are_tried_at_once() -> None:
-    trials = OnPaper()
-    plans = [taking(0.15, expected=0.1), taking(0.12, expected=0.11)]
-    assert trials.choose(lambda turns, most: plans, share_cores=False).step_seconds == 0.12
-    assert trials.tried == [([0.15, 0.12], BUDGET_S)]
-    same = [*plans, replace(plans[0], step_seconds=0.1001)]  # by another way to the same cut
-    trials.choose(lambda turns, most: same, share_cores=False)
-    assert trials.tried[1] == trials.tried[0]
+    assert trials.choose(taking(0.15, expected=0.1), taking(0.12, expected=0.11)).step_seconds == 0.12
+    assert trials.tried == [[0.15, 0.12]]
 
 
 def test_what_takes_too_long_is_not_tried() -> None:
     trials = OnPaper()
     slow = taking(9.0, expected=9.0)
-    for share_cores in (False, True):
-        assert trials.choose(lambda turns, most: [slow], share_cores=share_cores) == slow
+    assert trials.choose(slow) == slow
     assert not trials.tried
 
 
@@ -123,22 +84,22 @@ def test_sums_over_replicas_are_added_as_simulated() -> None:
 
 def test_plans_are_tried_that_may_be_the_best_and_take_little_time() -> None:
     def tried(*plans: StagePlan, limit: float = INF) -> list[int]:
-        return [plans.index(one) for one in worth_trying(module(), plans, 8.0, limit)]
+        return [plans.index(one) for one in worth_trying(module(), plans, limit)]
 
     assert tried(plan(0.01), plan(0.02), plan(0.011)) == [0, 2]
     assert tried(*(plan(0.01 + number / 1e4) for number in range(9))) == list(range(MOST))
-    assert tried(plan(1.0), plan(1.0)) == [0]
+    assert tried(plan(0.5), plan(0.5)) == [0]
     assert tried(plan(4.0)) == []
     assert tried(plan(4.0), plan(0.01)) == []  # how the first one is, nobody would know
 
 
 def test_plans_are_tried_that_have_room_beside_the_whole_module() -> None:
     plans = [plan(0.01), plan(0.011, peak=110.0)]
-    assert worth_trying(module(), plans, 8.0, 48 * 2 + 105.0) == plans[:1]
-    assert worth_trying(module(), plans, 8.0, 48 * 2 + 95.0) == []
+    assert worth_trying(module(), plans, 48 * 2 + 105.0) == plans[:1]
+    assert worth_trying(module(), plans, 48 * 2 + 95.0) == []
 
 
 def test_what_is_compiled_is_not_tried() -> None:
     compiled = module()
     compiled.net.compile(backend="eager")
-    assert worth_trying(compiled, [plan(0.01)], 8.0, INF) == []
+    assert worth_trying(compiled, [plan(0.01)], INF) == []

@@ -1,0 +1,278 @@
+"""Which plan to take: the best by simulation run for some steps first, as a machine does more than is simulated.
+
+Before that a step is recorded in the stages of each, on one rank. Every rank still holds the whole module then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.compiled import is_compiled
+from lightning_pipeline.partition.keyed_calls import KeyedCalls
+from lightning_pipeline.partition.microbatch import microbatches_of
+from lightning_pipeline.partition.module_tensors import ModuleTensors
+from lightning_pipeline.partition.observed_run import Step, gradients_apart
+from lightning_pipeline.partition.plan import StagePlan
+from lightning_pipeline.partition.program import Program
+from lightning_pipeline.partition.recorder import Recorder
+from lightning_pipeline.partition.recording import Recording
+from lightning_pipeline.partition.stage_config import resolve
+from lightning_pipeline.runtime.draws import Draws
+from lightning_pipeline.runtime.in_order import InOrder
+from lightning_pipeline.runtime.microbatch import Microbatch, Structure
+from lightning_pipeline.runtime.pipeline import Pipeline
+from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.user_state import set_aside
+from lightning_pipeline.runtime.work import Work
+from lightning_pipeline.strategy.losses import backward_of
+from lightning_pipeline.strategy.measuring import SeededStep
+from lightning_pipeline.strategy.schedule_choice import Schedules
+
+_SEEDS = (0, 1, 2, 3)
+"""A step that leaves out layers at random may pass over a stage once, and seldom every time."""
+
+MOST = 4
+"""Plans to try."""
+NEAR = 0.15
+"""By which share of a step another plan may be expected to be slower than the first one, and be tried."""
+BUDGET_S = 4.5
+"""For all trials together, or so."""
+_MIN_STEPS, _MAX_STEPS = 3, 8
+"""Of each plan that count."""
+_WARM_UP = 2.5
+"""What a plan's first two steps take, in steps: shapes are learnt in one, buffers made in the other."""
+LEAST = _WARM_UP + _MIN_STEPS
+"""What trying a plan takes at least, in steps."""
+
+
+def choose_plan(
+    ranked: Callable[[], Sequence[StagePlan]],
+    times: Callable[[Sequence[StagePlan]], list[list[float]]],
+    module: nn.Module,
+    everybody: Callable[[Callable[[], Any]], Any],
+    limit: float,
+) -> StagePlan:
+    """The plan to take. All ranks of the pipeline must call it.
+
+    Args:
+        ranked: on the first rank, the plans that are expected to be the best.
+        times: seconds of steps of some plans (`TrialSteps.times`).
+        everybody: gives all ranks what the first one makes of a function.
+        limit: bytes that a device has.
+    """
+
+    def worth() -> tuple[StagePlan, list[StagePlan]]:
+        plans = ranked()
+        return plans[0], worth_trying(module, plans, limit)
+
+    first, plans = everybody(worth)
+    if not plans:
+        return first
+    took = times(plans)
+    return everybody(lambda: best_tried(plans, took))
+
+
+def worth_trying(module: nn.Module, plans: Sequence[StagePlan], limit: float) -> list[StagePlan]:
+    """Those of some plans, the best first, that may be the best, and can be tried.
+
+    Args:
+        limit: bytes that a device has; plans need room beside the whole module.
+    """
+    if not plans[0].is_measured:
+        return []
+    if any(is_compiled(part) for part in module.modules()):  # a compiler takes longer than all steps together
+        return []
+    whole = 2 * sum(parameter.nbytes for parameter in module.parameters())  # with gradients
+    chosen: list[StagePlan] = []
+    left = BUDGET_S
+    for plan in plans:
+        needed = plan.step_seconds * LEAST
+        is_near = plan.step_seconds <= plans[0].step_seconds * (1 + NEAR)
+        if is_near and needed <= left and whole + max(plan.peak_bytes) <= limit:
+            chosen.append(plan)
+            left -= needed
+        elif not chosen:  # others say nothing without the first one
+            break
+    return chosen[:MOST]
+
+
+def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> StagePlan:
+    """The plan that was the fastest, as it was when it was tried; the first one of those that were.
+
+    Args:
+        times: seconds of each plan's steps, which took turns with those of the others, without sums over replicas.
+    """
+    took = [median(own) + plan.reduction_seconds for plan, own in zip(plans, times, strict=True)]
+    seconds = min(took)
+    return replace(plans[took.index(seconds)], step_seconds=seconds, is_tried=True)
+
+
+class TrialSteps:
+    """Runs a training step without an update, and without a trace (`unnoticed`, as its user sees to).
+
+    Args:
+        step: the user's, from a micro-batch to its loss.
+        batch: of a step, on the first rank.
+        schedules_of: the schedules of a plan.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        step: SeededStep,
+        batch: Any,
+        transport: Transport,
+        device: torch.device,
+        schedules_of: Callable[[StagePlan], Schedules],
+    ) -> None:
+        self._module = module
+        self._batch = batch
+        self._transport = transport
+        self._device = device
+        self._schedules_of = schedules_of
+        run_backward, is_plain = backward_of(module)
+        self._work = Work(
+            kind=("tried", module.training),
+            step=lambda state, microbatch: (None, step(microbatch)),
+            loss_of=lambda state, loss: loss / state.num_microbatches,
+            run_backward=run_backward,
+            can_split=is_plain,
+            seed=0,
+        )
+
+    def times(self, plans: Sequence[StagePlan]) -> list[list[float]]:
+        """Seconds of steps of each plan, the slowest rank's. The plans take turns, so that what else the machine does
+        meets all of them; three in any case, and more in the time that there is. All ranks of the pipeline must call
+        it."""
+        with gradients_apart(self._module):
+            tried = [self._pipeline(plan) for plan in plans]
+            for pipeline in tried:
+                self._seconds(pipeline)
+            needed = sum(map(self._seconds, tried))
+            count = max(_MIN_STEPS, min(_MAX_STEPS, int(BUDGET_S / needed - _WARM_UP)))  # the same on all ranks
+            rounds = [[self._seconds(pipeline) for pipeline in tried] for _ in range(count)]
+        return [list(times) for times in zip(*rounds, strict=True)]
+
+    def _pipeline(self, plan: StagePlan) -> Pipeline:
+        stages = resolve(self._module, plan.stage_config, plan.num_stages, has_virtual_stages=plan.has_virtual_stages)
+        schedules = self._schedules_of(plan)
+        return Pipeline(
+            rank=self._transport.stage,
+            placement=schedules.placement,
+            device=self._device,
+            transport=self._transport_along(schedules.placement),
+            tensors=ModuleTensors(self._module, stages),
+            calls=KeyedCalls(self._module, stages),
+            holders=lambda number: range(plan.num_stages),
+            schedule=schedules,
+            num_microbatches=plan.num_microbatches,
+        )
+
+    def _transport_along(self, placement: Sequence[int]) -> Transport:
+        """The one that the pipeline would have: virtual stages send to ranks that others do not."""
+        own = self._transport
+        topology = own.topology.along(placement)
+        if topology == own.topology:
+            return own
+        assert own.store is not None
+        return Transport.shared(topology, own.requested_device, own.timeout, own.store, own.notice)
+
+    def _seconds(self, pipeline: Pipeline) -> float:
+        """Of one step."""
+        microbatches = None
+        if self._transport.stage == 0:
+            own = tree.replace(self._batch, Tensor.clone)  # which the step may write into
+            microbatches = microbatches_of(own, pipeline.num_microbatches, self._module)
+        self._synchronize()
+        began = time.perf_counter()
+        pipeline.run(self._work, microbatches)
+        self._synchronize()
+        found = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        return float(self._transport.all_gather_vector(found, "a trial of a plan").max())
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize()
+
+
+def fault_of_cut(module: LightningModule, plan: StagePlan, step: Step, microbatch: object) -> str:
+    """What goes wrong when the step is recorded in the plan's stages; empty if nothing does."""
+    num_stages = len(plan.stages)
+    used: set[int] = set()
+    try:
+        for seed in _SEEDS:
+            program = _recorded(module, plan, step, microbatch, seed)
+            if len(program.visits) > num_stages:
+                line = next(event.line for event in program.events if event.visit >= num_stages)
+                return f"the data goes back to an earlier stage ({line})"
+            used.update(event.visit for event in program.events if any(type(v) is int and v < 0 for v in event.inputs))
+            if len(used) == num_stages:
+                return ""
+    except Exception as error:  # whatever a user's code makes of tensors that are not there
+        return f"{type(error).__name__}: {error}"
+    return f"no module runs on stage {min(set(range(num_stages)) - used)}"
+
+
+def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: object, seed: int) -> Program:
+    num_stages = len(plan.stages)
+    stages = resolve(module, plan.stage_config, num_stages)
+    tensors = ModuleTensors(module, stages)
+    draws = Draws(module.device)
+    recorder = Recorder(tensors, KeyedCalls(module, stages), range(num_stages))
+    given, layout = tree.flatten(microbatch)
+    state = Microbatch(0, Structure("trial", layout, []), layout, 1, 1.0, 1, True, 0)
+    data = _OnOneRank(state, tensors, num_stages, draws)
+    with torch.set_grad_enabled(module.training), draws.kept():
+        recording = Recording(recorder, recorder.beginning("trial", 0), data, lambda number: draws.seed(seed, number))
+        state.recording = recording
+        with recorder.patched(), recorder.installed(), recording.running():
+            step(tree.rebuild(layout, [tensor.clone() for tensor in given]))
+    return Program(recording.event)
+
+
+class _OnOneRank:
+    """Gives a recording data of a module that is whole here."""
+
+    def __init__(self, state: Microbatch, tensors: ModuleTensors, num_stages: int, draws: Draws) -> None:
+        self._tensors = tensors
+        self._run = InOrder(
+            state,
+            (),
+            [0] * num_stages,
+            0,
+            tensors,
+            None,
+            holders=lambda number: (0,),
+            seed_draw=draws.seed,
+            training=False,
+            earlier=_nothing_is_earlier,
+        )
+
+    def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
+        with set_aside():
+            self._run.run_up_to(recording.event)
+            return self._run.data_of(values)
+
+    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.detach() for tensor in tensors]
+
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        with set_aside():
+            self._run.run_up_to(recording.event)
+
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        [tensor] = self.read_held([self._tensors.tensors[-1 - value]]) if value < 0 else self.read(recording, [value])
+        return show(tensor)
+
+
+def _nothing_is_earlier(recording: object, value: int) -> Tensor:
+    raise AssertionError("a trial has one micro-batch")
