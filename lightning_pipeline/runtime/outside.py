@@ -145,15 +145,15 @@ class Outside(TorchFunctionMode):
         for parameter in self._module.parameters():
             parameter.__dict__.pop("_gradient", None)
         kept = self._keys.kept()
-        own = available_bytes() // (2 * num_processes), set(kept)
+        made = {(key, Look.of(tensor), holders_of(tensor)) for key, tensor in kept.items()}
+        own = available_bytes() // (2 * num_processes), made
         ranks = range(self._transport.num_stages)
         told = [self._transport.broadcast_object(own, rank, "what hooks have made") for rank in ranks]
-        keys = sorted(set.intersection(*(keys for _, keys in told)))
-        if sum(Look.of(kept[key]).num_bytes for key in keys) > min(limit for limit, _ in told):
+        common = sorted(set.intersection(*(made for _, made in told)), key=lambda one: one[0])
+        if sum(look.num_bytes for _, look, _ in common) > min(limit for limit, _ in told):
             return
-        for key in keys:
-            tensor, look = kept[key], Look.of(kept[key])
-            owner = (holders_of(tensor) or (0,))[0]
+        for key, look, (owner, *_) in common:
+            tensor = kept[key]
             data = self._direct.spread(tensor.detach() if owner == self._rank else None, look, owner)
             if type(tensor) is Placeholder:
                 become(tensor, nn.Parameter(data, look.requires_grad) if look.is_parameter else data)

@@ -29,22 +29,25 @@ class ParameterGradients:
         self._exchanges = exchanges
         self._operands = operands
         self._keys = keys
-        self._are_there: dict[int, bool] | None = None
+        self._layouts: dict[int, torch.layout | None] | None = None
 
     def forget(self) -> None:
         """Other code may have run since it was asked which parameters have gradients."""
-        self._are_there = None
+        self._layouts = None
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The gradient, or the placeholder that stands for it; None where there is none."""
         held = holders_of(tensor)
-        if not self._is_there(tensor):
+        layout = self._layout_of(tensor)
+        if layout is None:
             return None
         if type(tensor) is not Placeholder:
             gradient = tensor.grad
             assert gradient is not None
             return self._keys.note(gradient, held)
         look = tensor.look.but(requires_grad=False, is_leaf=True, is_parameter=False)
+        if layout is not torch.strided:
+            look = look.but(stride=None, layout=layout)
         kept = tensor.__dict__.get("_gradient")
         if kept is None or kept.look is not look:
             kept = tensor.__dict__["_gradient"] = placeholder(look, f"the gradient of {tensor.what}")
@@ -56,27 +59,31 @@ class ParameterGradients:
         if gradient is not None:
             [here] = self._operands.gather([gradient], [held], "grad.__set__")
         if held is not None:
-            self._is_there(tensor)
-            assert self._are_there is not None
-            self._are_there[id(tensor)] = gradient is not None
+            self._layout_of(tensor)
+            assert self._layouts is not None
+            self._layouts[id(tensor)] = None if gradient is None else gradient.layout
         if type(tensor) is not Placeholder:
             tensor.grad = None if gradient is None else here
 
-    def _is_there(self, tensor: Tensor) -> bool:
-        """Asked of the parameters' holders, once for a hook."""
-        if self._are_there is None:
+    def _layout_of(self, tensor: Tensor) -> torch.layout | None:
+        """Of a parameter's gradient; None where there is none. Asked of the parameters' holders, once for a hook."""
+        if self._layouts is None:
             parameters = [p for p in self._module.parameters() if holders_of(p) is not None]
             own = torch.zeros(len(parameters), dtype=torch.float64)
             for index, parameter in enumerate(parameters):
                 if type(parameter) is not Placeholder and parameter.grad is not None:
-                    own[index] = 1
+                    own[index] = _LAYOUTS.index(parameter.grad.layout)
             self._exchanges.meet("grad", users_line())
             rows = self._transport.all_gather_vector(own, "which parameters have gradients").tolist()
-            self._are_there = {
-                id(parameter): bool(rows[(holders_of(parameter) or (0,))[0]][index])
+            self._layouts = {
+                id(parameter): _LAYOUTS[int(rows[(holders_of(parameter) or (0,))[0]][index])]
                 for index, parameter in enumerate(parameters)
             }
-        known = self._are_there.get(id(tensor))
-        if known is None:  # of a copy of the module, or made outside
-            return type(tensor) is not Placeholder and tensor.grad is not None
-        return known
+        if id(tensor) in self._layouts:
+            return self._layouts[id(tensor)]
+        # Of a copy of the module, or made outside.
+        return tensor.grad.layout if type(tensor) is not Placeholder and tensor.grad is not None else None
+
+
+_LAYOUTS = (None, torch.strided, torch.sparse_coo)
+"""Of gradients, by the number under which ranks tell one another of them; an embedding's may be sparse."""

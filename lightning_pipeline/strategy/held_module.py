@@ -28,6 +28,7 @@ from lightning_pipeline.runtime.host_memory import available_bytes
 from lightning_pipeline.runtime.placement import Placement
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.shared import spread_from_owner
+from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.trees import recv_tree, send_tree
 from lightning_pipeline.strategy.copies import copies_of
@@ -205,6 +206,8 @@ class HeldModule:
                     send_tree(tensor.detach(), self._transport, stage)
             if owner != own:
                 look, data = Look.of(tensor), recv_tree(self._transport, owner, f"{name} of the whole module")
+                if (look.shape, look.dtype) == (data.shape, data.dtype):
+                    data = conform(data, look)  # in the order of memory that it has on its owner
                 if is_absent(tensor):
                     become(tensor, nn.Parameter(data, look.requires_grad) if look.is_parameter else data)
             note_holders(tensor, None)

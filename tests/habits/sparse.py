@@ -168,3 +168,21 @@ class SparseLoss(Layers):
         loss = F.cross_entropy(self.head(hidden), y) + 0.1 * torch.sparse.sum(hidden.to_sparse()).abs()
         self.log("train_loss", loss)
         return loss
+
+
+@habit(observed=["norms"], plain=False)
+class SparseGradientsRead(Tokens):
+    """Hooks look at gradients, of which an embedding's is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                self.norms.append(dense.norm().item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
