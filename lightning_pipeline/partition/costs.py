@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -66,7 +65,6 @@ class StepCosts:
         sends, returns, counts = self._crossing()
         kept = [0.0, *accumulate(self.trace.kept)]
         names = ["", *(call.name for call in calls)]
-        callers = [(), *(call.callers for call in calls)]
         found = []
         for index, name in enumerate(names):
             positions = range(bounds[index], bounds[index + 1])
@@ -74,8 +72,6 @@ class StepCosts:
             found.append(
                 Segment(
                     name=name,
-                    inside=callers[index],
-                    events=sum((self.trace.events[p] for p in positions), Counter()),
                     forward=sum(self.forward[p] for p in positions),
                     backward=sum(self.backward[p] for p in positions),
                     received=sends[bounds[index]] if index else 0.0,

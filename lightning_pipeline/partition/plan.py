@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.trace import Call
-from lightning_pipeline.schedules.balance import Machine, Plan, Segment, evaluate, state_of
+from lightning_pipeline.schedules.balance import Machine, Plan, Segment, state_of
 from lightning_pipeline.schedules.schedule import Schedule
 from lightning_pipeline.schedules.search import best_plans
 from lightning_pipeline.schedules.simulation import Simulation
@@ -23,9 +23,6 @@ MOST = 20
 """Candidates for each stage beyond which no smaller ones are tried."""
 WORTH = 0.05
 """The share of a step's time that smaller candidates have to save: about what measurements differ by."""
-
-ALIKE = 0.02
-"""Where ranks share cores, the share of a step's time by which plans may differ and be as good as one another."""
 
 NEGLIGIBLE = 0.005
 """The share of a step's time for whose sake the search does not go on."""
@@ -169,7 +166,7 @@ def ranked_plans(
     seen: set[Hashable] = set()
     fault = ""
     while made:
-        chosen = _preferred([first for first, *_ in made], machine.cores)
+        chosen = _preferred([first for first, *_ in made])
         made = [[one for one in alike if one is not chosen] for alike in made]
         made = [alike for alike in made if alike]
         if chosen.plan.excess and seen:
@@ -227,30 +224,20 @@ def _places(plan: StagePlan) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """A plan for candidates of one fineness.
-
-    Attributes:
-        seconds_apart: of a step if each rank had a core of its own.
-    """
+    """A plan for candidates of one fineness."""
 
     plan: Plan
     segments: list[Segment]
     fineness: float
-    seconds_apart: float
 
 
-def _preferred(made: Sequence[_Made], cores: float | None) -> _Made:
+def _preferred(made: Sequence[_Made]) -> _Made:
     """The best plan at the largest modules that serve: they are what a reader knows, and what is cut at most often."""
     best = min(made, key=lambda item: item.fineness)
     for other in sorted(made, key=lambda item: item.fineness):
         worth = WORTH * (other.fineness > best.fineness)
         if (other.plan.excess, other.plan.seconds) < (best.plan.excess, best.plan.seconds * (1 - worth)):
             best = other
-        elif other.plan.excess == best.plan.excess and other.plan.seconds < best.plan.seconds * (1 + ALIKE):
-            # Alike on shared cores (`best_plans`), where a rank has as little of a gain as it has of a core.
-            num_ranks = other.plan.schedule.num_ranks
-            needed = worth * num_ranks / min(num_ranks, cores or num_ranks)
-            best = other if other.seconds_apart < best.seconds_apart * (1 - needed) else best
     return best
 
 
@@ -272,10 +259,10 @@ def _best_cuts(
             break
         if len(calls) >= schedule.num_stages and calls != tried:
             segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
-            limits = {"effort": effort / len(FINENESS), "gap": NEGLIGIBLE, "alike": ALIKE}
-            plans = best_plans(segments, schedule, machine, **limits, most=most)
-            apart = [evaluate(segments, schedule, plan.cuts, replace(machine, cores=None)).seconds for plan in plans]
-            made.append([_Made(p, segments, fineness, own) for p, own in zip(plans, apart, strict=True)])
+            plans = best_plans(
+                segments, schedule, machine, effort=effort / len(FINENESS), gap=NEGLIGIBLE, most=most
+            )
+            made.append([_Made(plan, segments, fineness) for plan in plans])
         tried = calls
     if not made:
         names = ", ".join(repr(call.name) for call in tried) or "none"

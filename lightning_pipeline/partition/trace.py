@@ -8,7 +8,6 @@ the backward of.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,8 +78,6 @@ class Trace:
         forward_peak: the most bytes that the step's tensors take at once during the forward there; those of parameters
             and gradients do not count.
         backward_peak: likewise during the backward.
-        events: how often each module's own forward calls a module or a torch function there, by the module's name; that
-            of the step itself is empty. Stages replay those of modules that are cut inside.
         optional: names of modules that other runs of the step leave out, or call in addition.
     """
 
@@ -92,7 +89,6 @@ class Trace:
     backward: list[Work] = field(default_factory=list)
     forward_peak: list[float] = field(default_factory=lambda: [0])
     backward_peak: list[float] = field(default_factory=list)
-    events: list[Counter[str]] = field(default_factory=lambda: [Counter()])
     optional: set[str] = field(default_factory=set)
 
     @property
@@ -149,7 +145,6 @@ class _Tracer(TorchFunctionMode):
         """One call of a module; those of a recomputation are not told apart from the backward around them."""
         if not self._is_forward:
             return forward(*args, **kwargs)
-        self._note_event()
         self._position += 1
         shapes = tuple(tuple(tensor.shape) for tensor in tree.leaves((args, kwargs)))
         call = Call(name, self._position, self._position, tuple(self._stack), self._in_function > 0, shapes)
@@ -158,7 +153,6 @@ class _Tracer(TorchFunctionMode):
         self.trace.kept.append(0)
         self.trace.forward.append(Work())
         self.trace.forward_peak.append(self._live.now)
-        self.trace.events.append(Counter())
         self.sequence.append(torch.autograd._get_sequence_nr())
         self._stack.append(name)
         try:
@@ -171,7 +165,6 @@ class _Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._is_forward or kind_of(func) in (Kind.DESCRIBES, Kind.GRAD_MODE):
             return func(*args, **kwargs)
-        self._note_event()
         self._use(tree.leaves((args, kwargs)))
         result = func(*args, **kwargs)
         self._use(tree.leaves(result))
@@ -207,9 +200,6 @@ class _Tracer(TorchFunctionMode):
             self._storages.add(memory)
             self.trace.kept[self._position] += bytes_of(tensor)
         return tensor.detach()
-
-    def _note_event(self) -> None:
-        self.trace.events[self._position][self._stack[-1] if self._stack else ""] += 1
 
     def _use(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:

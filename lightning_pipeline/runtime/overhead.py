@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,48 +19,32 @@ from lightning_pipeline.schedules import build
 
 _MICROBATCHES = 8
 _TIMES = 5
-_EVENTS = 40
 _WIDTH, _SAMPLES = 384, 16
 """Of layers that take about as long as their overhead, and half a megabyte of cache: a rank that finds it full of what
 others left there is slower than in a loop of its own."""
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """What stages cost beside the model's work, in seconds of a rank.
-
-    Attributes:
-        action: of each action of a schedule, without messages.
-        event: of each call in the user's step, which every rank records.
-    """
-
-    action: float
-    event: float
-
-
 @torch.inference_mode(False)
 @torch.enable_grad()
-def measure_overhead(transport: Transport, device: torch.device, message: float) -> Overhead:
-    """By a model of small layers, one on each rank: they take caches and cores from one another as they do in a run.
-    All ranks of the pipeline must call it.
+def measure_overhead(transport: Transport, device: torch.device, message: float) -> float:
+    """Seconds that each action of a schedule takes from a rank beside the model's work, without messages.
+
+    By a model of small layers, one on each rank: they take caches and cores from one another as they do in a run. All
+    ranks of the pipeline must call it.
 
     Args:
         message: seconds that a rank spends on a value that it sends or receives.
     """
-    beyond = [_beyond_the_model(transport, device, num_events) for num_events in (0, _EVENTS)]
-    means = transport.all_gather_vector(torch.tensor(beyond, dtype=torch.float64), "what stages cost").mean(0).tolist()
-    without, with_events = (max(0.0, mean) / _MICROBATCHES for mean in means)
+    beyond = torch.tensor([_beyond_the_model(transport, device)], dtype=torch.float64)
+    mean = transport.all_gather_vector(beyond, "what stages cost").mean().item()
     messages = 4 * (transport.num_stages - 1) / transport.num_stages  # of a micro-batch, sent and received
-    action = max(0.0, without - messages * message) / 2
-    # All of the events are the first rank's, and each rank records them.
-    return Overhead(action, max(0.0, with_events - without) / _EVENTS)
+    return max(0.0, mean / _MICROBATCHES - messages * message) / 2
 
 
-def _beyond_the_model(transport: Transport, device: torch.device, num_events: int) -> float:
+def _beyond_the_model(transport: Transport, device: torch.device) -> float:
     """Seconds that a step takes from this rank, beyond its share of what it takes without stages."""
     num_stages = transport.num_stages
     module = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_stages)).to(device)
-    first, *others = module
     stages = resolve(module, {str(stage): stage for stage in range(1, num_stages)}, num_stages)
     pipeline = Pipeline(
         rank=transport.stage,
@@ -77,12 +60,9 @@ def _beyond_the_model(transport: Transport, device: torch.device, num_events: in
     microbatches = [torch.ones(_SAMPLES, _WIDTH, device=device) for _ in range(_MICROBATCHES)]
 
     def step(batch: Tensor) -> Tensor:
-        hidden: Tensor = first(batch)
-        for _ in range(num_events):
-            hidden = hidden + 1
-        for layer in others:
-            hidden = layer(hidden)
-        return hidden.sum()
+        for layer in module:
+            batch = layer(batch)
+        return batch.sum()
 
     work = Work(
         kind="overhead", step=lambda state, batch: (None, step(batch)), loss_of=lambda state, loss: loss, seed=0

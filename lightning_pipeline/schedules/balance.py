@@ -32,9 +32,6 @@ class Segment:
             hold it once.
         flops: floating-point operations of forward and backward.
         messages: values that a cut before it sends.
-        inside: the modules that begin before it and end later, which a cut before it is inside of.
-        events: by module, what a stage replays of it if a cut is inside of it, even where an earlier stage does the
-            work; the step itself has no name, and each cut is inside of it.
     """
 
     name: str
@@ -48,8 +45,6 @@ class Segment:
     state: Mapping[str, float] = field(default_factory=dict)
     flops: float = 0.0
     messages: int = 0
-    inside: Sequence[str] = ()
-    events: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,12 +57,9 @@ class Machine:
         bytes_per_second: of a link between two ranks.
         latency: seconds of any transfer.
         overhead: seconds that any forward or backward of a stage takes beside its segments.
-        event: seconds of one replayed event of a segment.
         message: seconds that a rank spends on any value that it sends or receives.
         byte: seconds that it spends on each byte of them.
         replicas: pipelines that sum their gradients at the end of the step.
-        cores: how many of the ranks can work at once; None is all of them (`simulate`).
-        turns: how many times as long the segments take while more ranks than cores are at work (`simulate`).
         receives_ahead: micro-batches for whose values, and gradients, a rank makes room before they are needed.
         sends_underway: values, and gradients, that a rank may have sent and cannot let go of yet.
     """
@@ -77,12 +69,9 @@ class Machine:
     bytes_per_second: float = float("inf")
     latency: float = 0.0
     overhead: float = 0.0
-    event: float = 0.0
     message: float = 0.0
     byte: float = 0.0
     replicas: int = 1
-    cores: float | None = None
-    turns: float = 1.0
     receives_ahead: int = 0
     sends_underway: int = 0
 
@@ -185,15 +174,9 @@ class Evaluator:
                 values = self.machine.message * crossing.messages
                 forward[stage] += values + self.machine.byte * crossing.received
                 backward[stage] += values + self.machine.byte * crossing.returned
-        if self.machine.event:
-            replayed = 0
-            cut_inside = {"", *(name for cut in cuts for name in self.segments[cut].inside)}
-            for stage, (a, b) in stages:
-                replayed += sum(s.events.get(name, 0) for s in self.segments[a:b] for name in cut_inside)
-                forward[stage] += self.machine.event * replayed
         # What a split backward's halves take is not known: half each.
         halves = [seconds / 2 for seconds in backward]
-        simulation = simulate(self.schedule, forward, halves, halves, transfer, self.machine.cores, self.machine.turns)
+        simulation = simulate(self.schedule, forward, halves, halves, transfer)
         memory = peak_bytes(self.schedule, *self._activations(bounds))
         seconds = simulation.makespan
         for rank in range(self.schedule.num_ranks):

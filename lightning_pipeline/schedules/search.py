@@ -27,7 +27,6 @@ def best_plans(
     *,
     effort: float = 2e6,
     gap: float = 0.0,
-    alike: float = 0.0,
     most: int = 1,
 ) -> list[Plan]:
     """The plan of the least time; where none fits the memory, the one that lacks the least. After it come the next ones
@@ -38,40 +37,22 @@ def best_plans(
         effort: actions to simulate, and stages to bound, after which the search ends with the best plan so far; a
             million take a few seconds. No time, so that the same costs give the same plan.
         gap: a plan that much faster, as a share, is worth going on for.
-        alike: where ranks share cores, plans that take no longer than this share more than the best are as good as
-            that one, and the best of them is the one that would take the least time with a core for each rank. What
-            fills the cores is the work, which no cut changes, so that times tell little; and ranks that are balanced
-            have the most to do at any time. `is_best` then says that both searches came to their end.
         most: plans in all.
 
     Raises:
         ScheduleError: fewer segments than virtual stages.
     """
-    machine = machine or Machine()
-    made = Evaluator(segments, schedule, machine)
-    if machine.cores is None or machine.cores >= schedule.num_ranks:
-        first = _Search(made).run(effort, gap)
-    else:
-        first = _Search(made).run(effort / 2, gap)
-        if not first.excess:
-            enough = first.seconds * (1 + alike)
-            apart = Evaluator(segments, schedule, replace(machine, cores=None))
-            chosen = _Search(apart, lambda cuts: made.plan(cuts).seconds <= enough).run(effort / 2, gap, first.cuts)
-            first = replace(made.plan(chosen.cuts), is_best=first.is_best and chosen.is_best)
+    made = Evaluator(segments, schedule, machine or Machine())
+    first = _Search(made).run(effort, gap)
     others = [plan for plan in made.plans.values() if plan.cuts != first.cuts]
     return [first, *sorted(others, key=lambda plan: (plan.excess, plan.seconds))[: most - 1]]
 
 
 class _Search:
-    """Goes through the plans of one step under one schedule.
+    """Goes through the plans of one step under one schedule."""
 
-    Args:
-        allows: whether a cut may be chosen.
-    """
-
-    def __init__(self, made: Evaluator, allows: Callable[[Cuts], bool] = lambda cuts: True) -> None:
+    def __init__(self, made: Evaluator) -> None:
         self._made = made
-        self._allows = allows
         self._live = live_activations(made.schedule)
         # Behind a rank's last gradients of weights nothing waits, so that only the way to it counts.
         splits = any(action.kind is Kind.W for order in made.schedule.orders for action in order)
@@ -87,28 +68,16 @@ class _Search:
         self._effort = float("inf")
         self._num_actions = sum(len(order) for order in made.schedule.orders)
 
-    def run(self, effort: float, gap: float, start: Cuts | None = None) -> Plan:
-        """The best plan, or one that is as good within `gap`.
-
-        Args:
-            start: a cut that may be chosen; without it all must be allowed.
-        """
+    def run(self, effort: float, gap: float) -> Plan:
+        """The best plan, or one that is as good within `gap`."""
         self._effort = effort
-        first, *others = ([start] if start else []) + [self._least(worst) for worst in (self._both, self._bytes)]
-        best = self._plan(first)
-        for cuts in others:
-            best = self._better(best, self._plan(cuts))
-        best = self._improved(best)
+        best = self._plan(self._least(self._both))
+        best = self._improved(_better(best, self._plan(self._least(self._bytes))))
         self._limit = _limit(best, gap)
         for cuts in self._candidates():
-            best = self._better(best, self._plan(cuts))
+            best = _better(best, self._plan(cuts))
             self._limit = _limit(best, gap)
         return replace(best, is_best=self._effort > 0)
-
-    def _better(self, best: Plan, other: Plan) -> Plan:
-        """Of two plans; those that fit come before those that do not, then the faster."""
-        is_better = (other.excess, other.seconds) < (best.excess, best.seconds)
-        return other if is_better and self._allows(other.cuts) else best
 
     def _plan(self, cuts: Cuts) -> Plan:
         self._effort -= self._num_actions * (cuts not in self._made.plans)
@@ -143,7 +112,7 @@ class _Search:
                 for move in (-1, 1, -2, 2):
                     cuts = (*plan.cuts[:index], plan.cuts[index] + move, *plan.cuts[index + 1 :])
                     if all(a < b for a, b in pairwise((0, *cuts, len(self._made.segments)))):
-                        plan = self._better(plan, self._plan(cuts))
+                        plan = _better(plan, self._plan(cuts))
         return plan
 
     def _candidates(self) -> Iterator[Cuts]:
@@ -152,7 +121,7 @@ class _Search:
         m = self._made.schedule.num_microbatches
         num_ranks = self._made.schedule.num_ranks
         speeds = [self._made.machine.speed(rank) for rank in range(num_ranks)]
-        speed = min(sum(speeds), (self._made.machine.cores or num_ranks) * max(speeds))  # of all ranks together
+        speed = sum(speeds)  # of all ranks together
         whole = self._made.forward[-1] + self._made.backward[-1]
         rest = self._bound_of_rest() if total == num_ranks else None
         loads = [0.0] * num_ranks
@@ -253,6 +222,11 @@ def _warm_up(schedule: Schedule) -> tuple[list[int], list[int]]:
         before.append(kinds.index(Kind.B))
         early.append(kinds[: len(kinds) - kinds[::-1].index(Kind.F)].count(Kind.B))
     return before, early
+
+
+def _better(best: Plan, other: Plan) -> Plan:
+    """Of two plans; those that fit come before those that do not, then the faster."""
+    return other if (other.excess, other.seconds) < (best.excess, best.seconds) else best
 
 
 def _limit(plan: Plan, gap: float) -> float:

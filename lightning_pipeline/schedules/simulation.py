@@ -45,8 +45,6 @@ def simulate(
     input_grad: Cost = 1.0,
     weight_grad: Cost = 1.0,
     transfer: Cost = 0.0,
-    cores: float | None = None,
-    turns: float = 1.0,
 ) -> Simulation:
     """Run the schedule on paper: each rank starts its next action as soon as it is free and the inputs are there.
 
@@ -57,10 +55,6 @@ def simulate(
         weight_grad: time of W, likewise.
         transfer: time until a value arrives on another rank, one number or one for each virtual stage but the last, for
             the boundary after it.
-        cores: how many ranks can work at once at full speed; more of them share, each as slow as the others. None is
-            one for each rank.
-        turns: how many times as long work takes while more ranks than cores are at it: a core's cache is full of what
-            another left there, and changing places takes time.
 
     Raises:
         ScheduleError: if the schedule deadlocks, or a list of costs has not one number for each virtual stage.
@@ -72,14 +66,10 @@ def simulate(
     )
     costs = {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: [a + b for a, b in zip(i, w, strict=True)]}
     between = transfer if isinstance(transfer, Sequence) else [transfer] * (schedule.num_stages - 1)
-    arrivals = _Arrivals(schedule, _per_stage("transfer", [*between, 0.0], schedule.num_stages))
-    if cores is not None and cores < schedule.num_ranks:
-        spans = _spans_on_cores(arrivals, costs, cores, turns)
-    else:
-        spans = _spans(arrivals, costs)
+    spans, ready = _spans(schedule, costs, _per_stage("transfer", [*between, 0.0], schedule.num_stages))
     stuck = {rank: len(done) for rank, done in enumerate(spans) if len(done) < len(schedule.orders[rank])}
     if stuck:
-        raise _deadlock(schedule, stuck, arrivals.ready)
+        raise _deadlock(schedule, stuck, ready)
     makespan = max((order[-1].end for order in spans if order), default=0.0)
     busy = sum(span.end - span.start for order in spans for span in order)
     bubble = 1 - busy / (makespan * schedule.num_ranks) if makespan else 0.0
@@ -87,88 +77,44 @@ def simulate(
     return Simulation(makespan, bubble, peaks, spans)
 
 
-class _Arrivals:
-    """When the inputs of actions are there.
+def _spans(
+    schedule: Schedule, costs: dict[Kind, list[float]], transfer: list[float]
+) -> tuple[list[list[Span]], dict[Action, float]]:
+    """What each rank does when, up to a deadlock; and when each value is there.
 
     Args:
         transfer: for each virtual stage, the time that a value takes over the boundary after it.
     """
+    ready: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.orders]
 
-    def __init__(self, schedule: Schedule, transfer: list[float]) -> None:
-        self.schedule = schedule
-        self.ready: dict[Action, float] = {}
-        self._transfer = transfer
-
-    def of(self, action: Action, rank: int) -> float | None:
+    def arrival(action: Action, rank: int) -> float | None:
         """When the last input is there; None if it is not known yet."""
         latest = 0.0
-        for value in needs(action, self.schedule.num_stages):
-            if value not in self.ready:
+        for value in needs(action, schedule.num_stages):
+            if value not in ready:
                 return None
-            elsewhere = self.schedule.placement[value.stage] != rank
+            elsewhere = schedule.placement[value.stage] != rank
             # A forward's value crosses the boundary after its stage, a gradient the one before it.
             boundary = value.stage if value.kind is Kind.F else value.stage - 1
-            latest = max(latest, self.ready[value] + self._transfer[boundary] * elsewhere)
+            latest = max(latest, ready[value] + transfer[boundary] * elsewhere)
         return latest
 
-    def done(self, action: Action, end: float) -> None:
-        self.ready.update(dict.fromkeys(yields(action), end))
-
-
-def _spans(arrivals: _Arrivals, costs: dict[Kind, list[float]]) -> list[list[Span]]:
-    spans: list[list[Span]] = [[] for _ in arrivals.schedule.orders]
     progress = True
     while progress:
         progress = False
-        for rank, order in enumerate(arrivals.schedule.orders):
+        for rank, order in enumerate(schedule.orders):
             done = spans[rank]
             while len(done) < len(order):
                 action = order[len(done)]
-                there = arrivals.of(action, rank)
+                there = arrival(action, rank)
                 if there is None:
                     break
                 start = max(there, done[-1].end if done else 0.0)
                 done.append(Span(action, start, start + costs[action.kind][action.stage]))
-                arrivals.done(action, done[-1].end)
+                ready.update(dict.fromkeys(yields(action), done[-1].end))
                 progress = True
-    return spans
-
-
-def _spans_on_cores(
-    arrivals: _Arrivals, costs: dict[Kind, list[float]], cores: float, turns: float
-) -> list[list[Span]]:
-    """All ranks move on together, from one moment in which something begins or ends to the next."""
-    spans: list[list[Span]] = [[] for _ in arrivals.schedule.orders]
-    running: dict[int, tuple[Action, float]] = {}  # by rank, what it does and since when
-    left: dict[int, float] = {}  # by rank, work that is still to be done
-    now = 0.0
-    while True:
-        next_start = float("inf")
-        for rank, order in enumerate(arrivals.schedule.orders):
-            if rank in running or len(spans[rank]) == len(order):
-                continue
-            action = order[len(spans[rank])]
-            there = arrivals.of(action, rank)
-            if there is not None and there <= now:
-                running[rank] = action, now
-                left[rank] = costs[action.kind][action.stage]
-            elif there is not None:
-                next_start = min(next_start, there)
-        if not running:
-            if next_start == float("inf"):
-                return spans
-            now = next_start
-            continue
-        pace = 1.0 if len(running) <= cores else cores / len(running) / turns
-        work = min(min(left.values()), (next_start - now) * pace)
-        now = next_start if work < min(left.values()) else now + work / pace
-        for rank in list(running):
-            left[rank] -= work
-            if left[rank] <= 1e-12 * now:
-                action, start = running.pop(rank)
-                del left[rank]
-                spans[rank].append(Span(action, start, now))
-                arrivals.done(action, now)
+    return spans, ready
 
 
 def _deadlock(schedule: Schedule, stuck: dict[int, int], ready: dict[Action, float]) -> ScheduleError:

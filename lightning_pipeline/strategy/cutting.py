@@ -270,7 +270,7 @@ class Cutting:
         link = measure_link(transport, self._device)
         own = measure_overhead(transport, self._device, link.message if link is not None else 0.0)
         if link is not None:
-            self._machine = replace(self._machine, **asdict(link), overhead=own.action, event=own.event)
+            self._machine = replace(self._machine, **asdict(link), overhead=own)
 
     def _microbatches(self, batch: Any) -> dict[int, Any]:
         """To be measured: one of each size, or of the smallest and the largest."""

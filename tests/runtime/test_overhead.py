@@ -20,7 +20,7 @@ def test_it_is_that_of_visits_and_messages() -> None:
 def _visits_take_longer(transport: Transport) -> None:
     with torch.inference_mode():  # as in a validation step before training
         plain = measure_overhead(transport, transport.device, message=0.0)
-    assert 0 < plain.action < 0.2 and 0 <= plain.event < 0.02
+    assert 0 < plain < 0.2
 
     forward = Visit.forward
 
@@ -32,7 +32,7 @@ def _visits_take_longer(transport: Transport) -> None:
 
     with mock.patch.object(Visit, "forward", slower):
         slow = measure_overhead(transport, transport.device, message=0.0)
-        assert 1.5e-3 < slow.action - plain.action < 0.2
+        assert 1.5e-3 < slow - plain < 0.2
         # A rank of two sends or receives two values of each micro-batch.
         without_messages = measure_overhead(transport, transport.device, message=1e-3)
-        assert 0.3e-3 < slow.action - without_messages.action < 1.7e-3
+        assert 0.3e-3 < slow - without_messages < 1.7e-3

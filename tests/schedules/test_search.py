@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +38,6 @@ def random_segments(generator: random.Random, count: int) -> list[Segment]:
             returned=amount(30),
             kept=amount(10),
             messages=generator.randint(1, 3),
-            events={"": generator.randint(0, 3)},
             state={str(index): amount(12), "tied": 7.0} if index in (0, count - 1) else {str(index): amount(12)},
         )
         for index in range(count)
@@ -65,7 +63,6 @@ def test_no_cut_is_faster(name: str, num_ranks: int, num_microbatches: int, num_
         message=generator.choice((0.0, 0.1)),
         byte=generator.choice((0.0, 0.01)),
         overhead=generator.choice((0.0, 0.3)),
-        event=generator.choice((0.0, 0.2)),
         replicas=1 + seed % 3,
     )
     plans = try_all(segments, schedule, machine)
@@ -80,24 +77,6 @@ def test_no_cut_is_faster(name: str, num_ranks: int, num_microbatches: int, num_
     assert (bounded.excess == 0) == bool(fitting)
     if fitting:
         assert bounded.seconds == pytest.approx(min(fitting), rel=1e-9)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_of_cuts_that_shared_cores_make_alike_the_one_is_taken_that_is_best_without_sharing(seed: int) -> None:
-    generator = random.Random(seed)
-    segments = random_segments(generator, 9)
-    schedule = build("1f1b", 4, 8)
-    machine = Machine(bytes_per_second=10.0, message=0.1, overhead=0.3, event=0.1, cores=2.0, turns=1.2)
-    shared = try_all(segments, schedule, machine)
-    apart = try_all(segments, schedule, replace(machine, cores=None))
-    least = min(plan.seconds for plan in shared)
-    assert best_plans(segments, schedule, machine)[0].seconds == pytest.approx(least, rel=1e-9)
-    for alike in (0.02, 0.1):
-        found = best_plans(segments, schedule, machine, alike=alike)[0]
-        near = [one for one, own in zip(apart, shared, strict=True) if own.seconds <= least * (1 + alike)]
-        assert found.is_best
-        assert found.cuts == min(near, key=lambda plan: plan.seconds).cuts
-        assert found.seconds == evaluate(segments, schedule, found.cuts, machine).seconds  # as it will take
 
 
 def test_the_next_best_plans_come_after_the_best() -> None:
@@ -128,14 +107,6 @@ def test_a_rank_spends_time_on_what_it_sends_and_receives() -> None:
     assert took[1] == [1 + 2 * forward, 1 + 2 * backward]
 
 
-def test_turns_on_a_core_make_a_plan_slower() -> None:
-    segments = [Segment(str(i), 1.0, 1.0) for i in range(2)]
-    free, dear = (
-        evaluate(segments, build("gpipe", 2, 4), (1,), Machine(cores=1.0, turns=turns)).seconds for turns in (1.0, 1.5)
-    )
-    assert free == 2 * 4 * 2 and dear > 1.2 * free
-
-
 def test_a_shared_parameter_is_held_once_by_each_rank() -> None:
     segments = [Segment(str(i), 1.0, 1.0, state={"tied": 8.0, str(i): 1.0}) for i in range(4)]
     assert evaluate(segments, build("1f1b", 2, 2), (2,)).memory == [10.0, 10.0]
@@ -162,20 +133,6 @@ def test_memory_is_what_is_live() -> None:
     assert peak_bytes(schedule, [3.0, 5.0]) == [6.0, 5.0]
     both = build("interleaved_1f1b", 2, 4, 2)
     assert max(peak_bytes(both, [1.0] * 4)) == max(simulate(both).peak_live)
-
-
-def test_stages_replay_what_modules_that_are_cut_do_between_calls() -> None:
-    def segment(name: str, inside: tuple[str, ...], **events: int) -> Segment:
-        return Segment(name, 1.0, 1.0, inside=inside, events={"": 1, **events})
-
-    segments = [segment("a", ()), segment("b.0", ("b",), b=5), segment("b.1", ("b",), b=7), segment("c", ())]
-    schedule = build("gpipe", 2, 2)
-    whole, inside = (
-        evaluate(segments, schedule, cuts, Machine(event=0.25)).simulation.spans for cuts in ((3,), (2,))
-    )
-    # The first stage's own events, and on the second one those of both.
-    assert [spans[0].end - spans[0].start for spans in whole] == [3 + 0.25 * 3, 1 + 0.25 * 4]
-    assert [spans[0].end - spans[0].start for spans in inside] == [2 + 0.25 * (2 + 5), 2 + 0.25 * (4 + 12)]
 
 
 def test_memory_counts_what_is_taken_while_it_works() -> None:

@@ -61,19 +61,3 @@ def test_wrong_costs() -> None:
         simulate(build("gpipe", 2, 4, 2), forward=[1, 1, 1])
     with pytest.raises(ScheduleError, match="weight_grad must not be negative, got -1"):
         simulate(build("gpipe", 2, 4), weight_grad=-1)
-
-
-def test_ranks_share_cores() -> None:
-    # One core does all of the work one after the other; two ranks that both have work are half as fast each.
-    assert simulate(build("1f1b", 4, 8), cores=1).makespan == pytest.approx(4 * 8 * 3)
-    times = ends(gpipe(2, 2), forward=[1, 3], cores=1)
-    by_hand = {"0F0": 1, "0F1": 3, "1F0": 5, "1F1": 8, "1B0": 10, "0B0": 14, "1B1": 14, "0B1": 16}
-    assert times == pytest.approx(by_hand)
-    assert simulate(build("1f1b", 4, 8), transfer=0.5, cores=3.9).makespan == pytest.approx(
-        simulate(build("1f1b", 4, 8), transfer=0.5).makespan, rel=0.03
-    )
-    # Turns cost something only while both are at it: from 1 to 3.5 here, for 2 of work.
-    assert simulate(build("forward", 2, 2), cores=1, turns=1.25).makespan == pytest.approx(1 + 2 * 1.25 + 1)
-    assert simulate(build("forward", 2, 1), cores=1, turns=1.25).makespan == 2
-    with pytest.raises(ScheduleError, match="deadlock"):
-        simulate(Schedule("stuck", ((), (Action(Kind.F, 1, 0),)), 1, (0, 1)), cores=1)
