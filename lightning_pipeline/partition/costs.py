@@ -36,11 +36,6 @@ class StepCosts:
         """Seconds of forward, then those of backward, by position."""
         return [*self.forward, *self.backward]
 
-    def with_times(self, both_ways: Sequence[float]) -> StepCosts:
-        """The same with these instead."""
-        half = len(self.forward)
-        return replace(self, forward=list(both_ways[:half]), backward=list(both_ways[half:]))
-
     @property
     def times(self) -> list[float]:
         """Seconds of forward and backward, by position."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ class OptimizerStates:
     """
 
     def __init__(self, transport: Transport, exchanges: Exchanges, keys: TensorKeys) -> None:
-        self.optimizers: Sequence[Optimizer] = ()
+        self.optimizers: Iterable[Optimizer] = ()
         self.are_shared_out = False
         self._transport = transport
         self._exchanges = exchanges

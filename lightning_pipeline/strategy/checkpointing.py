@@ -179,6 +179,7 @@ class CheckpointingStrategy(ProcessStrategy):
     @apart
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_alive()
+        self._stage_optimizers.follow(self.optimizers, self._module)
         if self.save_distributed_checkpoint:
             layout = self._stage_optimizers.layout_of(optimizer)
             return optimizer_state_in_parts(layout, self._stage_optimizers.ownership)

@@ -367,7 +367,7 @@ class PipelineStrategy(CheckpointingStrategy):
             installed.enter_context(compare_parameters_by_identity())
             if outside is not None:
                 follow_hooks(module, outside, override)
-                outside.states.optimizers = [layout.optimizer for layout in self._stage_optimizers]
+                outside.states.optimizers = self._stage_optimizers.optimizers
                 outside.states.are_shared_out = self._stage_optimizers.are_shared_out
                 installed.enter_context(self.pipeline.recorder.patched())
             override(plugin, "clip_grad_by_norm", functools.partial(self._clip, self._stage_optimizers.clip_by_norm))
@@ -423,7 +423,7 @@ class PipelineStrategy(CheckpointingStrategy):
     @override
     @apart
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._stage_optimizers.note_new_groups(self._module)
+        self._stage_optimizers.follow(self.optimizers, self._module)
         trainer = self._module.trainer
         arguments = (*args, *kwargs.values())
         self._cut_before_step("training_step", arguments, self.precision_plugin.train_step_context)

@@ -38,6 +38,7 @@ class StageOptimizers:
         has_slices: parameters may be DTensors, of which each rank has a slice.
 
     Attributes:
+        optimizers: the run's, in order.
         are_shared_out: whether a rank may have a part of the state of what it holds.
     """
 
@@ -49,16 +50,25 @@ class StageOptimizers:
         shards_over: Replicas | None = None,
         has_slices: bool = False,
     ) -> None:
-        self._layouts = {layout.optimizer: layout for layout in layouts}
+        self._layouts: dict[Optimizer, OptimizerLayout] = {}
+        self.optimizers = self._layouts.keys()
         self.are_shared_out = shards_over is not None or has_slices
         self._transport = transport
+        self._shards_over = shards_over
+        self._has_slices = has_slices
         self._ownership: Ownership | None = None
         self._updates: dict[Optimizer, OptimizerShards | WholeUpdates] = {}
-        for optimizer, layout in self._layouts.items():
-            if shards_over is not None:
-                self._updates[optimizer] = OptimizerShards(layout, shards_over)
-            elif has_slices and not layout.is_elementwise:
-                self._updates[optimizer] = WholeUpdates(layout)
+        self._take_in(layouts)
+
+    def _take_in(self, layouts: Sequence[OptimizerLayout]) -> None:
+        self._layouts.clear()
+        self._updates.clear()
+        for layout in layouts:
+            self._layouts[layout.optimizer] = layout
+            if self._shards_over is not None:
+                self._updates[layout.optimizer] = OptimizerShards(layout, self._shards_over)
+            elif self._has_slices and not layout.is_elementwise:
+                self._updates[layout.optimizer] = WholeUpdates(layout)
 
     def __iter__(self) -> Iterator[OptimizerLayout]:
         return iter(self._layouts.values())
@@ -78,8 +88,10 @@ class StageOptimizers:
         for layout in self:
             layout.forget_remote()
 
-    def note_new_groups(self, module: LightningModule) -> None:
-        """Take in groups that callbacks have added to an optimizer, as those for finetuning do."""
+    def follow(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
+        """Take in what hooks have changed: other optimizers, or groups added to one, as callbacks for finetuning do."""
+        if list(map(inner, optimizers)) != list(self._layouts):
+            self._take_in([OptimizerLayout(inner(optimizer), module) for optimizer in optimizers])
         for layout in self:
             if len(layout.optimizer.param_groups) > len(layout.groups):
                 layout.note_new_groups(module)

@@ -187,3 +187,21 @@ class GroupRates(Layers):
         vectors = [parameter for parameter in self.parameters() if parameter.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.3}]
         return torch.optim.AdamW(groups, lr=0.05)
+
+
+@habit(plain=False, epochs=3)
+class OptimizerSwapped(Layers):
+    """Another optimizer from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.02)]
+
+
+@habit(plain=False, epochs=3)
+class OptimizerSwappedAtTheEnd(Layers):
+    """A fresh optimizer after the last epoch, which the checkpoint has."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 2:
+            self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.02)]
