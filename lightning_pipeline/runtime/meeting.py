@@ -7,8 +7,9 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -27,8 +28,18 @@ EVERY_NODE = "start the script on every node, with the same MASTER_ADDR and MAST
 _meetings: Counter[str] = Counter()
 
 
+class Started(Protocol):
+    """Processes that this one has started."""
+
+    def told(self) -> str:
+        """Names those that have failed; "" while there are none."""
+
+    def told_of(self, ranks: Sequence[int]) -> str:
+        """Says what some of them do, of which nothing comes; "" where none is one of them."""
+
+
 def meet(
-    rank: int, world_size: int, timeout: timedelta, *, way_out: str = "", lost: Callable[[], str] | None = None
+    rank: int, world_size: int, timeout: timedelta, *, way_out: str = "", started: Started | None = None
 ) -> BoundedStore:
     """The store that all processes share, once they are there. ``MASTER_ADDR`` and ``MASTER_PORT`` say where.
 
@@ -36,7 +47,7 @@ def meet(
 
     Args:
         way_out: what to do where ranks are missing or there twice; default: what a user of several nodes can do.
-        lost: names the processes that have ended, of those that this one has started; "" while there are none.
+        started: the processes that this one has started.
 
     Raises:
         ValueError: processes count differently, two of them are the same rank, or another program has rank 0's port.
@@ -49,7 +60,7 @@ def meet(
     if has_agent():
         store = fresh_store(store, world_size=world_size, timeout=timeout)
     store = store.under(f"meeting/{_meetings[where]}")
-    _join(store, where, world_size, timeout, way_out, lost)
+    _join(store, where, world_size, timeout, way_out, started)
     _meetings[where] += 1
     return store
 
@@ -97,7 +108,7 @@ def _join(
     world_size: int,
     timeout: timedelta,
     way_out: str,
-    lost: Callable[[], str] | None,
+    started: Started | None,
 ) -> None:
     rank = store.rank
     me = f"process {os.getpid()} on {socket.gethostname()}"
@@ -115,12 +126,13 @@ def _join(
     # Whoever objects first, or else comes last, has lost a process or waited long enough, speaks for all.
     if store.add("arrived", 1) == world_size or objection:
         store.set_first("verdict", json.dumps({"objection": objection}))
-    if not _wait_without_loss(store, timeout, lost):
+    if not _wait_without_loss(store, timeout, started):
         late = [other for other in range(world_size) if not store.check(f"rank {other}")]
-        told = (
-            f"{ranks(late)} of {world_size} did not come to {where} within {timeout.total_seconds():g} s; "
-            f"{way_out or f'{EVERY_NODE} and the same devices and num_nodes'}"
-        )
+        told = f"{ranks(late)} of {world_size} did not come to {where} within {timeout.total_seconds():g} s; "
+        if seen := started.told_of(late) if started is not None else "":
+            told += f"{seen}: see what it says, or allow more time with timeout="
+        else:
+            told += way_out or f"{EVERY_NODE} and the same devices and num_nodes"
         store.set_first("verdict", json.dumps({"late": told}))
     verdict = json.loads(store.get("verdict"))
     objection = objection or verdict.get("objection", "")
@@ -134,13 +146,13 @@ def _join(
         raise PipelineTimeoutError(verdict["late"])
 
 
-def _wait_without_loss(store: BoundedStore, timeout: timedelta, lost: Callable[[], str] | None) -> bool:
+def _wait_without_loss(store: BoundedStore, timeout: timedelta, started: Started | None) -> bool:
     """Whether the verdict came in time; it may be that a process is lost."""
     deadline = time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:
-        glance = timedelta(seconds=left if lost is None else min(left, GLANCE_S))
+        glance = timedelta(seconds=left if started is None else min(left, GLANCE_S))
         if store.wait(["verdict"], glance, limit=timeout.total_seconds()):
             return True
-        if lost is not None and (told := lost()):
+        if started is not None and (told := started.told()):
             store.set_first("verdict", json.dumps({"lost": f"{told} before all ranks had met; see what it says"}))
     return False

@@ -78,13 +78,19 @@ def _end_with(launcher: int) -> None:
     _end_process(f"process {launcher}, which started this one ({os.getpid()}), has ended; ending this one too")
 
 
-def _exists(process: int) -> bool:
-    """Whether it runs; one that has ended exists until its parent takes note of that, which Linux tells."""
+def _state(process: int) -> str:
+    """Linux's letter for what it does: T where it is stopped, Z where it has ended; "" where that is not told."""
     try:
         with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+            return file.read().rpartition(")")[2].split()[0]
     except OSError:
-        pass
+        return ""
+
+
+def _exists(process: int) -> bool:
+    """Whether it runs; one that has ended exists until its parent takes note of that, which Linux tells."""
+    if state := _state(process):
+        return state not in ("Z", "X")
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -122,6 +128,16 @@ class Children:
     def told(self) -> str:
         """The processes that have failed, and how; "" while there are none."""
         return "; ".join(f"rank {rank} failed: its {how}" for rank, how in self._failures().items())
+
+    def told_of(self, ranks: Sequence[int]) -> str:
+        """What processes do of which nothing comes."""
+        found = {rank: _state(self._processes[rank].pid) for rank in ranks if rank in self._processes}
+        return "; ".join(
+            f"rank {rank}'s process is stopped ({self._processes[rank].pid})"
+            if state in ("T", "t")
+            else f"rank {rank}'s process ({self._processes[rank].pid}) runs, and has not come that far"
+            for rank, state in found.items()
+        )
 
     def _watch(self) -> None:
         while not (failures := self._failures()):

@@ -62,9 +62,9 @@ class PipelineLauncher(_SubprocessScriptLauncher):
             _forget(launched)
 
     @property
-    def lost(self) -> Callable[[], str] | None:
-        """Names the processes that have failed, of those that this one has started; None if it has started none."""
-        return self._children.told if self._children is not None else None
+    def children(self) -> Children | None:
+        """The processes that this one has started; None if it has started none."""
+        return self._children
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:

@@ -255,8 +255,8 @@ class ProcessStrategy(ParallelStrategy):
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
         way_out = environment.way_out if isinstance(environment, RankTableEnvironment) else ""
-        lost = self.launcher.lost if isinstance(self.launcher, PipelineLauncher) else None
-        return meet(self.global_rank, self.world_size, self.timeout, way_out=way_out, lost=lost)
+        children = self.launcher.children if isinstance(self.launcher, PipelineLauncher) else None
+        return meet(self.global_rank, self.world_size, self.timeout, way_out=way_out, started=children)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 

@@ -123,3 +123,26 @@ def test_a_process_outlives_the_thread_that_started_it() -> None:
     done = subprocess.run(command, text=True, capture_output=True, timeout=SOON_S)
     assert "watching" in done.stdout
     assert "exit code: None" in done.stdout, done.stderr
+
+
+STATES = """
+import signal
+print(watched.told_of([0, 1]))
+process.send_signal(signal.SIGSTOP)
+while "is stopped" not in watched.told_of([0, 1]):
+    time.sleep(0.01)
+print(watched.told_of([0, 1]))
+print(watched.told_of([0]))
+watched.failed = True
+"""
+
+
+def test_what_a_process_does_of_which_nothing_comes() -> None:
+    command = [sys.executable, "-c", BY_ITSELF.format(file=str(FILE)) + SCRIPT + STATES, "exec sleep 60"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=PATIENCE_S)
+    process, *told = done.stdout.splitlines()
+    assert told == [
+        f"rank 1's process ({process}) runs, and has not come that far",
+        f"rank 1's process is stopped ({process})",
+        "",
+    ], done.stderr
