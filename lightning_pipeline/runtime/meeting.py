@@ -98,8 +98,27 @@ def _store_of_another(where: str, world_size: int, way_out: str) -> Store:
 def _connect(rank: int, timeout: timedelta, seconds: float) -> Store:
     """The store, which rank 0 makes. In a thread: torch waits for ever for the answer of whoever listens there."""
     # With a world size of 1 it is there at once: the waiting is done below.
+    if rank == 0 and not has_agent() and (listening := _listening_on_loopback()) is not None:
+        address, port = listening.getsockname()
+        return dist.TCPStore(address, port, 1, True, timeout, multi_tenant=True, master_listen_fd=listening.detach())
     rendezvous = dist.rendezvous("env://", rank, 1, timeout=timeout)
     return in_time(lambda: next(rendezvous)[0], seconds)
+
+
+def _listening_on_loopback() -> socket.socket | None:
+    """A socket for ranks of this machine alone; None where they come from others, or the port is not free.
+
+    Torch's own listens on all addresses, by IPv6, and its store asks DNS for the name of who connects, in the one
+    thread that answers all ranks: it takes 127.0.0.1 for ::ffff:127.0.0.1, which /etc/hosts does not know, and where
+    DNS does not answer each connection stops all ranks for seconds (github.com/pytorch/pytorch/issues/159007).
+    """
+    address = os.environ["MASTER_ADDR"]
+    if not address.startswith("127."):
+        return None
+    try:
+        return socket.create_server((address, int(os.environ["MASTER_PORT"])), backlog=socket.SOMAXCONN)
+    except OSError:  # torch's says what is wrong, and knows the stores of this process
+        return None
 
 
 def _join(

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
@@ -20,6 +20,16 @@ from lightning_pipeline.runtime.errors import STOPPED, Failure, PeerFailedError
 T = TypeVar("T")
 GRACE_S = 2.0  # how long an answer may take that no rank depends on: when a wait is given up, and once a run has failed
 _connecting = threading.Lock()
+
+
+class _Connection(NamedTuple):
+    """A file descriptor, and what it is of: once closed, the system gives the number to what is opened next."""
+
+    number: int
+    inode: int
+
+
+_of_clones: set[_Connection] = set()
 
 
 class StoreLostError(PeerFailedError):
@@ -49,17 +59,17 @@ class BoundedStore:
         """For those that take torch's."""
         self.rank = rank
         self.limit = limit.total_seconds()
-        self._sockets: list[int] = []
+        self._connections: list[_Connection] = []
         self._place = ""
         root = getattr(store, "_underlying_non_prefix_store", store)
         if isinstance(root, dist.TCPStore):
             self._place = f"{root.host}:{root.port}"
-            self._sockets = _sockets_to(root.port)
-            self._put_limit(self.limit)
+            self._connections = [one for one in _connections_to(root.port) if one not in _of_clones]
+            self.put_limit(limit)  # which may be what an earlier run has left
 
     def under(self, prefix: str) -> BoundedStore:
         """The same connection, with other keys."""
-        return self._like(PrefixStore(prefix, self.torch), self._sockets)
+        return self._like(PrefixStore(prefix, self.torch), self._connections)
 
     def clone(self) -> BoundedStore:
         """The same keys over a connection of its own.
@@ -67,20 +77,20 @@ class BoundedStore:
         Raises:
             StoreLostError: the host did not accept it in time.
         """
-        if not self._sockets:
+        if not self._connections:
             return self._like(self.torch.clone(), [])  # type: ignore[attr-defined]
         port = int(self._place.rpartition(":")[2])
         with _connecting:
-            before = _sockets_to(port)
+            before = _connections_to(port)
             try:
                 store = in_time(self.torch.clone, self.limit)  # type: ignore[attr-defined]
             except TimeoutError:
                 raise self._lost(None, self.limit) from None
             except RuntimeError as error:
                 raise self._lost(error, self.limit) from error
-            own = self._like(store, [number for number in _sockets_to(port) if number not in before])
-        own._put_limit(self.limit)
-        store.set_timeout(timedelta(seconds=self.limit))  # of a get, which first waits for its key
+            own = self._like(store, [one for one in _connections_to(port) if one not in before])
+            _of_clones.update(own._connections)
+        own.put_limit(timedelta(seconds=self.limit))
         return own
 
     def set(self, key: str, value: str) -> None:
@@ -155,7 +165,7 @@ class BoundedStore:
         """From now on an answer may take so long."""
         self.limit = limit.total_seconds()
         self._put_limit(self.limit)
-        if self._sockets:
+        if self._connections:
             self.torch.set_timeout(limit)  # of a get, which first waits for its key
 
     def hurry(self) -> None:
@@ -164,21 +174,21 @@ class BoundedStore:
 
     def shut_down(self) -> None:
         """End the connection, and with it any call that waits in another thread. Never raises."""
-        for number in self._sockets:
-            with contextlib.suppress(OSError), _opened(number) as connection:
+        for one in self._connections:
+            with contextlib.suppress(OSError), _opened(one) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _like(self, store: Store, sockets: list[int]) -> BoundedStore:
+    def _like(self, store: Store, connections: list[_Connection]) -> BoundedStore:
         own = object.__new__(BoundedStore)
         own.torch, own.rank, own.limit = store, self.rank, self.limit
-        own._sockets, own._place = sockets, self._place
+        own._connections, own._place = connections, self._place
         return own
 
     def _put_limit(self, seconds: float) -> None:
         seconds = max(seconds, 0.001)  # 0 is no limit
         value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-        for number in self._sockets:
-            with contextlib.suppress(OSError), _opened(number) as connection:
+        for one in self._connections:
+            with contextlib.suppress(OSError), _opened(one) as connection:
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                     connection.setsockopt(socket.SOL_SOCKET, option, value)
 
@@ -227,23 +237,31 @@ def in_time(call: Callable[[], T], seconds: float) -> T:
     return result[0]
 
 
-def _sockets_to(port: int) -> list[int]:
-    """File descriptors of this process's connections to a port, of any machine. None on Windows."""
+def _connections_to(port: int) -> list[_Connection]:
+    """This process's connections to a port, of any machine. None on Windows."""
     found = []
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
-        with contextlib.suppress(OSError), _opened(int(name)) as connection:
-            families = (socket.AF_INET, socket.AF_INET6)
-            if connection.family in families and connection.type == socket.SOCK_STREAM:
-                peer: Any = connection.getpeername()
-                if peer[1] == port:
-                    found.append(int(name))
+        with contextlib.suppress(OSError):
+            one = _Connection(int(name), os.fstat(int(name)).st_ino)
+            with _opened(one) as connection:
+                families = (socket.AF_INET, socket.AF_INET6)
+                if connection.family in families and connection.type == socket.SOCK_STREAM:
+                    peer: Any = connection.getpeername()
+                    if peer[1] == port:
+                        found.append(one)
     return found
 
 
 @contextmanager
-def _opened(number: int) -> Iterator[socket.socket]:
-    """The socket with this file descriptor, which stays open."""
-    connection = socket.socket(fileno=number)
+def _opened(one: _Connection) -> Iterator[socket.socket]:
+    """Its socket, which stays open.
+
+    Raises:
+        OSError: it has been closed, or is no socket.
+    """
+    if os.fstat(one.number).st_ino != one.inode:
+        raise OSError(f"{one} has been closed")
+    connection = socket.socket(fileno=one.number)
     try:
         if socket.getdefaulttimeout() is not None:  # which Python has put on it
             connection.setblocking(True)

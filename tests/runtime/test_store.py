@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -146,6 +147,44 @@ def test_shutting_a_connection_down_ends_a_wait_on_it_alone(shared: Any) -> None
     with pytest.raises(StoreLostError):
         watching.wait(["nowhere"], timedelta(seconds=PATIENCE_S))
     assert store.add("after", 1) == 1
+
+
+def time_limits(store: BoundedStore) -> list[bytes]:
+    return [limit_of(one.number) for one in store._connections]
+
+
+def limit_of(number: int) -> bytes:
+    connection = socket.socket(fileno=os.dup(number))
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+    finally:
+        connection.close()
+
+
+def test_each_connection_has_a_limit_of_its_own(shared: Any) -> None:
+    store = connect(shared[1])
+    clone = store.clone()
+    before = time_limits(store), time_limits(clone)
+    assert [len(limits) for limits in before] == [1, 1]
+    store.hurry()
+    again = BoundedStore(store.torch, rank=3, limit=timedelta(seconds=7))
+    assert time_limits(again) == time_limits(store) != before[0]
+    assert time_limits(clone) == before[1]
+    assert again.torch.timeout == timedelta(seconds=7)
+
+
+def test_what_has_got_the_number_of_a_closed_connection_is_left_alone(shared: Any) -> None:
+    store = connect(shared[1])
+    [(number, _)] = store._connections
+    mine, other = socket.socketpair()
+    with mine, other:
+        before = limit_of(mine.fileno())
+        os.dup2(mine.fileno(), number)
+        store.hurry()
+        store.shut_down()
+        assert limit_of(mine.fileno()) == before
+        other.sendall(b"open")
+        assert mine.recv(4) == b"open"
 
 
 @contextmanager
