@@ -52,8 +52,9 @@ def _welcome(store: BoundedStore, prefix: str, world_size: int, timeout: timedel
             elif store.check(f"hello/{rank}"):
                 store.set(f"welcome/{store.get(f'hello/{rank}')}", prefix)
         if missing and time.monotonic() > deadline:
+            stopped = "its process is stopped" if len(missing) == 1 else "their processes are stopped"
             raise PipelineTimeoutError(
-                f"{ranks(sorted(missing))} of {world_size} did not start within {timeout.total_seconds():g} s; see "
-                f"what their machines say, or raise the strategy's `timeout`"
+                f"{ranks(sorted(missing))} of {world_size} did not start within {timeout.total_seconds():g} s, or "
+                f"{stopped}; see what their machines say, or raise the strategy's `timeout`"
             )
         time.sleep(POLL_S)

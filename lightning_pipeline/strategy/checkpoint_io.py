@@ -64,7 +64,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with replacing(local) as file:
                 self.write(checkpoint, file)
         except (OSError, RuntimeError) as error:
-            cause = _system_error(error)
+            cause = system_error(error)
             if cause is None:
                 raise
             raise OSError(cause.errno, _describe_failure(cause, checkpoint, local)) from error
@@ -124,7 +124,7 @@ def _read(path: Path, map_location: Any, weights_only: bool | None) -> dict[str,
     return checkpoint
 
 
-def _system_error(error: BaseException | None) -> OSError | None:
+def system_error(error: BaseException | None) -> OSError | None:
     """The system's error behind torch's own, which says only that a position in the file is unexpected."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__

@@ -34,6 +34,7 @@ from lightning_pipeline.strategy.checkpoint_folder import (
     tensor_places,
     write_meta,
 )
+from lightning_pipeline.strategy.checkpoint_io import system_error
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 
 # -- what a rank holds ------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ class FolderWriter:
         write_meta(folder, complete, sections, names)
 
     def _write_shards(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        writer = dcp.FileSystemWriter(unfinished(path))
+        writer = _Writer(unfinished(path))
         try:
             with waiting_for(f"all ranks to write the checkpoint {path}"):
                 dcp.save(tensors, storage_writer=writer, process_group=self.group)
@@ -269,10 +270,22 @@ class FolderWriter:
             try:
                 function()
             except Exception as raised:
-                error = raised
+                error = system_error(raised) or raised
         reason = self._from_rank_0(path, repr(error) if error is not None else None)
         if reason is not None:
             raise RuntimeError(f"could not write the checkpoint {path}: {reason}") from error
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Tells the other ranks why the system did not let it write."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if (reason := system_error(error)) is None:
+                raise
+            raise OSError(*reason.args) from error
 
 
 def _finish(path: Path) -> None:

@@ -21,7 +21,7 @@ EXIT_S = 65.0
 
 CAUSES = {
     "kill": r"was killed by SIGKILL|its process (ended|has ended)|has ended; ending|Signal 9|exitcode *: -9",
-    "stop": r"process is stopped|was killed by SIGKILL|after this process had ended, and was killed",
+    "stop": r"process(es)? (is|are) stopped|was killed by SIGKILL|after this process had ended, and was killed",
     "terminate": r"SIGTERM|its process (ended|has ended)|has ended; ending",
     "interrupt": r"KeyboardInterrupt|SIGINT",
     "exit": r"ended with exit code|its process (ended|has ended)|has ended; ending|exitcode",

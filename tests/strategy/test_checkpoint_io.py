@@ -7,13 +7,10 @@ import io
 import os
 import pickle
 import re
-import resource
 import sys
 import tracemalloc
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.strategy import atomic_file
 from lightning_pipeline.strategy.atomic_file import remove_leftovers, replacing
 from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO, CheckpointError, read_into_memory
+from tests.file_limit import small_files
 
 MEGABYTE = 1 << 20
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -42,17 +40,6 @@ def checkpoint(value: float = 0.0, megabytes: int = 8) -> dict[str, Any]:
 
 def value_of(path: Path) -> float:
     return float(torch.load(path, weights_only=True)["callbacks"]["best"][0]["score"])
-
-
-@contextmanager
-def small_files(size: int) -> Iterator[None]:
-    """Writing beyond `size` bytes of a file fails, as on a full disk."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
