@@ -23,6 +23,10 @@ def CHECKPOINT_ENDS() -> None:
     """In a path: so much for that."""
 
 
+def MICROBATCHES_MEET(what: str, value: int) -> None:
+    """In a path: a step goes on when all micro-batches have come here, where the batch has something done."""
+
+
 class Event:
     """One call of a torch function, after those that came before it.
 

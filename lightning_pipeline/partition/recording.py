@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeline.partition import autograd_calls
 from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.compiled_calls import CompiledCall
-from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.partition.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, MICROBATCHES_MEET, Event
 from lightning_pipeline.partition.functions import (
     Kind,
     function_name,
@@ -59,6 +59,7 @@ class Recording(TorchFunctionMode):
         module_reads: likewise the module's tensors that not every rank holds, by number.
         provenance: follows where what it takes along comes from; None where nobody asks.
         floor: the lowest visit on which further events may run.
+        delivered: tensors of the batch that every rank has.
         batch: the memory of the batch's tensors, which are parts of larger ones that no step sees.
         exposed: memory that numpy knows as well.
         skipped: ends of calls that were answered as a whole, with the event before each.
@@ -89,6 +90,7 @@ class Recording(TorchFunctionMode):
         self._depth = 0  # of checkpointed functions
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
         self.batch: set[int] = set()
+        self.delivered: list[Tensor] = []
         self.exposed: set[int] = set()
         self._copied = frozenset(memory for memory, tensor in recorder.changing.items() if memory_of(tensor) == memory)
         self._places: dict[int, list[int]] = {}  # among what is captured, by memory, as far as it was looked through
@@ -109,15 +111,38 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
+        with self.resumed(), self.entered():
+            yield
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """While the user's step, or a part of it, runs: what other code of the process is to know of it."""
         self.recorder.current = self
         try:
             compiled = compiled_as_written(self.recorder.note_as_written)
-            with split_calls_seen(self._tensors.split_calls), compiled, self:
-                self.num_modes = torch._C._len_torch_function_stack()
+            with split_calls_seen(self._tensors.split_calls), compiled:
                 yield
-            self._note_written_arrays()
         finally:
             self.recorder.current = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """While the user's step runs: what its thread is to know of it."""
+        with self:
+            self.num_modes = torch._C._len_torch_function_stack()
+            yield
+        self._note_written_arrays()
+
+    def meet(self, what: str, loss: Tensor | None = None) -> int:
+        """The step has come to where micro-batches meet. Returns the value that backward is to start from; -1 for none.
+
+        Args:
+            loss: what the user calls for the backward of.
+        """
+        self._note_written_arrays()
+        value = self.value_of(loss)
+        self._mark(MICROBATCHES_MEET, what, -1 if value is None else value)
+        return -1 if value is None else value
 
     def value_of(self, tensor: Any) -> int | None:
         """The number of the value that a tensor stands for; None for other tensors."""
@@ -167,6 +192,19 @@ class Recording(TorchFunctionMode):
             if sys.getrefcount(place) > 2:
                 found[place.value] = place
         return [found[value] for value in sorted(found)]
+
+    def values_in_use(self) -> set[int]:
+        """Values that the user still refers to, in the middle of a step."""
+        found = set()
+        event: Event | None = self.event
+        while event is not None:
+            for places in (event.pool, self._kept) if event is self.event else (event.pool,):
+                for index in range(len(places)):
+                    # Those of the list and of the call.
+                    if sys.getrefcount(places[index]) > 2 and places[index].recording is self:
+                        found.add(places[index].value)
+            event = self.skipped.get(event) or event.parent
+        return found
 
     def let_go(self) -> None:
         """The step is over: placeholders, which refer to this, are used again for a long time."""

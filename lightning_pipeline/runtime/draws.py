@@ -58,9 +58,15 @@ class Counted(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
+        with self.resumed(), self:
+            yield
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """While the user's step, or a part of it, runs: what other code of the process is to know of it."""
         self._is_entered = True
         try:
-            with checkpoints_wrapped(self._resumed), self:
+            with checkpoints_wrapped(self._resumed):
                 yield
         finally:
             self._is_entered = False

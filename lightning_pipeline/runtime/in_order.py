@@ -7,7 +7,7 @@ who sends what to whom.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -117,7 +117,15 @@ class InOrder:
         self._here.clear()
         self._transfers.let_go()
 
-    def backward(self, program: Program, work: Work) -> None:
+    def keep_only(self, values: Container[int]) -> None:
+        """Let go of values that nobody will ask for; graphs keep what they need, and the module's tensors change."""
+        self._here = {
+            key: tensor
+            for key, tensor in self._here.items()
+            if key[1] in values or 0 <= key[1] < len(self._state.structure.large)
+        }
+
+    def backward(self, program: Program, work: Work, *, retain_graph: bool = False) -> None:
         """Run backward from the micro-batch's loss, visit by visit."""
         state = self._state
         wanted = program.with_gradients(state.loss_value)
@@ -137,13 +145,15 @@ class InOrder:
             if hooks.are_there and not is_mine:
                 hooks.listen(self._rank_of(visit))
             with hooks.told() if hooks.are_there and is_mine else nullcontext():
-                self._backward_of(visit, transfers, gradients, work, [t for t, own in repeated if visit in own])
+                continued = [tensor for tensor, own in repeated if visit in own]
+                self._backward_of(visit, transfers, gradients, work, continued, retain_graph=retain_graph)
             for index, one in reversed(list(enumerate(transfers))):
                 if one.destination == visit:
                     look = self.looks[one.value] if one.value >= 0 else Look.of(self._tensors.tensors[-1 - one.value])
-                    gradient = gradients[index] = self._transfers.give_back(one, look)
+                    gradient = gradients[index] = self._transfers.give_back(one, look, is_repeated=retain_graph)
                     if one.source > visit and gradient is not None:  # a parameter's, which no visit to come gives
-                        backward_from([one.sent], [gradient])
+                        backward_from([one.sent], [gradient], retain_graph=retain_graph)
+        self._transfers.end_backward(transfers, is_repeated=retain_graph)
         for parameter, gradient in before:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
@@ -177,6 +187,8 @@ class InOrder:
         gradients: dict[int, Tensor | None],
         work: Work,
         continued: Sequence[Tensor],
+        *,
+        retain_graph: bool,
     ) -> None:
         """Run backward on a visit, on its rank.
 
@@ -201,6 +213,8 @@ class InOrder:
             if roots:
                 roots.append(weighted)
                 given.append(torch.ones_like(weighted))
+            elif retain_graph:
+                work.run_backward(weighted, retain_graph=True)
             else:
                 work.run_backward(weighted)
         for parameter in continued if roots else ():
@@ -209,7 +223,7 @@ class InOrder:
                 given.append(parameter.grad)
                 parameter.grad = None
         if roots:
-            backward_from(roots, given)
+            backward_from(roots, given, retain_graph=retain_graph)
 
     def _check_hooked(self, hooks: HookCalls, program: Program) -> None:
         """A hook on a parameter gets all of its gradient, or none."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.contents import contents
+from lightning_pipeline.partition.contents import Content, contents
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.matcher import Held
@@ -39,7 +39,9 @@ from lightning_pipeline.runtime.hooks import hooks_of_parameters
 from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.leaf_gradients import LeafGradients
 from lightning_pipeline.runtime.microbatch import Ahead, Microbatch
+from lightning_pipeline.runtime.parts import BatchWork, Parts
 from lightning_pipeline.runtime.results import StepResult
+from lightning_pipeline.runtime.suspended import BACKWARD, CLOSURE_ENDS, STEP_ENDS, Meeting, Suspended
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES, conform
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
@@ -147,16 +149,19 @@ class Pipeline:
             self._held.clear()
         self._expectations.keep(self.recorder.num_events)
         self.recorder.has_hooks = self.num_ranks > 1 and bool(hooks_of_parameters(self._tensors))
-        installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
-        with self._draws.kept(), _no_collection(), installed, over_all_refused():
-            self._delivery.deliver(states, tensors)
+        self._delivery.deliver(states, tensors)
+        if self._leaf_gradients is not None:
+            self._leaf_gradients.begin()
+        if work.batch is not None:
+            self._run_in_parts(work, work.batch, states)
+        with self._around():
             if self.num_ranks == 1:
-                self._run_alone(work, states)
+                if work.batch is None:
+                    self._run_alone(work, states)
                 numbers = [list(extra())]
             else:
-                if self._leaf_gradients is not None:
-                    self._leaf_gradients.begin()
-                self._run_in_stages(work, states)
+                if work.batch is None:
+                    self._run_in_stages(work, states)
                 numbers = self._end(work, states, extra)
                 self._delivery.write_back(states)
                 _set_retained(states)
@@ -296,6 +301,98 @@ class Pipeline:
 
     # -- details ----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """Around what micro-batches do."""
+        installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
+        with self._draws.kept(), _no_collection(), installed, over_all_refused():
+            yield
+
+    def _run_in_parts(self, work: Work, batch: BatchWork, states: list[Microbatch]) -> None:
+        """The steps of micro-batches that meet where the batch has something done once."""
+        self._run = Run(Program([]), {})
+        is_alone = self.num_ranks == 1
+        made = [self._alone_in_parts(work, state) if is_alone else self._in_parts(work, state) for state in states]
+        parts = Parts(
+            states,
+            [step for step, _ in made],
+            batch,
+            around=self._around,
+            resumed=lambda state: made[state.index][1](),
+            finish=partial(self._finish_part_alone if is_alone else self._finish_part, work),
+        )
+        parts.run()
+
+    def _alone_in_parts(
+        self, work: Work, state: Microbatch
+    ) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
+        counted = Counted(self._draws, state.seed)
+        batch = tree.rebuild(state.layout, state.structure.joined(state.everywhere, state.given))
+
+        def run() -> None:
+            with counted:
+                state.result, _ = work.step(state, batch)
+
+        return Suspended(run, lambda meeting: None, self._device), counted.resumed
+
+    def _finish_part_alone(self, work: Work, state: Microbatch, meeting: Meeting) -> None:
+        if meeting.what == BACKWARD:
+            assert meeting.loss is not None and work.loss_of is not None
+            given = {"retain_graph": True} if meeting.retain_graph else {}
+            work.run_backward(work.loss_of(state, meeting.loss), **given)
+            for stage in self.stages:
+                work.after_backward(stage, state)
+        if meeting.loss is not None:
+            meeting.loss = meeting.loss.detach()
+        if meeting.what == STEP_ENDS:
+            state.result = tree.replace(state.result, Tensor.detach)
+
+    def _in_parts(
+        self, work: Work, state: Microbatch
+    ) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
+        recording, batch = self._begin_recording(state, work)
+
+        def run() -> None:
+            with recording.entered():
+                result, _ = work.step(state, batch)
+                state.result = tree.replace(result, self._own)
+
+        def note(meeting: Meeting) -> None:
+            meeting.value = recording.meet(meeting.what, meeting.loss)
+
+        return Suspended(run, note, self._device), recording.resumed
+
+    def _finish_part(self, work: Work, state: Microbatch, meeting: Meeting) -> None:
+        recording = state.recording
+        assert recording is not None
+        run = self._begin_in_order(state)
+        run.run_up_to(recording.event)
+        program = self._program_of(state, recording)
+        state.loss_value = meeting.value
+        if meeting.what == BACKWARD:
+            run.backward(program, work, retain_graph=meeting.retain_graph)
+        if meeting.what == CLOSURE_ENDS and meeting.value >= 0:
+            [meeting.loss] = run.data_of([meeting.value])
+        if meeting.what == STEP_ENDS:
+            self._end_parts(state, recording, run)
+            return
+        in_use = recording.values_in_use()
+        self._keep(state, run, in_use)
+        run.keep_only(in_use)
+
+    def _end_parts(self, state: Microbatch, recording: Recording, run: InOrder) -> None:
+        """The micro-batch's step has come to its end."""
+        state.contents = self._contents_of(recording)
+        state.places = {place.value: place for place in recording.take_alive()}
+        self._keep(state, run, state.places)
+        run.let_go()
+        state.is_done = True
+
+    def _keep(self, state: Microbatch, run: InOrder, values: Iterable[int]) -> None:
+        """Keep the data of values that this rank has, for those who ask for it later."""
+        own = {value: run.value(value) for value in values if run.homes.get(value, -1) >= 0}
+        state.kept = {n: tensor.detach() for n, tensor in own.items() if tensor is not None and not tensor.is_meta}
+
     def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
         """One rank runs the user's steps as they are."""
         program = self.program(training=work.loss_of is not None, num_microbatches=len(states))
@@ -400,9 +497,8 @@ class Pipeline:
         assert self._work is not None
         return self.recorder.beginning((self._work.kind, state.structure.key), len(state.structure.large))
 
-    def _record_one(self, state: Microbatch) -> None:
-        work = self._work
-        assert work is not None
+    def _begin_recording(self, state: Microbatch, work: Work) -> tuple[Recording, Any]:
+        """A micro-batch's recording, and its batch as the step is given it."""
         structure = state.structure
         if work.loss_of is not None and any(look.requires_grad for look in structure.looks):
             raise NotImplementedError(
@@ -421,9 +517,15 @@ class Pipeline:
         batch = tree.rebuild(state.layout, structure.joined(delivered, places))
         state.everywhere = []
         recording.note_batch(delivered)
+        recording.delivered = delivered
         if self._expectations.wants(beginning):
             recording.provenance = Provenance(delivered)
-        del places
+        return recording, batch
+
+    def _record_one(self, state: Microbatch) -> None:
+        work = self._work
+        assert work is not None
+        recording, batch = self._begin_recording(state, work)
         with recording.running():
             result, state.loss = work.step(state, batch)
             state.result = tree.replace(result, self._own)
@@ -432,9 +534,25 @@ class Pipeline:
             # Not the placeholders: what nobody else refers to need not come to every rank.
             state.result = StepResult.of(state.result, recording)
         del result
-        alike = {id(tensor) for tensor in delivered if tensor.is_inference() or not tensor._version}
-        state.contents = [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
+        state.contents = self._contents_of(recording)
         self._end_recording(state, recording, work)
+
+    @staticmethod
+    def _contents_of(recording: Recording) -> Content:
+        """Of what a recording has taken along; what was delivered is alike, unless it has been written into."""
+        delivered, recording.delivered = recording.delivered, []
+        alike = {id(tensor) for tensor in delivered if tensor.is_inference() or not tensor._version}
+        return [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
+
+    def _program_of(self, state: Microbatch, recording: Recording) -> Tape:
+        """Of the path that a recording has come to."""
+        program = recording.event.program
+        if program is None:
+            program = recording.event.program = Tape(recording.event, state.structure.large)
+            program.needs_order = needs_order(program.events, len(self.placement))
+            self._note_uses(program)
+            self.learning = True
+        return program
 
     def _end(self, work: Work, states: list[Microbatch], extra: Callable[[], Sequence[float]]) -> list[list[float]]:
         assert self._transport is not None
@@ -489,12 +607,7 @@ class Pipeline:
         if self._ahead is not None and self._ahead.has_ended(state, recording, loss_value, asked):
             self._expectations.note_hit(self._beginning(state))
             return
-        program = recording.event.program
-        if program is None:
-            program = recording.event.program = Tape(recording.event, state.structure.large)
-            program.needs_order = needs_order(program.events, len(self.placement))
-            self._note_uses(program)
-            self.learning = True
+        program = self._program_of(state, recording)
         is_simple = recording.is_simple and not program.needs_order and len(program.visits) <= len(self.placement)
         is_simple = is_simple and not program.comes_back and not program.writes_again and self._is_held(program)
         has_read = bool(recording.reads or recording.module_reads)

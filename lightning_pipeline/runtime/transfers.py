@@ -132,8 +132,12 @@ class Transfers:
                 if transfer is not None:
                     transfer.is_merged = True
 
-    def give_back(self, transfer: Transfer, look: Look) -> Tensor | None:
-        """Give the visit that sent a value its gradient. Returns it on the rank of that visit."""
+    def give_back(self, transfer: Transfer, look: Look, *, is_repeated: bool = False) -> Tensor | None:
+        """Give the visit that sent a value its gradient. Returns it on the rank of that visit.
+
+        Args:
+            is_repeated: it may be asked for once more.
+        """
         if transfer.is_merged:
             return None
         sender, receiver = self.rank_of(transfer.source), self.rank_of(transfer.destination)
@@ -143,7 +147,8 @@ class Transfers:
             if gradient is None:
                 gradient = torch.zeros_like(transfer.arrived)
             gradient = conform(gradient, look)
-            transfer.arrived = None
+            if not is_repeated:
+                transfer.arrived = None
             if sender == receiver:
                 return gradient
             assert self._direct is not None
@@ -153,6 +158,26 @@ class Transfers:
             assert self._direct is not None
             return self._direct.receive(look, receiver, f"a gradient of micro-batch {self._microbatch}")
         return None
+
+    def end_backward(self, transfers: Sequence[Transfer], *, is_repeated: bool) -> None:
+        """Gradients have gone back by these transfers.
+
+        Args:
+            is_repeated: they may once more, as the graph is kept.
+        """
+        if is_repeated:
+            for one in transfers:
+                one.is_merged = False
+                if one.arrived is not None:
+                    one.arrived.grad = None
+            return
+        gone = set(map(id, transfers))
+        self._all = [one for one in self._all if id(one) not in gone]
+        self._uses = {
+            value: [(visit, one) for visit, one in uses if one is None or id(one) not in gone]
+            for value, uses in self._uses.items()
+        }
+        self._uses = {value: uses for value, uses in self._uses.items() if any(one is not None for _, one in uses)}
 
     def let_go(self) -> None:
         """The micro-batch is done with."""

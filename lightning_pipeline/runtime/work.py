@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.parts import BatchWork
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,17 +27,19 @@ class Work:
         waits: ranks wait for one another at the step's end, even if it leaves nothing that others need.
         can_split: whether backward from a loss is torch's own, which can be split into I and W.
         seed: seed of the step; each micro-batch derives its own.
+        batch: what the batch does where the steps of its micro-batches meet; None where they never do.
     """
 
     kind: Hashable
     step: Callable[[Microbatch, Any], tuple[Any, Any]]
     loss_of: Callable[[Microbatch, Tensor], Tensor] | None = None
-    run_backward: Callable[[Tensor], None] = torch.autograd.backward
+    run_backward: Callable[..., None] = torch.autograd.backward
     after_backward: Callable[[int, Microbatch], None] = lambda stage, microbatch: None
     results_on: int | None = None
     waits: bool = True
     can_split: bool = True
     seed: int
+    batch: BatchWork | None = None
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -287,6 +287,11 @@ def call_hooks_within(
 def training_loader(trainer: Trainer) -> Any:
     """The loader of training batches, before the loop asks for it; `trainer.train_dataloader` has it only then."""
     return trainer.fit_loop._data_source.dataloader()
+
+
+def lightning_optimizers(trainer: Trainer) -> list[LightningOptimizer]:
+    """What `self.optimizers()` gives, in order."""
+    return trainer.strategy._lightning_optimizers
 
 
 def configured_optimizers(module: LightningModule) -> list[Optimizer]:

@@ -30,7 +30,7 @@ _SAME = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy",
 _ELEMENTWISE = {"Pow", "Abs", "CtcLoss"}
 
 
-def backward_of(module: LightningModule) -> tuple[Callable[[Tensor], None], bool]:
+def backward_of(module: LightningModule) -> tuple[Callable[..., None], bool]:
     """What runs a backward from a loss, and whether it is Lightning's own and not the user's."""
     is_plain = type(module).backward is LightningModule.backward and "backward" not in vars(module)
     return (backward_from_loss if is_plain else module.backward), is_plain

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -56,6 +56,7 @@ from lightning_pipeline.strategy.lightning_private import (
     skip_before_transfer,
     total_batches,
 )
+from lightning_pipeline.strategy.manual import batch_calls_met
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, inner, zeroed_unseen
@@ -426,6 +427,8 @@ class PipelineStrategy(CheckpointingStrategy):
         self._stage_optimizers.follow(self.optimizers, self._module)
         trainer = self._module.trainer
         arguments = (*args, *kwargs.values())
+        if not self._module.automatic_optimization:
+            return self._train_by_hand(arguments)
         self._cut_before_step("training_step", arguments, self.precision_plugin.train_step_context)
         assert self.pipeline is not None
         is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -441,6 +444,36 @@ class PipelineStrategy(CheckpointingStrategy):
                 unseen=zeroed_unseen(self._module, self.optimizers) if is_first else (),
                 context=self.precision_plugin.train_step_context,
                 scale=scaler.scale if scaler is not None else None,
+                observe_buckets=self.observe_buckets,
+            )
+
+    def _train_by_hand(self, arguments: tuple[Any, ...]) -> Any:
+        module, plugin = self._module, self.precision_plugin
+        self._cut_before_step("training_step", arguments, plugin.train_step_context)
+        assert self.pipeline is not None
+        scaler = getattr(plugin, "scaler", None)
+        outside = self._outside
+
+        def published(losses: Sequence[Tensor | None]) -> None:
+            self._stage_optimizers.replace(self._running.publish_gradients())
+            plugin.post_backward(torch.zeros(()), module)  # of which it calls hooks
+
+        def update(optimizer: Optimizer, do: Callable[[], Any]) -> Any:
+            with nullcontext() if outside is None else outside.aside():
+                result = do()
+            self._stage_optimizers.after_update(optimizer)
+            return result
+
+        def around() -> AbstractContextManager[None]:
+            return nullcontext() if outside is None else outside.entered()
+
+        with observed(self.pipeline, *self.observers), batch_calls_met(module, around, update):
+            return self._running.train_by_hand(
+                arguments,
+                number=total_batches(module.trainer),
+                context=plugin.train_step_context,
+                scale=scaler.scale if scaler is not None else None,
+                published=published,
                 observe_buckets=self.observe_buckets,
             )
 

@@ -84,12 +84,6 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
     Raises:
         ValueError: with the way out.
     """
-    if (trainer.training or trainer.state.fn == "fit") and not module.automatic_optimization:
-        raise ValueError(
-            f"{type(module).__name__} sets automatic_optimization=False, and in a pipeline the schedule runs the "
-            f"backwards; let Lightning optimize (remove that line and return the loss from training_step), or "
-            f"train this module with another strategy"
-        )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if uses_dataloader_iter(module, step):
             raise ValueError(

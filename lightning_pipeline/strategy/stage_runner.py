@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.microbatch import microbatches_of
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.runtime.direct import Direct
@@ -24,6 +25,7 @@ from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.site import stage_term
+from lightning_pipeline.runtime.suspended import Suspended, running_step
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
@@ -209,6 +211,67 @@ class StageRunner:
         extra = _without_loss([state.result for state in states], [state.num_samples for state in states])
         return {"loss": loss, **extra} if extra else loss
 
+    def train_by_hand(
+        self,
+        args: tuple[Any, ...],
+        *,
+        number: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        scale: Callable[[Tensor], Tensor] | None,
+        published: Callable[[Sequence[Tensor | None]], None],
+        observe_buckets: Callable[[int, float, float], None] | None,
+    ) -> Any:
+        """One training step that optimizes by itself. Returns what it does, put together over micro-batches.
+
+        Args:
+            args, number, context, scale, observe_buckets: as for `train`.
+            published: called when the gradients of a backward have been added to those in ``.grad``, with the losses.
+        """
+
+        def loss_of(state: Microbatch, loss: Tensor) -> Tensor:
+            weighted = self._weighted(loss, state, 1)
+            return weighted if scale is None else scale(weighted)
+
+        states_of: dict[Suspended | None, Microbatch] = {}
+
+        def step(state: Microbatch, batch: Any) -> tuple[Any, Any]:
+            states_of[running_step()] = state
+            with context(), _single_sample_told(state):
+                return self._module.training_step(batch, *args[1:]), None
+
+        def log(*logged: Any, **options: Any) -> None:
+            state = states_of.get(running_step())
+            if state is None:  # in a hook
+                type(self._module).log(self._module, *logged, **options)
+            else:
+                self._note(state, *logged, **options)
+
+        def closure_value(values: Sequence[Tensor | None]) -> Tensor | None:
+            found = [value for value in values if value is not None]
+            if len(found) < len(values):
+                return None
+            return self._reported(found, [state.num_samples for state in states_of.values()])
+
+        run_backward, _ = backward_of(self._module)
+        self._gradients.observe_buckets = observe_buckets
+        work = Work(
+            kind=("train", self._module.training),
+            step=step,
+            loss_of=loss_of,
+            run_backward=run_backward,
+            after_backward=self._after_backward,
+            seed=mix(self._seed, 0, number),
+            batch=_ByHand(self._gradients, published, closure_value),
+        )
+        with overridden() as override:
+            override(self._module, "log", log)
+            states, numbers = self._run(work, args[0], lambda: [self._signals.noted, 0.0])
+        self._heed(numbers, training=True)
+        self._log(states)
+        self._take_in_uses(training=True)
+        self._end_what_is_profiled()
+        return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
+
     def evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]) -> Any:
         """The validation, test or predict step of this name. Returns its output, put together over micro-batches."""
         numbers = [arg for arg in args[1:] if isinstance(arg, int)]
@@ -287,15 +350,8 @@ class StageRunner:
             before = attributes.get("log")
             attributes["log"] = lambda *args, **kwargs: self._note(state, *args, **kwargs)
             try:
-                with context():
+                with context(), _single_sample_told(state):
                     result = function(batch, *args)
-            except ValueError as error:
-                if state.num_samples == 1 and _SINGLE_SAMPLE in str(error):
-                    raise ValueError(
-                        f"micro-batch {state.index} has one sample, of which a batch norm has no statistics: give "
-                        f"batches two samples or more, as with DataLoader(drop_last=True) ({error})"
-                    ) from error
-                raise
             finally:
                 if before is None:
                     attributes.pop("log", None)
@@ -398,6 +454,46 @@ class StageRunner:
                     f"and stage_config gives it {', '.join(names) or 'no module'}. Where this is not to change later, "
                     f"name the first module there that the step calls"
                 )
+
+
+class _ByHand:
+    """What a batch does of which the user's step runs the backwards and the optimizers.
+
+    Args:
+        published: called when the gradients of a backward have been added to those in ``.grad``, with the losses.
+        closure_value: what the closures of the micro-batches come to.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        published: Callable[[Sequence[Tensor | None]], None],
+        closure_value: Callable[[Sequence[Tensor | None]], Tensor | None],
+    ) -> None:
+        self._gradients = gradients
+        self._published = published
+        self.closure_value = closure_value
+
+    def before_backward(self) -> None:
+        # As on the first batch of an accumulation window: what is summed over stages and replicas is this backward's.
+        self._gradients.begin(first=True, complete=True)
+
+    def after_backward(self, losses: Sequence[Tensor | None]) -> None:
+        self._gradients.finish()
+        self._published(losses)
+
+
+@contextmanager
+def _single_sample_told(state: Microbatch) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if state.num_samples == 1 and _SINGLE_SAMPLE in str(error):
+            raise ValueError(
+                f"micro-batch {state.index} has one sample, of which a batch norm has no statistics: give "
+                f"batches two samples or more, as with DataLoader(drop_last=True) ({error})"
+            ) from error
+        raise
 
 
 def _token(value: Any, state: Microbatch) -> Any:

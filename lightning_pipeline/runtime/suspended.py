@@ -1,0 +1,165 @@
+"""Steps that stop in the middle: each micro-batch's in a thread of its own, of which one runs at a time.
+
+Under manual optimization the user's step calls for what is the whole batch's, such as an optimizer's step. There every
+micro-batch's step waits until the others have come to the same call, which is then done once::
+
+    micro-batch 0   forward  backward |                | forward ...
+    micro-batch 1   forward  backward |                | forward ...
+    the batch                         | optimizer.step |
+
+A thread keeps what torch knows of a step between its calls, as autocast and modes are, apart from that of the others.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+
+from lightning_pipeline.partition.execution import autocast_as
+from lightning_pipeline.partition.matcher import autocast_state
+from lightning_pipeline.partition.users_line import users_line
+
+BACKWARD = "backward"
+CLOSURE_ENDS = "the end of a closure"
+STEP_ENDS = "the end of training_step"
+_RUN_CLOSURE = object()
+
+
+@dataclass(slots=True)
+class Meeting:
+    """What a step has come to, and waits for the others.
+
+    Attributes:
+        what: the call, alike for all micro-batches.
+        perform: does for the batch what was called for, given what runs all micro-batches' closures.
+        closure: the micro-batch's own.
+        loss: what backward is called on, or a closure has returned.
+        value: its number in the recording; -1 for what every rank has.
+        retain_graph: backward may come once more.
+        line: where in the user's code.
+    """
+
+    what: str
+    perform: Callable[[Callable[[], Any] | None], Any] | None = None
+    closure: Callable[[], Any] | None = None
+    loss: Tensor | None = None
+    value: int = -1
+    retain_graph: bool = False
+    line: str = ""
+
+
+class _ClosedError(BaseException):
+    """Unwinds a step that nobody will go on with."""
+
+
+class Suspended:
+    """One micro-batch's step.
+
+    Args:
+        function: the step.
+        note: is called with each meeting, in the step's thread.
+    """
+
+    def __init__(self, function: Callable[[], None], note: Callable[[Meeting], None], device: torch.device) -> None:
+        self._function = function
+        self._note = note
+        self._device = device
+        self._modes = _get_current_function_mode_stack()
+        self._autocast = autocast_state()
+        self._is_its_turn = threading.Semaphore(0)
+        self._is_ours = threading.Semaphore(0)
+        self._meeting: Meeting | None = None
+        self._answer: Any = None
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def resume(self, answer: Any = None) -> Meeting:
+        """Let the step go on to the next meeting, which is its end in the end.
+
+        Args:
+            answer: what the call that it waits for gives.
+
+        Raises:
+            BaseException: whatever the step has raised.
+        """
+        self._answer = answer
+        if self._thread is None:
+            context = contextvars.copy_context()
+            self._thread = threading.Thread(target=context.run, args=(self._run,), name="training_step", daemon=True)
+            self._thread.start()
+        else:
+            self._is_its_turn.release()
+        self._is_ours.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        assert self._meeting is not None
+        return self._meeting
+
+    def run_closure(self) -> Meeting:
+        """Let the step, which waits with a closure, run that."""
+        return self.resume(_RUN_CLOSURE)
+
+    def close(self) -> None:
+        """Unwind the step if it waits. It is not to run any more."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._is_its_turn.release()
+            self._thread = None
+
+    def meet(self, meeting: Meeting) -> Any:
+        """Wait, in the step's thread, until the batch has done what is called for. Returns what that gives."""
+        meeting.line = users_line()
+        answer = self._wait(meeting)
+        while answer is _RUN_CLOSURE:
+            assert meeting.closure is not None
+            answer = self._wait(Meeting(CLOSURE_ENDS, loss=meeting.closure(), line=meeting.line))
+        return answer
+
+    def _run(self) -> None:
+        _of_thread.step = self
+        try:
+            if self._device.type != "cpu":
+                torch.get_device_module(self._device).set_device(self._device)
+            for mode in self._modes:
+                torch._C._push_on_torch_function_stack(mode)
+            with autocast_as(self._autocast):
+                self._function()
+            self._meeting = Meeting(STEP_ENDS)
+            self._note(self._meeting)
+        except _ClosedError:
+            return
+        except BaseException as error:
+            self._error = error
+        self._is_ours.release()
+
+    def _wait(self, meeting: Meeting) -> Any:
+        if self._is_closed:
+            raise _ClosedError
+        self._note(meeting)
+        self._meeting = meeting
+        self._is_ours.release()
+        self._is_its_turn.acquire()
+        if self._is_closed:
+            raise _ClosedError
+        return self._answer
+
+
+class _OfThread(threading.local):
+    step: Suspended | None = None
+
+
+_of_thread = _OfThread()
+
+
+def running_step() -> Suspended | None:
+    """The step in whose thread this is called."""
+    return _of_thread.step

@@ -1,0 +1,115 @@
+"""Manual optimization: what a training_step calls for on behalf of the whole batch is done once, for all micro-batches.
+
+Those are the module's manual_backward, toggle_optimizer, untoggle_optimizer and clip_gradients, and what its optimizers
+and schedulers are told. All else in the step runs for each micro-batch, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.runtime.suspended import BACKWARD, Meeting, running_step
+from lightning_pipeline.strategy.lightning_private import lightning_optimizers
+from lightning_pipeline.strategy.stage_optimizers import inner
+
+_OF_MODULE = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
+
+
+@contextmanager
+def batch_calls_met(
+    module: LightningModule,
+    outside: Callable[[], AbstractContextManager[None]],
+    update: Callable[[Optimizer, Callable[[], Any]], Any],
+) -> Iterator[None]:
+    """While entered, micro-batches meet at the calls of their step that are the batch's.
+
+    Args:
+        outside: entered around what the batch does.
+        update: does an update that the user has called for of torch's own optimizer, past Lightning.
+    """
+    with overridden() as override:
+        override(module, "manual_backward", _backward)
+        for name in _OF_MODULE:
+            override(module, name, _once(f"self.{name}", getattr(module, name), outside))
+        for index, optimizer in enumerate(lightning_optimizers(module.trainer)):
+            plain = inner(optimizer)
+            for one in (optimizer, plain):
+                name = f"the {{}} of optimizer {index}, {type(plain).__name__},"
+                override(one, "zero_grad", _once(name.format("zero_grad"), one.zero_grad, outside))  # type: ignore[arg-type]
+            override(optimizer, "step", _step(name.format("step"), optimizer.step))  # type: ignore[arg-type]
+            override(plain, "step", _step(name.format("step"), _update_of(plain, update), plain.step))  # type: ignore[arg-type]
+        for index, scheduler in enumerate(config.scheduler for config in module.trainer.lr_scheduler_configs):
+            name = f"the step of scheduler {index}, {type(scheduler).__name__},"
+            override(scheduler, "step", _once(name, scheduler.step, outside))  # type: ignore[arg-type]
+        yield
+
+
+def _once(
+    what: str, function: Callable[..., Any], outside: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """A call that takes no closure."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        step = running_step()
+        if step is None:
+            return function(*args, **kwargs)
+
+        def perform(closures: Any) -> Any:
+            with outside():
+                return function(*args, **kwargs)
+
+        return step.meet(Meeting(what, perform))
+
+    return call
+
+
+def _step(
+    what: str, function: Callable[..., Any], elsewhere: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """An optimizer's step.
+
+    Args:
+        elsewhere: what it does when it is not called for in the user's step.
+    """
+
+    def call(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        step = running_step()
+        if step is None:
+            return (elsewhere or function)(closure, **kwargs)
+        return step.meet(Meeting(what, lambda closures: function(closures, **kwargs), closure))
+
+    return call
+
+
+def _update_of(
+    optimizer: Optimizer, update: Callable[[Optimizer, Callable[[], Any]], Any]
+) -> Callable[..., Any]:
+    plain = optimizer.step
+    return lambda closure=None, **kwargs: update(optimizer, lambda: plain(closure, **kwargs))
+
+
+def _backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    step = running_step()
+    assert step is not None
+    retain_graph = kwargs.pop("retain_graph", None)
+    if args or any(value is not None and value is not False for value in kwargs.values()):
+        given = ", ".join([*(type(arg).__name__ for arg in args), *kwargs])
+        raise NotImplementedError(
+            f"manual_backward is given {given} beside the loss ({users_line()}), and in a pipeline it takes "
+            f"retain_graph alone: make the loss a single number, and take torch.autograd.grad for gradients with a "
+            f"graph of their own"
+        )
+    if not loss.requires_grad:
+        raise RuntimeError(
+            f"manual_backward is given a loss that has no gradients to give ({users_line()}): nothing that it was "
+            f"computed from requires them, or they were off"
+        )
+    step.meet(Meeting(BACKWARD, loss=loss, retain_graph=bool(retain_graph)))

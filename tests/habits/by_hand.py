@@ -1,0 +1,231 @@
+"""Manual optimization: steps that run their backwards and their optimizers by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.habits.modules import WIDTH, Layer, Layers
+from tests.habits.table import habit
+
+
+class ByHand(Layers):
+    """One optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@habit(plain=False, without={"training_step": Layers.training_step, "automatic_optimization": True}, shows=False)
+class ZeroBackwardStep(ByHand):
+    """The plainest of all."""
+
+
+@habit(plain=False)
+class ReturnsItsLoss(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.optimizers().zero_grad()  # between forward and backward
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return {"loss": loss, "other": loss * 2}
+
+
+@habit(plain=False)
+class AccumulatesByHand(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.manual_backward(self.loss(batch) / 2)
+        if (batch_idx + 1) % 2 == 0:
+            self.clip_gradients(self.optimizers(), gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@habit(plain=False)
+class ClipsInTheFirstStep(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+@habit(plain=False)
+class StepsItsScheduler(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+@habit(plain=False)
+class StepsWithAClosure(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        self.log("by_step", optimizer.step(closure=closure))
+
+
+@habit(plain=False)
+class StepsTorchsOptimizer(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@habit(plain=False)
+class TwiceABatch(ByHand):
+    """Two updates on the same batch, the second with the weights of the first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(2):
+            super().training_step(batch, batch_idx)
+
+
+class Adversarial(ByHand):
+    """A generator, and a discriminator of what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+        self.discriminator = nn.ModuleList([Layer() for _ in range(4)])
+        self.judge = nn.Linear(WIDTH, 1)
+
+    def chain(self) -> list[str]:
+        return [*(f"layers.{i}" for i in range(4)), *(f"discriminator.{i}" for i in range(4))]
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.features(z)
+
+    def judged(self, x: Tensor) -> Tensor:
+        for layer in self.discriminator:
+            x = layer(x)
+        return self.judge(x)
+
+    def adversarial_loss(self, logits: Tensor, is_real: float) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits, torch.full((len(logits), 1), is_real).type_as(logits))
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.layers.parameters(), lr=0.01, betas=(0.5, 0.999)),
+            torch.optim.Adam([*self.discriminator.parameters(), *self.judge.parameters()], lr=0.01),
+        ], []
+
+
+@habit(plain=False, observed=["generated"])
+class GANWithToggles(Adversarial):
+    """As in Lightning's example: the generator runs once for each of the two."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        for_generator, for_discriminator = self.optimizers()
+        z = torch.randn(x.shape[0], WIDTH).type_as(x)
+        self.toggle_optimizer(for_generator)
+        self.generated = self(z)
+        loss = self.adversarial_loss(self.judged(self(z)), 1.0)
+        self.log("g_loss", loss, prog_bar=True)
+        self.manual_backward(loss)
+        for_generator.step()
+        for_generator.zero_grad()
+        self.untoggle_optimizer(for_generator)
+        self.toggle_optimizer(for_discriminator)
+        real = self.adversarial_loss(self.judged(x), 1.0)
+        fake = self.adversarial_loss(self.judged(self(z).detach()), 0.0)
+        loss = (real + fake) / 2
+        self.log("d_loss", loss, prog_bar=True)
+        self.manual_backward(loss)
+        for_discriminator.step()
+        for_discriminator.zero_grad()
+        self.untoggle_optimizer(for_discriminator)
+
+
+@habit(plain=False)
+class GANWithOneForward(Adversarial):
+    """As in torch's example: both losses go back from what the generator gave once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        for_generator, for_discriminator = self.optimizers()
+        fake = self(torch.randn(len(x), WIDTH))
+        for_discriminator.zero_grad()
+        real_loss = self.adversarial_loss(self.judged(x), 1.0)
+        self.manual_backward(real_loss)
+        fake_loss = self.adversarial_loss(self.judged(fake.detach()), 0.0)
+        self.manual_backward(fake_loss)
+        for_discriminator.step()
+        for_generator.zero_grad()
+        loss = self.adversarial_loss(self.judged(fake), 1.0)
+        self.manual_backward(loss)
+        for_generator.step()
+        self.log_dict({"d": real_loss + fake_loss, "g": loss})
+
+
+@habit(plain=False)
+class RetainsTheGraph(ByHand):
+    """Two losses of one forward, one backward after the other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        features = self.features(x)
+        logits = self.head(features)
+        self.manual_backward(F.cross_entropy(logits, y), retain_graph=True)
+        self.manual_backward(features.square().mean() + logits.square().mean())
+        optimizer.step()
+
+
+@habit(plain=False)
+class KeepsDetachedValues(ByHand):
+    """What one part computes is data of the next."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        optimizer = self.optimizers()
+        target = self.features(x).detach()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        self.manual_backward(F.mse_loss(self.features(x), target + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        self.log("kept", target.mean())
+
+
+@habit(plain=False)
+class ReadsItsLoss(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss if loss.item() < 100 else loss * 0.5)
+        optimizer.step()
+        self.log("train_loss", loss.item())
