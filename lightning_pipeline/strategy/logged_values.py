@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -91,16 +92,25 @@ class LoggedValues:
         has_value = isinstance(cached, Tensor) and cached.numel() == 1
         return Logged(name, cached if has_value else None, options, weight, metric)
 
-    def log(self, calls: Iterable[Logged], log: Callable[..., None]) -> None:
-        """Call the module's original ``log`` once for all calls of the same name and options, in the order of first
-        ones, as one process does for its whole batch.
+    def log(self, calls: Iterable[Iterable[Logged]], log: Callable[..., None]) -> None:
+        """Call the module's original ``log`` once for a call that all micro-batches make, with the same name and
+        options, in the order of first ones, as one process does for its whole batch.
+
+        The first call of a micro-batch goes with the first ones of the others, the second one with their second.
 
         ``reduce_fx`` says how their values become one: for "mean" (the default) micro-batches count by their samples,
         unless all values are shares of a sum.
+
+        Args:
+            calls: of each micro-batch.
         """
         alike: dict[Hashable, list[Logged]] = {}
-        for call in calls:
-            alike.setdefault((call.name, call.metric, tuple(call.options.items())), []).append(call)
+        for own in calls:
+            times: Counter[Hashable] = Counter()
+            for call in own:
+                key = (call.name, call.metric, tuple(call.options.items()))
+                alike.setdefault((times[key], *key), []).append(call)
+                times[key] += 1
         for first, *others in alike.values():
             same = [first, *others]
             reduction = first.options.get("reduce_fx", "mean")

@@ -6,6 +6,7 @@ and schedulers are told. All else in the step runs for each micro-batch, as ever
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -80,6 +81,7 @@ def _step(
         elsewhere: what it does when it is not called for in the user's step.
     """
 
+    @functools.wraps(function)  # schedulers mark an optimizer's step, and look for the mark
     def call(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         step = running_step()
         if step is None:
@@ -93,7 +95,12 @@ def _update_of(
     optimizer: Optimizer, update: Callable[[Optimizer, Callable[[], Any]], Any]
 ) -> Callable[..., Any]:
     plain = optimizer.step
-    return lambda closure=None, **kwargs: update(optimizer, lambda: plain(closure, **kwargs))
+
+    @functools.wraps(plain)
+    def call(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return update(optimizer, lambda: plain(closure, **kwargs))
+
+    return call
 
 
 def _backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -383,7 +383,7 @@ class StageRunner:
 
     def _log(self, states: list[Microbatch]) -> None:
         """Log what the micro-batches have logged, as one process does for its whole batch."""
-        self._logged.log((logged for state in states for logged in state.logged), self._module.log)
+        self._logged.log([state.logged for state in states], self._module.log)
 
     def _heed(self, numbers: list[list[float]], *, training: bool) -> None:
         """Take in what has arrived at some rank."""

@@ -125,6 +125,9 @@ class Adversarial(ByHand):
     def forward(self, z: Tensor) -> Tensor:
         return self.features(z)
 
+    def noise(self, x: Tensor) -> Tensor:
+        return torch.randn(x.shape[0], WIDTH).type_as(x)
+
     def judged(self, x: Tensor) -> Tensor:
         for layer in self.discriminator:
             x = layer(x)
@@ -147,7 +150,7 @@ class GANWithToggles(Adversarial):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
         for_generator, for_discriminator = self.optimizers()
-        z = torch.randn(x.shape[0], WIDTH).type_as(x)
+        z = self.noise(x)
         self.toggle_optimizer(for_generator)
         self.generated = self(z)
         loss = self.adversarial_loss(self.judged(self(z)), 1.0)
@@ -174,7 +177,7 @@ class GANWithOneForward(Adversarial):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
         for_generator, for_discriminator = self.optimizers()
-        fake = self(torch.randn(len(x), WIDTH))
+        fake = self(self.noise(x))
         for_discriminator.zero_grad()
         real_loss = self.adversarial_loss(self.judged(x), 1.0)
         self.manual_backward(real_loss)

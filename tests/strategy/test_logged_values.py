@@ -39,8 +39,14 @@ class Step:
 
     def values(self) -> dict[str, tuple[torch.Tensor, int]]:
         recorder = Recorder()
-        self.logged.log(self.calls, recorder)
+        self.logged.log([[call] for call in self.calls], recorder)
         return {name: (value, kwargs["batch_size"]) for name, value, kwargs in recorder.calls}
+
+
+def test_what_is_logged_twice_in_a_step_is_logged_twice():
+    logged, recorder = LoggedValues(nn.Module()), Recorder()
+    logged.log([[logged.note(2, "loss", value) for value in values] for values in ((1.0, 5.0), (3.0, 9.0))], recorder)
+    assert [(name, value) for name, value, _ in recorder.calls] == [("loss", 2.0), ("loss", 7.0)]
 
 
 def test_means_count_samples_and_other_reductions_do_not():
@@ -119,7 +125,7 @@ def test_values_are_logged_in_order_and_metrics_as_themselves():
         step.note(3, "loss", third, on_step=True, reduce_fx=torch.max)
         module.metric(torch.tensor([1.0, 2.0]))
         step.note(3, "metric", module.metric)
-    step.logged.log(step.calls, recorder)
+    step.logged.log([[call] for call in step.calls], recorder)
     assert [(name, kwargs) for name, _, kwargs in recorder.calls] == [
         ("everywhere", {"batch_size": 6}),
         ("loss", {"on_step": True, "reduce_fx": "max", "batch_size": 6}),
@@ -172,7 +178,7 @@ class InMicrobatches(Plain):
             self.log = partial(step.note, num_samples)
             losses.append(super().training_step((x[start : start + 3], y[start : start + 3])) * num_samples / len(x))
         del self.log
-        step.logged.log(step.calls, original)
+        step.logged.log([[call] for call in step.calls], original)
         return sum(losses)
 
 
