@@ -45,13 +45,14 @@ class Event:
         num_values, num_captured: of the path up to here.
         line: where in the user's code it was first met.
         digest: of the path up to here, alike on all ranks.
+        as_part: where micro-batches meet: the program of what has run since they last met, or None.
         shortcuts: where calls of whole modules lead from here (see `pure_modules`).
     """
 
     __slots__ = (
-        "call", "children", "digest", "draws", "first_captured", "function", "inputs", "line", "looks", "match",
-        "matcher", "num_captured", "num_values", "outputs", "parent", "pool", "program", "result", "shortcuts", "state",
-        "visit", "writes",
+        "as_part", "call", "children", "digest", "draws", "first_captured", "function", "inputs", "line", "looks",
+        "match", "matcher", "num_captured", "num_values", "outputs", "parent", "pool", "program", "result", "shortcuts",
+        "state", "visit", "writes",
     )  # fmt: skip
 
     call: Call
@@ -66,6 +67,7 @@ class Event:
     num_values: int
     outputs: tuple[int | None, ...]
     program: Any
+    as_part: Any
     result: Result
     state: tuple[bool, bool, Any]
     visit: int
@@ -82,7 +84,7 @@ class Event:
         """Where paths begin, with so many values that are there before."""
         made = Event()
         made.parent, made.children, made.visit = None, [], -1
-        made.shortcuts = None
+        made.shortcuts = made.as_part = None
         made.num_values, made.num_captured = num_values, 0
         made.digest, made.pool, made.program = digest, [], None
         return made
@@ -103,7 +105,7 @@ class Event:
     ) -> Event:
         """A new child."""
         made = Event()
-        made.parent, made.children, made.program, made.shortcuts = self, [], None, None
+        made.parent, made.children, made.program, made.as_part, made.shortcuts = self, [], None, None, None
         made.function, made.call, made.inputs, made.looks = function, call, tuple(inputs), tuple(looks)
         made.state, made.result, made.visit, made.draws, made.line = state, result, visit, draws, line
         count = self.num_values

@@ -98,6 +98,9 @@ class _Writer:
         if self._visit == 0:
             for value in range(program.num_given):
                 self._variables[value] = f"batch[{value}]"
+        for value, home in program.carried.items():
+            if home == self._visit:
+                self._variables[value] = f"batch[{value}]"
         if received:
             self._line(f"{received}{',' * (len(plan.receives) == 1)} = received")
             self._line("del received")
@@ -241,7 +244,8 @@ class _Writer:
 
     def _last_uses(self) -> dict[int, set[str]]:
         """Variables that nobody needs after an event."""
-        given = range(self._program.num_given if self._visit == 0 else 0)
+        given = [*range(self._program.num_given if self._visit == 0 else 0)]
+        given += [value for value, home in self._program.carried.items() if home == self._visit]
         names: dict[int, str] = {value: f"batch[{value}]" for value in given}
         last: dict[str, int] = {}
         for number in self._plan.events:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_pipeline.partition.event import Event
+from lightning_pipeline.partition.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.partition.inference import Result
 from lightning_pipeline.partition.matcher import CAPTURED, Foreign, Held
 
@@ -14,7 +14,8 @@ class Placing:
     """Places the events of one path, one after the other.
 
     Visits are numbered along the data: visit ``v`` is on stage ``v % num_stages``, in lap ``v // num_stages``. An event
-    runs where its latest input is; in a module that has a stage, on the next visit of that stage.
+    runs where its latest input is; in a module that has a stage, on the next visit of that stage. What follows where
+    micro-batches meet begins another lap: all that was made before is on its stage's first visit from there on.
 
     Args:
         tensors: the module's.
@@ -26,6 +27,7 @@ class Placing:
         self._tensors = tensors
         self.visits: dict[int, int] = {}
         self.latest = 0
+        self._begins = 0  # the part after the last meeting
         self._memory: dict[int, _Memory] = {}
         self._first_uses: dict[int, int] = {}  # of the module's tensors, the visit
         self.end = until
@@ -42,11 +44,15 @@ class Placing:
             floor: the lowest visit that there may be.
         """
         needed = [
-            value.visit if isinstance(value, Foreign) else self._ready(value)
+            self._in_part(value.visit if isinstance(value, Foreign) else self._ready(value))
             for value in inputs
             if value is not None and not isinstance(value, Held)
         ]
-        written = [self._memory_of(inputs[slot]).read for slot, _ in result.writes if type(inputs[slot]) is int]
+        written = [
+            self._in_part(self._memory_of(inputs[slot]).read)
+            for slot, _ in result.writes
+            if type(inputs[slot]) is int
+        ]
         known = [visit for visit in needed if visit >= 0]
         after = max([*known, *written], default=-1)
         fixed, lowest = stage
@@ -57,7 +63,7 @@ class Placing:
             else:
                 fixed = self._stage_of_tensors(inputs, lowest)
             fixed = self._stage_of_held(inputs, fixed)
-        return self._next(max(after, floor, 0), fixed)
+        return self._next(max(after, floor, self._begins), fixed)
 
     def home(self, value: Any) -> int:
         """The visit that makes a value."""
@@ -71,6 +77,9 @@ class Placing:
         """Take in an event that has been placed."""
         visit = event.visit
         self.end = event
+        if visit < 0 and event.function is MICROBATCHES_MEET:
+            self._begins = self.latest = self._next_lap()
+            return
         self.latest = max(self.latest, visit)
         for value in event.inputs:
             if type(value) is int:
@@ -90,6 +99,15 @@ class Placing:
             if type(before) is int:
                 memory = self._memory[value] = self._memory_of(before)
                 memory.written = max(memory.written, visit)
+
+    def _next_lap(self) -> int:
+        """The first visit of the first stage that nothing has run on."""
+        has_run = max(self.visits.values(), default=-1) >= self._begins or self.latest > self._begins
+        return (self.latest // self._num_stages + 1) * self._num_stages if has_run else self._begins
+
+    def _in_part(self, visit: int) -> int:
+        """A visit, or the first one of its stage since micro-batches have met."""
+        return visit if visit < 0 or visit >= self._begins else self._begins + visit % self._num_stages
 
     def _ready(self, value: int) -> int:
         """The visit after which a value is there; -1 from the beginning."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -86,16 +86,28 @@ def regions_of(events: Sequence[Event]) -> dict[int, Region]:
     return found
 
 
+def _gives_gradients(event: Event) -> bool:
+    """Whether gradients go back through an event."""
+    looks = [*event.result.tensors, *(look for _, look, _ in event.writes)]
+    return any(isinstance(look, Look) and look.requires_grad for look in looks)
+
+
 class Program:
     """The events of a path, by visit.
 
     Args:
         end: the last event.
         looks: of the values that are given to it: the batch's tensors that not every rank has.
+        before: the program of the path up to where micro-batches have met, of which this is what follows; of that,
+            values may be carried over.
+        num_stages: virtual stages.
 
     Attributes:
         events: in order.
         num_given: values that are given to it.
+        begins: the first visit of the path that belongs to it. Visits of a program are counted from there.
+        carried: values that were made before and are used, with their visit.
+        carries_gradients: whether any of them gives gradients.
         looks, homes: of each value, and the visit that makes it.
         visits: by number.
         functions: of visits, by number and the values that are kept, once they are made.
@@ -108,11 +120,18 @@ class Program:
             (`module_writes.needs_order`).
     """
 
-    def __init__(self, end: Event, looks: Sequence[Look] = ()) -> None:
+    def __init__(
+        self, end: Event, looks: Sequence[Look] = (), before: Program | None = None, num_stages: int = 1
+    ) -> None:
         given = end
         while given.parent is not None:
             given = given.parent
         self.events = end.path()
+        self.begins = 0
+        if before is not None:
+            self.events = self.events[len(before.events) :]
+            first = min((event.visit for event in self.events if event.visit >= 0), default=0)
+            self.begins = first // num_stages * num_stages
         self.digest = end.digest
         self.num_given = given.num_values
         self.looks: dict[int, Look] = dict(enumerate(looks))
@@ -120,7 +139,10 @@ class Program:
         self.functions: dict[tuple[int, tuple[int, ...]], VisitFunction] = {}
         self._wanted: dict[int, frozenset[int]] = {}
         self._returning: dict[tuple[int, int], list[Strand]] = {}
-        self.visits = [VisitPlan() for _ in range(1 + max((event.visit for event in self.events), default=0))]
+        last = max((event.visit for event in self.events), default=0)
+        self.visits = [VisitPlan() for _ in range(1 + max(last - self.begins, 0))]
+        self.carried: dict[int, int] = {}
+        self.carries_gradients = False
         self.foreign: list[list[int]] = [[] for _ in self.visits]
         self.leaves: list[int] = []
         self.comes_back = False
@@ -131,7 +153,8 @@ class Program:
         for number, event in enumerate(self.events):
             if event.visit < 0:
                 continue
-            self.visits[event.visit].events.append(number)
+            visit = event.visit - self.begins
+            self.visits[visit].events.append(number)
             if number in self.regions:
                 written = [event.inputs[slot] for slot, _, _ in event.writes]
                 self.writes_again |= any(type(value) is int and value < 0 for value in written)
@@ -139,19 +162,33 @@ class Program:
                 if value is CAPTURED and event.looks[slot].requires_grad:
                     self.leaves.append(event.first_captured + event.matcher.captured_tensors[slot])
                 if isinstance(value, Foreign):
-                    self.foreign[event.visit].append(event.first_captured + event.matcher.captured_tensors[slot])
+                    self.foreign[visit].append(event.first_captured + event.matcher.captured_tensors[slot])
                     self.comes_back |= value.visit != event.visit
             for value in dict.fromkeys(event.inputs):
                 if type(value) is int and value >= 0:
                     uses.setdefault(value, []).append(number)
+                    if before is not None and value not in self.homes:
+                        self.homes[value] = self.carried[value] = before.homes[value] % num_stages
+                        self.looks[value] = before.looks[value]
+                    if value in self.carried and self.looks[value].requires_grad:
+                        self.carries_gradients |= _gives_gradients(event)
             for look, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
                 if value is not None:
                     assert isinstance(look, Look)
-                    self.looks[value], self.homes[value] = look, event.visit
+                    self.looks[value], self.homes[value] = look, visit
         for value, numbers in uses.items():
-            if value in self.homes and any(self.events[number].visit != self.homes[value] for number in numbers):
+            if value in self.homes and any(self.visit_of(number) != self.homes[value] for number in numbers):
                 self._spread(value, None, self.homes[value], numbers, [0])
         self._check_gradients()
+
+    @property
+    def has_events(self) -> bool:
+        """Whether anything runs."""
+        return any(plan.events for plan in self.visits)
+
+    def visit_of(self, number: int) -> int:
+        """Of an event, counted from where the program begins."""
+        return self.events[number].visit - self.begins
 
     def _check_gradients(self) -> None:
         """Gradients within a step with respect to what an earlier visit has made need all of its uses in one strand."""
@@ -171,14 +208,29 @@ class Program:
         """Values from which the loss is computed in a way that autograd goes back."""
         found = self._wanted.get(loss)
         if found is None:
-            wanted = {loss} if self.looks[loss].requires_grad else set()
-            for event in reversed(self.events):
-                if any(value in wanted for value in event.made()):
-                    for value in event.inputs:
-                        if type(value) is int and value >= 0 and self.looks[value].requires_grad:
-                            wanted.add(value)
-            found = self._wanted[loss] = frozenset(wanted)
+            found = self._wanted[loss] = self._before([loss])
         return found
+
+    def crossing(self, values: Sequence[int]) -> list[tuple[int, Strand]]:
+        """What goes from visit to visit, to be made into these values in a way that autograd goes back: the visit that
+        receives it, and the strand."""
+        wanted = self._before(values)
+        return [
+            (visit, strand)
+            for visit, plan in enumerate(self.visits)
+            for strand in plan.receives
+            if strand.value in wanted and self._is_wanted(strand, visit, wanted)
+        ]
+
+    def _before(self, values: Iterable[int]) -> frozenset[int]:
+        """Values from which some are computed in a way that autograd goes back, and these."""
+        wanted = {value for value in values if self.looks[value].requires_grad}
+        for event in reversed(self.events):
+            if any(value in wanted for value in event.made()):
+                for value in event.inputs:
+                    if type(value) is int and value >= 0 and self.looks[value].requires_grad:
+                        wanted.add(value)
+        return frozenset(wanted)
 
     def returning(self, visit: int, loss: int) -> list[Strand]:
         """What the visit receives and gives gradients of, in the order in which they go back; without a loss, none."""
@@ -207,8 +259,8 @@ class Program:
     def _spread(self, value: int, strand: Strand | None, visit: int, uses: Sequence[int], count: list[int]) -> None:
         """Plan how a value, which is on `visit` as `strand`, comes to the events that use it."""
         here = self.visits[visit]
-        own = [number for number in uses if self.events[number].visit == visit]
-        later = [number for number in uses if self.events[number].visit != visit]
+        own = [number for number in uses if self.visit_of(number) == visit]
+        later = [number for number in uses if self.visit_of(number) != visit]
         if strand is not None:
             here.operands.update({(number, value): strand for number in own})
         last = max(own, default=-1) if self.looks[value].requires_grad else -1

@@ -60,6 +60,7 @@ class Recording(TorchFunctionMode):
         provenance: follows where what it takes along comes from; None where nobody asks.
         floor: the lowest visit on which further events may run.
         delivered: tensors of the batch that every rank has.
+        batch_places: what stands for tensors of the batch that only the first rank has.
         batch: the memory of the batch's tensors, which are parts of larger ones that no step sees.
         exposed: memory that numpy knows as well.
         skipped: ends of calls that were answered as a whole, with the event before each.
@@ -91,6 +92,7 @@ class Recording(TorchFunctionMode):
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # tensors that every rank has, by shared memory
         self.batch: set[int] = set()
         self.delivered: list[Tensor] = []
+        self.batch_places: list[weakref.ref[Placeholder]] = []
         self.exposed: set[int] = set()
         self._copied = frozenset(memory for memory, tensor in recorder.changing.items() if memory_of(tensor) == memory)
         self._places: dict[int, list[int]] = {}  # among what is captured, by memory, as far as it was looked through
@@ -195,7 +197,8 @@ class Recording(TorchFunctionMode):
 
     def values_in_use(self) -> set[int]:
         """Values that the user still refers to, in the middle of a step."""
-        found = set()
+        of_batch = (reference() for reference in self.batch_places)
+        found = {place.value for place in of_batch if type(place) is Placeholder}
         event: Event | None = self.event
         while event is not None:
             for places in (event.pool, self._kept) if event is self.event else (event.pool,):

@@ -25,7 +25,7 @@ from lightning_pipeline.partition.program import Program
 from lightning_pipeline.partition.repeated import Repeated
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.hooks import HookCalls
-from lightning_pipeline.runtime.microbatch import Microbatch
+from lightning_pipeline.runtime.microbatch import Carried, Microbatch
 from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transfers import Transfer, Transfers
 from lightning_pipeline.runtime.work import Work
@@ -66,9 +66,15 @@ class InOrder:
         self.homes: dict[int, int] = dict.fromkeys(range(len(looks)), 0)
         self._here: dict[tuple[int, int], Tensor] = {}
         self._transfers = Transfers(state.index, placement, rank, direct, training=training)
-        self._rank_of = self._transfers.rank_of
         self._done: Event | None = None
         self._writes = ModuleWrites()
+        if state.carried is not None:
+            self._transfers, self._done = state.carried.transfers, state.carried.event
+            self.looks, self.homes = dict(state.carried.program.looks), dict(state.carried.program.homes)
+            self._here.update(state.carried.here)
+            for event in state.carried.program.events:
+                self._writes.of(event)
+        self._rank_of = self._transfers.rank_of
         self._depth = 0  # of checkpointed functions
         self._stops_early = False
         self._repeated: dict[int, Repeated] = {}  # by visit, of the checkpointed function that runs
@@ -117,13 +123,10 @@ class InOrder:
         self._here.clear()
         self._transfers.let_go()
 
-    def keep_only(self, values: Container[int]) -> None:
-        """Let go of values that nobody will ask for; graphs keep what they need, and the module's tensors change."""
-        self._here = {
-            key: tensor
-            for key, tensor in self._here.items()
-            if key[1] in values or 0 <= key[1] < len(self._state.structure.large)
-        }
+    def carry_on(self, event: Event, program: Program, values: Container[int]) -> Carried:
+        """What goes on after a meeting: these values. Graphs keep what they need, and the module's tensors change."""
+        here = {key: tensor for key, tensor in self._here.items() if key[1] in values}
+        return Carried(event, program, self._transfers, here)
 
     def backward(self, program: Program, work: Work, *, retain_graph: bool = False) -> None:
         """Run backward from the micro-batch's loss, visit by visit."""

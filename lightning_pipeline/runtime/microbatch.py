@@ -6,12 +6,13 @@ import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lightning_pipeline.partition.contents import Content
+from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.placeholder import Look, Placeholder
 from lightning_pipeline.partition.program import Program, Strand
 from lightning_pipeline.partition.recording import Recording
@@ -19,6 +20,9 @@ from lightning_pipeline.partition.split_backward import SplitBackward
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.expectations import Expectation
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
+
+if TYPE_CHECKING:
+    from lightning_pipeline.runtime.transfers import Transfers
 
 T = TypeVar("T")
 
@@ -76,6 +80,7 @@ class Inside:
         arriving_gradients: likewise from the visit after.
         received: leaves of the visit's graph.
         edges: where the gradients of what was sent enter the graph.
+        kept_leaves, kept_edges: those that a later part of the step may come back to.
     """
 
     arriving: list[Arriving] | None = None
@@ -85,6 +90,8 @@ class Inside:
     gradients: list[Tensor] = field(default_factory=list)
     outputs: list[tuple[Strand, Tensor]] = field(default_factory=list)
     split: SplitBackward | None = None
+    kept_leaves: dict[Strand, Tensor] = field(default_factory=dict)
+    kept_edges: dict[Strand, GradientEdge | Tensor] = field(default_factory=dict)
     is_posted: bool = False
     are_gradients_posted: bool = False
 
@@ -121,6 +128,25 @@ class Ahead:
 
 
 @dataclass(slots=True)
+class Carried:
+    """What a micro-batch's step carries on from where micro-batches have met.
+
+    Attributes:
+        event: the meeting.
+        program: of the path up to there.
+        here: values that the user's code refers to, with their graphs, by visit and number.
+        transfers: over which gradients of these may go back.
+        crossing: of the part that runs: what of it gradients may go back over later.
+    """
+
+    event: Event
+    program: Program
+    transfers: Transfers
+    here: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    crossing: list[tuple[int, Strand]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Microbatch:
     """One micro-batch.
 
@@ -139,6 +165,8 @@ class Microbatch:
         contents: of what the recording has taken along, in brief.
         gradients: what `retain_grad` was called on, with its gradient.
         kept: data of values that are asked for after the step, on the rank that has computed them.
+        in_use: where micro-batches meet: the values that the user's code refers to.
+        carried: what is carried on, of a step that stops where micro-batches meet.
         ahead: what is known of it while its forwards run before its step's Python.
     """
 
@@ -167,6 +195,8 @@ class Microbatch:
     gradients: list[tuple[Placeholder, Tensor | None]] = field(default_factory=list)
     is_done: bool = False
     ahead: Ahead | None = None
+    in_use: set[int] = field(default_factory=set)
+    carried: Carried | None = None
 
     @property
     def captured(self) -> list[Any]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_pipeline.runtime.microbatch import Microbatch
 from lightning_pipeline.runtime.suspended import BACKWARD, CLOSURE_ENDS, STEP_ENDS, Meeting, Suspended
 
+MeetingOf = Callable[[Microbatch], Meeting]
+
 
 class BatchWork(Protocol):
     """What the batch does where its micro-batches have met."""
@@ -32,7 +34,7 @@ class Parts:
         steps: of the micro-batches.
         around: entered around what micro-batches do, and not around what the batch does.
         resumed: entered around a micro-batch's own code.
-        finish: does what there is to do of a micro-batch up to where it waits.
+        run: runs what there is of micro-batches up to where they meet, given what lets their own code go on to there.
     """
 
     def __init__(
@@ -43,14 +45,16 @@ class Parts:
         *,
         around: Callable[[], AbstractContextManager[None]],
         resumed: Callable[[Microbatch], AbstractContextManager[None]],
-        finish: Callable[[Microbatch, Meeting], None],
+        run: Callable[[MeetingOf], None],
     ) -> None:
         self._states = states
         self._steps = steps
         self._work = work
         self._around = around
         self._resumed = resumed
-        self._finish = finish
+        self._run = run
+        self._go_on: Callable[[Suspended], Meeting] = Suspended.resume
+        self._meetings: list[Meeting] = []
 
     def run(self) -> None:
         """Run the steps to their ends.
@@ -59,7 +63,7 @@ class Parts:
             RuntimeError: micro-batches come to different calls.
         """
         try:
-            self._run_to(STEP_ENDS, lambda step: step.resume())
+            self._run_to(STEP_ENDS, Suspended.resume)
         finally:
             for step in self._steps:
                 step.close()
@@ -74,18 +78,27 @@ class Parts:
 
     def _next(self, go_on: Callable[[Suspended], Meeting]) -> list[Meeting]:
         """Where the micro-batches meet next."""
-        meetings: list[Meeting] = []
+        self._go_on, self._meetings = go_on, []
         with self._around():
-            for state, step in zip(self._states, self._steps, strict=True):
-                with self._resumed(state):
-                    meeting = go_on(step)
-                if meetings and meeting.what != meetings[0].what:
-                    raise RuntimeError(_differing(meetings[0], meeting, state.index))
-                if meeting.what == BACKWARD and not meetings:
+            self._run(self._meeting_of)
+        return self._meetings
+
+    def _meeting_of(self, state: Microbatch) -> Meeting:
+        """Where a micro-batch's own code comes to next; that of those before it comes to it first."""
+        while len(self._meetings) <= state.index:
+            one = self._states[len(self._meetings)]
+            with self._resumed(one):
+                meeting = self._go_on(self._steps[one.index])
+            first = self._meetings[0] if self._meetings else meeting
+            if meeting.calls != first.calls:
+                raise RuntimeError(_differing(first, meeting, one.index))
+            if meeting is first:
+                for _, perform in meeting.deferred:
+                    perform()
+                if meeting.what == BACKWARD:
                     self._work.before_backward()
-                self._finish(state, meeting)
-                meetings.append(meeting)
-        return meetings
+            self._meetings.append(meeting)
+        return self._meetings[state.index]
 
     def _perform(self, meetings: Sequence[Meeting]) -> Any:
         """Do what the batch was called for. Returns what the call gives."""
@@ -97,7 +110,7 @@ class Parts:
         return first.perform(self._run_closures if first.closure is not None else None)
 
     def _run_closures(self) -> Tensor | None:
-        ended = self._run_to(CLOSURE_ENDS, lambda step: step.run_closure())
+        ended = self._run_to(CLOSURE_ENDS, Suspended.run_closure)
         return self._work.closure_value([meeting.loss for meeting in ended])
 
 
@@ -106,9 +119,10 @@ def _answering(answer: Any) -> Callable[[Suspended], Meeting]:
 
 
 def _differing(first: Meeting, other: Meeting, index: int) -> str:
-    there = f" ({other.line})" if other.line else ""
-    here = f" ({first.line})" if first.line else ""
+    told = [(one.calls[-1] if len(one.calls) == 1 else " then ".join(one.calls), one.line) for one in (first, other)]
+    (there, line), (here, other_line) = told
     return (
-        f"micro-batch 0 comes to {first.what}{here} and micro-batch {index} to {other.what}{there}: what is done once "
-        f"for the batch has to be called for by all of its micro-batches in the same order, whatever is in them"
+        f"micro-batch 0 comes to {there} ({line or 'the end of its step'}) and micro-batch {index} to {here} "
+        f"({other_line or 'the end of its step'}): what is done once for the batch has to be called for by all of its "
+        f"micro-batches in the same order, whatever is in them"
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,11 +39,12 @@ from lightning_pipeline.runtime.expectations import Expectations
 from lightning_pipeline.runtime.hooks import hooks_of_parameters
 from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.leaf_gradients import LeafGradients
-from lightning_pipeline.runtime.microbatch import Ahead, Microbatch
-from lightning_pipeline.runtime.parts import BatchWork, Parts
+from lightning_pipeline.runtime.microbatch import Ahead, Carried, Microbatch
+from lightning_pipeline.runtime.parts import BatchWork, MeetingOf, Parts
 from lightning_pipeline.runtime.results import StepResult
 from lightning_pipeline.runtime.suspended import BACKWARD, CLOSURE_ENDS, STEP_ENDS, Meeting, Suspended
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES, conform
+from lightning_pipeline.runtime.transfers import Transfer, Transfers
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
 from lightning_pipeline.runtime.visit import Visit
@@ -310,7 +312,6 @@ class Pipeline:
 
     def _run_in_parts(self, work: Work, batch: BatchWork, states: list[Microbatch]) -> None:
         """The steps of micro-batches that meet where the batch has something done once."""
-        self._run = Run(Program([]), {})
         is_alone = self.num_ranks == 1
         made = [self._alone_in_parts(work, state) if is_alone else self._in_parts(work, state) for state in states]
         parts = Parts(
@@ -319,7 +320,7 @@ class Pipeline:
             batch,
             around=self._around,
             resumed=lambda state: made[state.index][1](),
-            finish=partial(self._finish_part_alone if is_alone else self._finish_part, work),
+            run=partial(self._run_part_alone if is_alone else self._run_part, work),
         )
         parts.run()
 
@@ -335,17 +336,19 @@ class Pipeline:
 
         return Suspended(run, lambda meeting: None, self._device), counted.resumed
 
-    def _finish_part_alone(self, work: Work, state: Microbatch, meeting: Meeting) -> None:
-        if meeting.what == BACKWARD:
-            assert meeting.loss is not None and work.loss_of is not None
-            given = {"retain_graph": True} if meeting.retain_graph else {}
-            work.run_backward(work.loss_of(state, meeting.loss), **given)
-            for stage in self.stages:
-                work.after_backward(stage, state)
-        if meeting.loss is not None:
-            meeting.loss = meeting.loss.detach()
-        if meeting.what == STEP_ENDS:
-            state.result = tree.replace(state.result, Tensor.detach)
+    def _run_part_alone(self, work: Work, meeting_of: MeetingOf) -> None:
+        for state in self._microbatches:
+            meeting = meeting_of(state)
+            if meeting.what == BACKWARD:
+                assert meeting.loss is not None and work.loss_of is not None
+                given = {"retain_graph": True} if meeting.retain_graph else {}
+                work.run_backward(work.loss_of(state, meeting.loss), **given)
+                for stage in self.stages:
+                    work.after_backward(stage, state)
+            if meeting.loss is not None:
+                meeting.loss = meeting.loss.detach()
+            if meeting.what == STEP_ENDS:
+                state.result = tree.replace(state.result, Tensor.detach)
 
     def _in_parts(
         self, work: Work, state: Microbatch
@@ -362,36 +365,123 @@ class Pipeline:
 
         return Suspended(run, note, self._device), recording.resumed
 
-    def _finish_part(self, work: Work, state: Microbatch, meeting: Meeting) -> None:
+    def _run_part(self, work: Work, meeting_of: MeetingOf) -> None:
+        """Run what there is of each micro-batch up to where they meet next."""
+        states = self._microbatches
+        self._in_order, self._run = {}, Run(Program([]), {})
+        for state in states:
+            state.program, state.loss_value, state.loss_tensor, state.asked = None, -1, None, ()
+            state.inside, state.is_done = {}, False
+        planned = 0
+
+        def plan(state: Microbatch) -> None:
+            nonlocal planned
+            while planned <= state.index:
+                planned += 1
+                one = states[planned - 1]
+                self._plan_part(work, one, meeting_of(one), is_scheduled=not states[0].is_done)
+
+        plan(states[0])
+        if not states[0].is_done:
+            is_backward = meeting_of(states[0]).what == BACKWARD
+            self._go_through(self.program(training=is_backward, num_microbatches=len(states)), plan)
+        plan(states[-1])
+        for state in states:
+            self._end_part(state, meeting_of(state))
+        self._live.now = 0
+
+    def _plan_part(self, work: Work, state: Microbatch, meeting: Meeting, *, is_scheduled: bool) -> None:
+        """A micro-batch's Python has come to a meeting: it runs with the others up to there, or in order.
+
+        Args:
+            is_scheduled: the others run by the schedule.
+        """
         recording = state.recording
         assert recording is not None
-        run = self._begin_in_order(state)
-        run.run_up_to(recording.event)
+        is_new = recording.event.program is None
         program = self._program_of(state, recording)
         state.loss_value = meeting.value
+        ends = meeting.what == STEP_ENDS
+        if ends:
+            state.contents = self._contents_of(recording)
+            state.places = {place.value: place for place in recording.take_alive()}
+        in_use = set(state.places) if ends else recording.values_in_use()
+        state.in_use = in_use
+        part = self._part_of(state, recording) if not is_new else None
+        is_simple = (
+            part is not None
+            and (is_scheduled or not (part.has_events or meeting.what == BACKWARD))
+            and recording.is_simple
+            and state.index not in self._in_order
+            and not meeting.retain_graph
+            and not (part.needs_order or part.comes_back or part.writes_again or part.carries_gradients)
+            and len(part.visits) <= len(self.placement)
+            and (meeting.value < 0 or (meeting.value in part.homes and meeting.value not in part.carried))
+            and self._is_held(part)
+        )
+        if is_simple:
+            assert part is not None
+            own = [value for value in in_use | {meeting.value} if value in part.homes]
+            state.program = part
+            state.asked = tuple(sorted(v for v in own if v not in part.carried and v >= part.num_given))
+            if state.carried is None:
+                transfers = Transfers(state.index, self.placement, self.rank, self._direct, training=True)
+                state.carried = Carried(recording.event, program, transfers)
+            state.carried.crossing = part.crossing(state.asked)
+            state.is_done = not part.has_events and meeting.what != BACKWARD
+            return
+        run = self._begin_in_order(state)
+        run.run_up_to(recording.event)
         if meeting.what == BACKWARD:
             run.backward(program, work, retain_graph=meeting.retain_graph)
-        if meeting.what == CLOSURE_ENDS and meeting.value >= 0:
-            [meeting.loss] = run.data_of([meeting.value])
-        if meeting.what == STEP_ENDS:
-            self._end_parts(state, recording, run)
-            return
-        in_use = recording.values_in_use()
-        self._keep(state, run, in_use)
-        run.keep_only(in_use)
-
-    def _end_parts(self, state: Microbatch, recording: Recording, run: InOrder) -> None:
-        """The micro-batch's step has come to its end."""
-        state.contents = self._contents_of(recording)
-        state.places = {place.value: place for place in recording.take_alive()}
-        self._keep(state, run, state.places)
-        run.let_go()
+        for value in in_use | {meeting.value}:
+            tensor = run.value(value) if value in run.homes and value >= len(state.structure.large) else None
+            if tensor is not None and not tensor.is_meta:
+                state.kept[value] = tensor.detach()
+        state.carried = run.carry_on(recording.event, program, in_use)
         state.is_done = True
 
-    def _keep(self, state: Microbatch, run: InOrder, values: Iterable[int]) -> None:
-        """Keep the data of values that this rank has, for those who ask for it later."""
-        own = {value: run.value(value) for value in values if run.homes.get(value, -1) >= 0}
-        state.kept = {n: tensor.detach() for n, tensor in own.items() if tensor is not None and not tensor.is_meta}
+    def _part_of(self, state: Microbatch, recording: Recording) -> Tape:
+        """Of what a recording has run since micro-batches have met."""
+        event = recording.event
+        if event.as_part is None:
+            before = state.carried.program if state.carried is not None else None
+            event.as_part = Tape(event, state.structure.large, before, len(self.placement))
+            event.as_part.needs_order = needs_order(event.as_part.events, len(self.placement))
+        return event.as_part
+
+    def _end_part(self, state: Microbatch, meeting: Meeting) -> None:
+        """A micro-batch has come to a meeting."""
+        recording, carried = state.recording, state.carried
+        assert recording is not None and carried is not None
+        program = recording.event.program
+        if state.program is not None:
+            self._take_crossing(state, state.program, carried)
+            carried.event, carried.program = recording.event, program
+            carried.here = {key: tensor for key, tensor in carried.here.items() if key[1] in state.in_use}
+        state.program = None
+        if meeting.what == CLOSURE_ENDS and meeting.value >= 0:
+            assert self._direct is not None
+            [look, visit] = program.looks[meeting.value], program.homes[meeting.value]
+            owner = self.placement[visit % len(self.placement)]
+            meeting.loss = self._direct.spread(state.kept.get(meeting.value), look, owner)
+        state.kept = {value: tensor for value, tensor in state.kept.items() if value in state.in_use}
+        if meeting.what == STEP_ENDS:
+            state.carried = None
+
+    def _take_crossing(self, state: Microbatch, part: Tape, carried: Carried) -> None:
+        """Take note of what gradients may come back over in a later part."""
+        gone = part.with_gradients(state.loss_value) if state.loss_value in part.homes else frozenset()
+        for visit, strand in carried.crossing:
+            transfer = Transfer(strand.value, part.begins + visit - 1, part.begins + visit)
+            transfer.is_gone = strand.value in gone
+            if self.placement[visit - 1] == self.rank:
+                transfer.sent = state.on(visit - 1).kept_edges[strand]
+            if self.placement[visit] == self.rank:
+                transfer.arrived = state.on(visit).kept_leaves[strand]
+                transfer.arrived.grad = None
+            carried.transfers.add(transfer)
+        carried.crossing = []
 
     def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
         """One rank runs the user's steps as they are."""
@@ -431,16 +521,26 @@ class Pipeline:
         program = self.program(training=work.loss_of is not None, num_microbatches=len(states))
         self._is_rest_in_order = False
         self._ahead = self._look_ahead(states)
+        self._go_through(program, self._record)
+        self._record(states[-1])
+
+    def _go_through(self, program: Program, record: Callable[[Microbatch], None]) -> None:
+        """Run a schedule.
+
+        Args:
+            record: sees to it that the Python of a micro-batch's step has run.
+        """
+        assert self._work is not None
         visits = {
             stage: Visit(
                 stage,
                 self.placement,
                 transport=self._transport,
-                microbatches=states,
-                record=self._record,
+                microbatches=self._microbatches,
+                record=record,
                 tensors=self._tensors.tensors,
                 seed_draw=self._draws.seed,
-                work=work,
+                work=self._work,
                 live=self._live,
                 ahead=self._ahead,
             )
@@ -451,7 +551,6 @@ class Pipeline:
                 visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
         self._run = Run(program, visits, self.observe, self._before_backward if self._ahead is not None else None)
         self._run.go_on()
-        self._record(states[-1])
         for visit in visits.values():
             visit.following = visit.preceding = None  # whose cycles would keep the step's tensors
 
@@ -518,6 +617,7 @@ class Pipeline:
         state.everywhere = []
         recording.note_batch(delivered)
         recording.delivered = delivered
+        recording.batch_places = [weakref.ref(place) for place in places]
         if self._expectations.wants(beginning):
             recording.provenance = Provenance(delivered)
         return recording, batch

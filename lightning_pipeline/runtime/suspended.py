@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Meeting:
         value: its number in the recording; -1 for what every rank has.
         retain_graph: backward may come once more.
         line: where in the user's code.
+        deferred: calls before this one that nobody could tell from calls here: what they are, and what does them.
     """
 
     what: str
@@ -53,6 +54,12 @@ class Meeting:
     value: int = -1
     retain_graph: bool = False
     line: str = ""
+    deferred: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[str]:
+        """What the batch is called for, in order."""
+        return [*(what for what, _ in self.deferred), self.what]
 
 
 class _ClosedError(BaseException):
@@ -79,6 +86,7 @@ class Suspended:
         self._answer: Any = None
         self._error: BaseException | None = None
         self._is_closed = False
+        self._deferred: list[tuple[str, Callable[[], Any]]] = []
         self._thread: threading.Thread | None = None
 
     def resume(self, answer: Any = None) -> Meeting:
@@ -115,6 +123,10 @@ class Suspended:
             self._is_its_turn.release()
             self._thread = None
 
+    def defer(self, what: str, perform: Callable[[], Any]) -> None:
+        """Have the batch do something before whatever comes next of its own."""
+        self._deferred.append((what, perform))
+
     def meet(self, meeting: Meeting) -> Any:
         """Wait, in the step's thread, until the batch has done what is called for. Returns what that gives."""
         meeting.line = users_line()
@@ -133,8 +145,7 @@ class Suspended:
                 torch._C._push_on_torch_function_stack(mode)
             with autocast_as(self._autocast):
                 self._function()
-            self._meeting = Meeting(STEP_ENDS)
-            self._note(self._meeting)
+            self._come_to(Meeting(STEP_ENDS))
         except _ClosedError:
             return
         except BaseException as error:
@@ -144,13 +155,17 @@ class Suspended:
     def _wait(self, meeting: Meeting) -> Any:
         if self._is_closed:
             raise _ClosedError
-        self._note(meeting)
-        self._meeting = meeting
+        self._come_to(meeting)
         self._is_ours.release()
         self._is_its_turn.acquire()
         if self._is_closed:
             raise _ClosedError
         return self._answer
+
+    def _come_to(self, meeting: Meeting) -> None:
+        meeting.deferred, self._deferred = self._deferred, []
+        self._note(meeting)
+        self._meeting = meeting
 
 
 class _OfThread(threading.local):

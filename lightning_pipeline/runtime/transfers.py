@@ -24,6 +24,7 @@ class Transfer:
         sent: on the sender, where its gradient enters the graph.
         arrived: on the receiver, the leaf.
         is_merged: its gradient travels with that of the next use.
+        is_gone: a backward has been here, and has let go of the graph.
     """
 
     value: int
@@ -32,10 +33,11 @@ class Transfer:
     sent: Any = None
     arrived: Tensor | None = None
     is_merged: bool = False
+    is_gone: bool = False
 
 
 class Transfers:
-    """The transfers of one micro-batch. All ranks must make the same calls.
+    """The transfers of one micro-batch. All ranks must make the same calls, and know of all transfers.
 
     Args:
         microbatch: its number, for errors.
@@ -118,8 +120,22 @@ class Transfers:
         return written_into(transfer.arrived)
 
     def returning(self, wanted: Container[int]) -> list[Transfer]:
-        """Those of the module's tensors, and of the wanted values, in order."""
-        return [one for one in self._all if one.value < 0 or one.value in wanted]
+        """Those of the module's tensors, and of the wanted values, in order.
+
+        Raises:
+            RuntimeError: a backward has been there.
+        """
+        found = [one for one in self._all if one.value in wanted or (one.value < 0 and not one.is_gone)]
+        if any(one.is_gone for one in found):
+            raise RuntimeError(
+                "a backward goes a second time through what stages have computed, and the first one has let go of what "
+                "it needs: give the first one retain_graph=True, or compute it anew"
+            )
+        return found
+
+    def add(self, transfer: Transfer) -> None:
+        """Take in what has gone from one visit to the next with others."""
+        self._note(transfer)
 
     def merge(self) -> None:
         """Let the gradients of a value's last uses travel as one, where they are on one visit: they are the first that
@@ -171,13 +187,8 @@ class Transfers:
                 if one.arrived is not None:
                     one.arrived.grad = None
             return
-        gone = set(map(id, transfers))
-        self._all = [one for one in self._all if id(one) not in gone]
-        self._uses = {
-            value: [(visit, one) for visit, one in uses if one is None or id(one) not in gone]
-            for value, uses in self._uses.items()
-        }
-        self._uses = {value: uses for value, uses in self._uses.items() if any(one is not None for _, one in uses)}
+        for one in transfers:
+            one.is_gone, one.sent, one.arrived = True, None, None
 
     def let_go(self) -> None:
         """The micro-batch is done with."""

@@ -137,7 +137,7 @@ class Visit:
                 state.captured,
                 self._tensors,
                 lambda number: self._seed_draw(state.seed, number),
-                state.given,
+                {**dict(enumerate(state.given)), **state.kept} if program.carried else state.given,
             )
         finally:
             torch._C._set_grad_enabled(before)
@@ -145,6 +145,8 @@ class Visit:
             if value == state.loss_value:
                 state.loss_tensor = tensor
             state.kept[value] = tensor.detach()
+            if state.carried is not None:
+                state.carried.here[program.begins + self.visit, value] = tensor
         inside.outputs = list(zip(program.visits[self.visit].sends, sends, strict=True))
 
     def _compute_ahead(self, state: Microbatch, inside: Inside, use: Sequence[Tensor]) -> None:
@@ -213,6 +215,12 @@ class Visit:
         for strand, tensor in inside.outputs:
             if strand in wanted:
                 inside.edges[strand] = get_gradient_edge(tensor)
+        for visit, strand in state.carried.crossing if state.carried is not None else ():
+            if visit == self.visit:
+                inside.kept_leaves[strand] = inside.received[strand]
+            elif visit == self.visit + 1:
+                [tensor] = [tensor for sent, tensor in inside.outputs if sent == strand]
+                inside.kept_edges[strand] = get_gradient_edge(tensor)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def batch_calls_met(
             plain = inner(optimizer)
             for one in (optimizer, plain):
                 name = f"the {{}} of optimizer {index}, {type(plain).__name__},"
-                override(one, "zero_grad", _once(name.format("zero_grad"), one.zero_grad, outside))  # type: ignore[arg-type]
+                override(one, "zero_grad", _deferred(name.format("zero_grad"), one.zero_grad))  # type: ignore[arg-type]
             override(optimizer, "step", _step(name.format("step"), optimizer.step))  # type: ignore[arg-type]
             override(plain, "step", _step(name.format("step"), _update_of(plain, update), plain.step))  # type: ignore[arg-type]
         for index, scheduler in enumerate(config.scheduler for config in module.trainer.lr_scheduler_configs):
@@ -68,6 +68,18 @@ def _once(
                 return function(*args, **kwargs)
 
         return step.meet(Meeting(what, perform))
+
+    return call
+
+
+def _deferred(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that nothing of the step can tell from one that is made a little later."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        step = running_step()
+        if step is None:
+            return function(*args, **kwargs)
+        return step.defer(what, functools.partial(function, *args, **kwargs))
 
     return call
 
