@@ -20,8 +20,8 @@ class BatchWork(Protocol):
     def before_backward(self) -> None:
         """Before the backward of the first micro-batch."""
 
-    def after_backward(self, losses: Sequence[Tensor | None]) -> None:
-        """After that of the last one. `losses`: of each micro-batch, where they were asked for."""
+    def after_backward(self) -> None:
+        """After that of the last one."""
 
     def closure_value(self, values: Sequence[Tensor | None]) -> Tensor | None:
         """What the closures of the micro-batches come to."""
@@ -104,7 +104,7 @@ class Parts:
         """Do what the batch was called for. Returns what the call gives."""
         first = meetings[0]
         if first.what == BACKWARD:
-            self._work.after_backward([meeting.loss for meeting in meetings])
+            self._work.after_backward()
             return None
         assert first.perform is not None
         return first.perform(self._run_closures if first.closure is not None else None)

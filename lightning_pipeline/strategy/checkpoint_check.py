@@ -230,7 +230,8 @@ def _problem_of_state(layout: OptimizerLayout, state: Mapping[str, Any], shapes:
     ]
     if strangers:
         return f"is in another order ({few(strangers)})"
-    if not optimizer.__module__.startswith("torch.optim") or optimizer is torch.optim.Adafactor:
+    is_torchs = optimizer.__module__.startswith("torch.optim") and optimizer is not torch.optim.Adafactor
+    if layout.keeps_all or not is_torchs:
         return ""  # may keep what has other shapes than its parameters
     others = [
         f"{key} of {name} is {tuple(value.shape)} there, and the parameter is {shapes[name]}"

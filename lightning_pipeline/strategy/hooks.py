@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of
@@ -84,6 +84,8 @@ def _defining(cls: type, name: str) -> type:
 def knows_no_others(optimizer: Optimizer) -> bool:
     """Whether an optimizer is torch's own, which passes over parameters without gradients, and has no hooks."""
     cls = type(optimizer)
+    if isinstance(optimizer, LBFGS):  # which takes them all for one vector
+        return False
     has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return not has_hooks and (cls.step.__module__.startswith("torch.optim") or cls.__module__.startswith("torch."))
 

@@ -26,6 +26,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -292,6 +293,22 @@ def training_loader(trainer: Trainer) -> Any:
 def lightning_optimizers(trainer: Trainer) -> list[LightningOptimizer]:
     """What `self.optimizers()` gives, in order."""
     return trainer.strategy._lightning_optimizers
+
+
+SKIPPED = object()
+"""What a strategy's training_step gives for None, which Lightning refuses of several processes."""
+
+
+class _Result(ClosureResult):
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+        given = None if training_step_output is SKIPPED else training_step_output
+        return super().from_training_step_output(given, normalize)
+
+
+def let_steps_be_skipped(trainer: Trainer, override: Override) -> None:
+    """Let Lightning take `SKIPPED` for None, which all ranks have given."""
+    override(trainer.fit_loop.epoch_loop.automatic_optimization, "output_result_cls", _Result)
 
 
 def configured_optimizers(module: LightningModule) -> list[Optimizer]:

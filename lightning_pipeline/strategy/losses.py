@@ -50,15 +50,14 @@ def loss_in(result: Any, module: str) -> Tensor:
         loss = result.get("loss")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()) if loss.dim() else loss
-    what = "None" if result is None else type(result).__name__
+    what = type(result).__name__
     if isinstance(result, Mapping):
         what = f"{what} {list(result)}"
     elif isinstance(result, Tensor):
         what = f"a tensor of shape {list(result.shape)}"
     raise ValueError(
         f"{module}.training_step returned {what}, and a pipeline needs the loss of every micro-batch: return a "
-        f"tensor with one element, or a dictionary with one under 'loss'; to skip a batch, return a loss of zero times "
-        f"the output"
+        f"tensor with one element, or a dictionary with one under 'loss', or None to skip the batch"
     )
 
 

@@ -27,34 +27,37 @@ _OF_MODULE = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 @contextmanager
 def batch_calls_met(
     module: LightningModule,
-    outside: Callable[[], AbstractContextManager[None]],
     update: Callable[[Optimizer, Callable[[], Any]], Any],
+    *,
+    inside: Callable[[], AbstractContextManager[None]],
+    aside: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[None]:
     """While entered, micro-batches meet at the calls of their step that are the batch's.
 
     Args:
-        outside: entered around what the batch does.
         update: does an update that the user has called for of torch's own optimizer, past Lightning.
+        inside: entered around what the batch does with the whole module.
+        aside: entered around closures, which run the schedule in the middle of that.
     """
     with overridden() as override:
         override(module, "manual_backward", _backward)
         for name in _OF_MODULE:
-            override(module, name, _once(f"self.{name}", getattr(module, name), outside))
+            override(module, name, _once(f"self.{name}", getattr(module, name), inside))
         for index, optimizer in enumerate(lightning_optimizers(module.trainer)):
             plain = inner(optimizer)
             for one in (optimizer, plain):
                 name = f"the {{}} of optimizer {index}, {type(plain).__name__},"
                 override(one, "zero_grad", _deferred(name.format("zero_grad"), one.zero_grad))  # type: ignore[arg-type]
-            override(optimizer, "step", _step(name.format("step"), optimizer.step))  # type: ignore[arg-type]
-            override(plain, "step", _step(name.format("step"), _update_of(plain, update), plain.step))  # type: ignore[arg-type]
+            override(optimizer, "step", _step(name.format("step"), optimizer.step, aside))  # type: ignore[arg-type]
+            override(plain, "step", _step(name.format("step"), _update_of(plain, update), aside, plain.step))  # type: ignore[arg-type]
         for index, scheduler in enumerate(config.scheduler for config in module.trainer.lr_scheduler_configs):
             name = f"the step of scheduler {index}, {type(scheduler).__name__},"
-            override(scheduler, "step", _once(name, scheduler.step, outside))  # type: ignore[arg-type]
+            override(scheduler, "step", _once(name, scheduler.step, inside))  # type: ignore[arg-type]
         yield
 
 
 def _once(
-    what: str, function: Callable[..., Any], outside: Callable[[], AbstractContextManager[None]]
+    what: str, function: Callable[..., Any], inside: Callable[[], AbstractContextManager[None]]
 ) -> Callable[..., Any]:
     """A call that takes no closure."""
 
@@ -64,7 +67,7 @@ def _once(
             return function(*args, **kwargs)
 
         def perform(closures: Any) -> Any:
-            with outside():
+            with inside():
                 return function(*args, **kwargs)
 
         return step.meet(Meeting(what, perform))
@@ -85,7 +88,10 @@ def _deferred(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step(
-    what: str, function: Callable[..., Any], elsewhere: Callable[..., Any] | None = None
+    what: str,
+    function: Callable[..., Any],
+    aside: Callable[[], AbstractContextManager[None]],
+    elsewhere: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """An optimizer's step.
 
@@ -98,7 +104,16 @@ def _step(
         step = running_step()
         if step is None:
             return (elsewhere or function)(closure, **kwargs)
-        return step.meet(Meeting(what, lambda closures: function(closures, **kwargs), closure))
+
+        def perform(run_closures: Callable[[], Any] | None) -> Any:
+            def run() -> Any:
+                assert run_closures is not None
+                with aside():
+                    return run_closures()
+
+            return function(None if run_closures is None else run, **kwargs)
+
+        return step.meet(Meeting(what, perform, closure))
 
     return call
 

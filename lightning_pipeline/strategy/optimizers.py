@@ -100,8 +100,15 @@ class OptimizerLayout:
 
         The parameters stay in their groups, which are as in one process: without a gradient they are passed over.
         """
+        if self.keeps_all:
+            return
         for parameter in [parameter for parameter in self.optimizer.state if is_absent(parameter)]:
             del self.optimizer.state[parameter]
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether its state is of all parameters together, though it is kept with the first one."""
+        return isinstance(self.optimizer, optim.LBFGS)
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let the optimizer go on with other parameters in the places of some, sharded ones.
@@ -201,7 +208,9 @@ class OptimizerLayout:
             key: _in_memory(value) for key, value in saved_state.items() if key not in set(saved_ids)
         }
         for saved_id, name in zip(saved_ids, self.names, strict=True):
-            if saved_id in saved_state and name in held and is_kept(name):
+            if saved_id in saved_state and self.keeps_all:
+                state[saved_id] = _in_memory(saved_state[saved_id])
+            elif saved_id in saved_state and name in held and is_kept(name):
                 state[saved_id] = self._sharded_state(saved_state[saved_id], held[name])
         groups = [dict(group) for group in saved_groups]
         read_into_memory(groups)

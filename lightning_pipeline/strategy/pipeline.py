@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -47,10 +47,12 @@ from lightning_pipeline.strategy.installation import (
     sync_over,
 )
 from lightning_pipeline.strategy.lightning_private import (
+    SKIPPED,
     Override,
     call_before_update,
     compare_parameters_by_identity,
     leave_modules_unnamed,
+    let_steps_be_skipped,
     note_mesh,
     silence_sync_warning,
     skip_before_transfer,
@@ -246,7 +248,6 @@ class PipelineStrategy(CheckpointingStrategy):
         self._shares_batches = look_at_batches(module, trainer)  # before schedulers ask for the loaders' length
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            refusals.check_optimizers(self.optimizers)
             self._stage_optimizers = StageOptimizers(
                 [OptimizerLayout(optimizer, module) for optimizer in self.optimizers],
                 self.transport,
@@ -365,6 +366,7 @@ class PipelineStrategy(CheckpointingStrategy):
         silence_sync_warning()
         with ExitStack() as installed:
             override: Override = installed.enter_context(overridden())
+            let_steps_be_skipped(module.trainer, override)
             installed.enter_context(compare_parameters_by_identity())
             if outside is not None:
                 follow_hooks(module, outside, override)
@@ -435,7 +437,7 @@ class PipelineStrategy(CheckpointingStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         advising = nullcontext() if self._advisor is None else self._advisor.watching(self.pipeline, self.transport)
         with observed(self.pipeline, *self.observers), advising:
-            return self._running.train(
+            result = self._running.train(
                 arguments,
                 number=total_batches(trainer),
                 accumulate=trainer.accumulate_grad_batches,
@@ -446,6 +448,7 @@ class PipelineStrategy(CheckpointingStrategy):
                 scale=scaler.scale if scaler is not None else None,
                 observe_buckets=self.observe_buckets,
             )
+        return SKIPPED if result is None else result
 
     def _train_by_hand(self, arguments: tuple[Any, ...]) -> Any:
         module, plugin = self._module, self.precision_plugin
@@ -454,20 +457,21 @@ class PipelineStrategy(CheckpointingStrategy):
         scaler = getattr(plugin, "scaler", None)
         outside = self._outside
 
-        def published(losses: Sequence[Tensor | None]) -> None:
+        def published() -> None:
             self._stage_optimizers.replace(self._running.publish_gradients())
             plugin.post_backward(torch.zeros(()), module)  # of which it calls hooks
 
         def update(optimizer: Optimizer, do: Callable[[], Any]) -> Any:
-            with nullcontext() if outside is None else outside.aside():
-                result = do()
-            self._stage_optimizers.after_update(optimizer)
-            return result
+            with self._updating(optimizer):
+                return do()
 
-        def around() -> AbstractContextManager[None]:
-            return nullcontext() if outside is None else outside.entered()
-
-        with observed(self.pipeline, *self.observers), batch_calls_met(module, around, update):
+        calls = batch_calls_met(
+            module,
+            update,
+            inside=nullcontext if outside is None else outside.entered,
+            aside=nullcontext if outside is None else outside.aside,
+        )
+        with observed(self.pipeline, *self.observers), calls:
             return self._running.train_by_hand(
                 arguments,
                 number=total_batches(module.trainer),
@@ -542,13 +546,18 @@ class PipelineStrategy(CheckpointingStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        with self._updating(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @contextmanager
+    def _updating(self, optimizer: Optimizer) -> Generator[None, None, None]:
+        """Around an update."""
         # An optimizer of the user's may look at all parameters at once, as for a norm.
         is_plain = self._outside is None or knows_no_others(inner(optimizer))
         outside = self._outside
         with nullcontext() if outside is None else outside.aside() if is_plain else outside.entered(shows_states=False):
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            yield
         self._stage_optimizers.after_update(optimizer)
-        return result
 
     @contextmanager
     @override

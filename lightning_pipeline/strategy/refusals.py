@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins import (
@@ -15,7 +13,6 @@ from lightning.pytorch.plugins import (
     Precision,
 )
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_pipeline.partition.stage_config import AUTO
 from lightning_pipeline.runtime.topology import Topology
@@ -164,18 +161,3 @@ def check_precision(precision: Precision) -> None:
             f"precision={precision.precision!r} is not supported by the pipeline strategy; use '32-true', "
             f"'64-true', '16-mixed', 'bf16-mixed', 'bf16-true' or '16-true'"
         )
-
-
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raise for optimizers that call the step several times, or need all parameters in one place.
-
-    Raises:
-        ValueError: with the way out.
-    """
-    for optimizer in optimizers:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if isinstance(inner, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS evaluates the loss several times a step over all parameters at once, and a pipeline's are on "
-                "several devices; use a first-order optimizer such as torch.optim.AdamW"
-            )

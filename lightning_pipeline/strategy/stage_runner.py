@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,14 +219,14 @@ class StageRunner:
         number: int,
         context: Callable[[], AbstractContextManager[Any]],
         scale: Callable[[Tensor], Tensor] | None,
-        published: Callable[[Sequence[Tensor | None]], None],
+        published: Callable[[], None],
         observe_buckets: Callable[[int, float, float], None] | None,
     ) -> Any:
         """One training step that optimizes by itself. Returns what it does, put together over micro-batches.
 
         Args:
             args, number, context, scale, observe_buckets: as for `train`.
-            published: called when the gradients of a backward have been added to those in ``.grad``, with the losses.
+            published: called when the gradients of a backward have been added to those in ``.grad``.
         """
 
         def loss_of(state: Microbatch, loss: Tensor) -> Tensor:
@@ -261,7 +262,7 @@ class StageRunner:
             run_backward=run_backward,
             after_backward=self._after_backward,
             seed=mix(self._seed, 0, number),
-            batch=_ByHand(self._gradients, published, closure_value),
+            batch=_ByHand(self._gradients, partial(self._take_in_uses, training=True), published, closure_value),
         )
         with overridden() as override:
             override(self._module, "log", log)
@@ -344,7 +345,6 @@ class StageRunner:
         name = type(self._module).__name__
         needs_gradients = has_loss and backward_of(self._module)[1]
         sums = has_loss and not self._mean
-        can_skip = self.pipeline.num_ranks == 1 and self._replicas is None  # which Lightning has for one process only
 
         def run(state: Microbatch, batch: Any) -> tuple[Any, Any]:
             before = attributes.get("log")
@@ -359,12 +359,11 @@ class StageRunner:
                     attributes["log"] = before
             if not has_loss:
                 return result, None
-            loss = None if result is None and can_skip else loss_in(result, name)
+            loss = None if result is None else loss_in(result, name)
             if loss is not None and needs_gradients and not loss.requires_grad:
                 raise RuntimeError(
                     f"the loss that {name}.training_step returned has no gradients to give: nothing that it was "
-                    f"computed from requires them, or they were off; to skip a batch, return a loss of zero times the "
-                    f"output"
+                    f"computed from requires them, or they were off; to skip a batch, return None"
                 )
             if sums:
                 for logged in state.logged:
@@ -460,17 +459,20 @@ class _ByHand:
     """What a batch does of which the user's step runs the backwards and the optimizers.
 
     Args:
-        published: called when the gradients of a backward have been added to those in ``.grad``, with the losses.
+        take_in_uses: called when a backward has shown who uses what.
+        published: called when its gradients have been added to those in ``.grad``.
         closure_value: what the closures of the micro-batches come to.
     """
 
     def __init__(
         self,
         gradients: Gradients,
-        published: Callable[[Sequence[Tensor | None]], None],
+        take_in_uses: Callable[[], None],
+        published: Callable[[], None],
         closure_value: Callable[[Sequence[Tensor | None]], Tensor | None],
     ) -> None:
         self._gradients = gradients
+        self._take_in_uses = take_in_uses
         self._published = published
         self.closure_value = closure_value
 
@@ -478,9 +480,10 @@ class _ByHand:
         # As on the first batch of an accumulation window: what is summed over stages and replicas is this backward's.
         self._gradients.begin(first=True, complete=True)
 
-    def after_backward(self, losses: Sequence[Tensor | None]) -> None:
+    def after_backward(self) -> None:
+        self._take_in_uses()
         self._gradients.finish()
-        self._published(losses)
+        self._published()
 
 
 @contextmanager

@@ -130,16 +130,6 @@ class RankDependent(Plain):
         return self.second(x)
 
 
-class NoLoss(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        super().training_step(batch, batch_idx)
-
-
-class SkipsABatch(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
-
-
 class ReducesOverAll(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -202,10 +192,36 @@ class GradientAcrossStages(Plain):
         return y + gradient
 
 
-class Manual(Plain):
+class StepsAtTimes(Plain):
+    """Steps where it likes what it sees of a micro-batch."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.second(self.first(batch[0])).square().mean()
+        self.manual_backward(loss)
+        if batch[0][0, 0] > 0:
+            optimizer.step()
+
+
+class CreatesAGraph(StepsAtTimes):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.second(self.first(batch[0])).square().mean(), create_graph=True)
+
+
+class StepsWithoutALoss(StepsAtTimes):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.second(self.first(batch[0])).square().mean().detach())
+
+
+class GoesBackTwice(StepsAtTimes):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.second(self.first(batch[0])).square().mean()
+        self.manual_backward(loss)
+        self.manual_backward(loss * 2)
 
 
 def fit(module: type[Plain], *args: Any, world: int = 2, **strategy: Any) -> dict[str, Tensor]:

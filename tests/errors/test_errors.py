@@ -36,14 +36,15 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("Plain", {"num_microbatches": 1}, ["ValueError", "num_microbatches=1", "num_stages=2"]),
     ("Plain", {"stage_config": {"second": 2}, "num_stages": 2}, ["ValueError", "'second' on stage 2"]),
     ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2", "its training_step calls 1", "devices=1"]),
-    ("NoLoss", {}, ["ValueError", "training_step returned None"]),
-    ("SkipsABatch", {}, ["ValueError", "training_step returned None", "a loss of zero times the output"]),
     ("RankDependent", {}, ["did not run the same code", "ran mul", "modules.py", "x = x * 3"]),
     ("ReducesOverAll", {}, ["torch.distributed.all_reduce over all ranks", "self.all_gather", "modules.py"]),
     ("Prunes", {}, ["ValueError", "ModelPruning masks parameters", "torch.nn.utils.prune"]),
     ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
     ("GradientAcrossStages", {}, ["grad goes back over what stages 0 and 1 compute", "modules.py"]),
-    ("Manual", {}, ["ValueError", "automatic_optimization=False"]),
+    ("StepsAtTimes", {}, ["micro-batch 0 comes to ", "the step of optimizer 0, SGD", "the end of training_step"]),
+    ("CreatesAGraph", {}, ["manual_backward is given create_graph beside the loss", "torch.autograd.grad"]),
+    ("StepsWithoutALoss", {}, ["manual_backward is given a loss that has no gradients", "modules.py"]),
+    ("GoesBackTwice", {}, ["a second time", "retain_graph=True"]),
 ]
 NAMES = [" ".join([module, *map(str, strategy.values())]) for module, strategy, _ in MISTAKES]
 

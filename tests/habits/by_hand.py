@@ -1,4 +1,4 @@
-"""Manual optimization: steps that run their backwards and their optimizers by themselves."""
+"""Other optimization than one backward and one update a batch: by hand, with closures, and of batches passed over."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class KeepsDetachedValues(ByHand):
     """What one part computes is data of the next."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
+        x, _ = batch
         optimizer = self.optimizers()
         target = self.features(x).detach()
         self.manual_backward(self.loss(batch))
@@ -232,3 +232,61 @@ class ReadsItsLoss(ByHand):
         self.manual_backward(loss if loss.item() < 100 else loss * 0.5)
         optimizer.step()
         self.log("train_loss", loss.item())
+
+
+@habit(plain=False)
+class LBFGS(Layers):
+    """An optimizer that calls its closure several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
+@habit(plain=False)
+class LBFGSOnALine(Layers):
+    """With the strong Wolfe conditions, which look at losses and gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=1, max_iter=3, line_search_fn="strong_wolfe")
+
+
+@habit(plain=False)
+class LBFGSByHand(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@habit(plain=False)
+class SkipsBatchByNone(Layers):
+    """None is returned for a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return None if self.global_step == 1 else super().training_step(batch, batch_idx)
+
+
+@habit(plain=False)
+class SkipsSomeMicrobatches(Layers):
+    """None is returned where a micro-batch has nothing to train on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return loss if (batch[1] > 0).all() else None
+
+
+@habit(plain=False, shows=False)
+class ReturnsNothing(Layers):
+    """As where somebody has forgotten to return the loss: Lightning warns, and nothing is trained."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)

@@ -13,30 +13,6 @@ from tests.habits.modules import WIDTH, Layers
 from tests.habits.table import error, habit
 
 
-@habit(expect=error(r"automatic_optimization"), plain=False, shows=False)
-class ManualOptimization(Layers):
-    """A GAN's two optimizers, stepped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(F.cross_entropy(self(x), y))
-        optimizer.step()
-
-
-@habit(expect=error(r"(?i)LBFGS"), plain=False, shows=False)
-class LBFGS(Layers):
-    """An optimizer that calls its closure several times."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1)
-
-
 @habit(expect=error(r"(?i)dataloader_iter"), plain=False, shows=False)
 class StepTakesIterator(Layers):
     """training_step(dataloader_iter)"""
@@ -44,14 +20,6 @@ class StepTakesIterator(Layers):
     def training_step(self, dataloader_iter: Any) -> Tensor:
         batch, batch_idx, _ = next(dataloader_iter)
         return super().training_step(batch, batch_idx)
-
-
-@habit(expect=error(r"\bNone\b"), plain=False, shows=False)
-class SkipsBatchByNone(Layers):
-    """None is returned for a batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        return None if self.global_step == 1 else super().training_step(batch, batch_idx)
 
 
 @habit(expect=error(r"(?i)all_reduce|collective"), plain=False, shows=False)

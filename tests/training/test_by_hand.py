@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pipeline import PipelineStrategy
 from tests.habits import by_hand
 from tests.habits.modules import Layers
-from tests.launching import launch
+from tests.launching import PATIENCE_S, launch
 from tests.training.runs import QUIET
 
 pytestmark = pytest.mark.multiprocess
@@ -55,11 +55,9 @@ def trained(module: type[Layers], strategy: Any, folder: Path) -> tuple[dict[str
 
 def all_trained(folder: Path) -> dict[str, list[Any]]:
     """By module, with one stage and by plain Lightning."""
+    alone = PipelineStrategy(num_stages=1, num_microbatches=4)
     return {
-        module.__name__: [
-            trained(module, strategy, folder) for strategy in (PipelineStrategy(num_stages=1, num_microbatches=4), "auto")
-        ]
-        for module in MODULES
+        module.__name__: [trained(module, strategy, folder) for strategy in (alone, "auto")] for module in MODULES
     }
 
 
@@ -75,3 +73,51 @@ def test_micro_batches_come_to_what_the_batch_does(module: type[Layers], found: 
     assert logged.keys() == expected_logged.keys()
     torch.testing.assert_close(weights, expected)
     torch.testing.assert_close(logged, expected_logged)
+
+
+# -- resuming -------------------------------------------------------------------------------------------------------
+
+
+class Quadratic(Layers):
+    """Trained by LBFGS, whose state is of all parameters together."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
+RESUMED = (Quadratic, by_hand.GANWithOneForward)
+
+
+def resumed(folder: Path, stages: int, checkpoints: str) -> dict[str, list[Any]]:
+    """The weights of three epochs at once, and of two and then one more, from another layout's checkpoint."""
+    found = {}
+    for module in RESUMED:
+        ends = []
+        for start, epochs in ((None, 3), (None, 2), (folder / f"{module.__name__}{checkpoints}.ckpt", 3)):
+            L.seed_everything(1, verbose=False)
+            made = module()
+            made.stage_config = {name: i for i, name in enumerate(made.chain()[:: len(made.chain()) // stages]) if i}
+            generator = torch.Generator().manual_seed(2)
+            loader = torch.utils.data.DataLoader([made.batch(generator) for _ in range(2)], batch_size=None)
+            trainer = L.Trainer(
+                strategy=PipelineStrategy(num_stages=stages, num_microbatches=4, timeout=PATIENCE_S),
+                devices=stages,
+                max_epochs=epochs,
+                default_root_dir=folder,
+                **QUIET,
+            )
+            trainer.fit(made, loader, ckpt_path=start)
+            if epochs == 2:
+                trainer.save_checkpoint(folder / f"{module.__name__}{stages}.ckpt")
+            ends.append({name: tensor.clone() for name, tensor in made.state_dict().items()})
+        found[module.__name__] = ends
+    return found
+
+
+def test_runs_resume_on_other_layouts(tmp_path: Path) -> None:
+    for stages, checkpoints in ((2, "2"), (1, "2"), (4, "1"), (2, "4")):
+        for rank in launch(resumed, tmp_path, stages, checkpoints, world=stages):
+            for module, (whole, _, again) in rank.items():
+                assert whole.keys() == again.keys()
+                for name, tensor in whole.items():
+                    assert torch.equal(tensor, again[name]), (module, stages, checkpoints, name)

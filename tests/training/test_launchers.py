@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import psutil
 import pytest
-import torch
 from torch import Tensor
 
 from tests.launching import PATIENCE_S, SOON_S, launch
@@ -62,26 +61,11 @@ def test_lightnings_launcher_and_torchrun_run_a_script(tmp_path: Path) -> None:
 
 def test_a_refusal_ends_both_processes_of_a_script(tmp_path: Path) -> None:
     with closing(Host(SCRIPT, PATIENCE_S)) as host:
-        process = host.start(LIGHTNING, [str(tmp_path), "Manual"])
+        process = host.start(LIGHTNING, [str(tmp_path), "ReadsByItself"])
         output = ended(process, tmp_path)
     assert process.returncode != 0
-    assert output.count("ValueError: Manual sets automatic_optimization=False") == 2
+    assert output.count("ValueError: ReadsByItself.training_step takes a dataloader_iter") == 2
     assert not list(tmp_path.glob("*.json"))
-
-
-class ManualOptimization(LitLayers):
-    """Steps by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class WithLBFGS(LitLayers):
-    """An optimizer that evaluates the loss several times."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
 
 
 class WithIterator(LitLayers):
@@ -92,8 +76,6 @@ class WithIterator(LitLayers):
 
 
 REFUSED: dict[type[L.LightningModule], tuple[str, str]] = {
-    ManualOptimization: ("automatic_optimization=False", "return the loss from training_step"),
-    WithLBFGS: ("LBFGS", "use a first-order optimizer"),
     WithIterator: ("dataloader_iter", "let it take (batch, batch_idx)"),
 }
 
