@@ -15,13 +15,19 @@ MeetingOf = Callable[[Microbatch], Meeting]
 
 
 class BatchWork(Protocol):
-    """What the batch does where its micro-batches have met."""
+    """What the batch does where its micro-batches have met.
+
+    Attributes:
+        needs_losses: every rank is to have the data of the losses that backward is called on.
+    """
+
+    needs_losses: bool
 
     def before_backward(self) -> None:
         """Before the backward of the first micro-batch."""
 
-    def after_backward(self) -> None:
-        """After that of the last one."""
+    def after_backward(self, losses: Sequence[Tensor | None]) -> None:
+        """After that of the last one. `losses`: of the micro-batches; data where it `needs_losses`."""
 
     def closure_value(self, values: Sequence[Tensor | None]) -> Tensor | None:
         """What the closures of the micro-batches come to."""
@@ -104,7 +110,7 @@ class Parts:
         """Do what the batch was called for. Returns what the call gives."""
         first = meetings[0]
         if first.what == BACKWARD:
-            self._work.after_backward()
+            self._work.after_backward([meeting.loss for meeting in meetings])
             return None
         assert first.perform is not None
         return first.perform(self._run_closures if first.closure is not None else None)

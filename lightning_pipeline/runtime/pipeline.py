@@ -460,7 +460,9 @@ class Pipeline:
             carried.event, carried.program = recording.event, program
             carried.here = {key: tensor for key, tensor in carried.here.items() if key[1] in state.in_use}
         state.program = None
-        if meeting.what == CLOSURE_ENDS and meeting.value >= 0:
+        assert self._work is not None and self._work.batch is not None
+        needs_loss = meeting.what == CLOSURE_ENDS or (meeting.what == BACKWARD and self._work.batch.needs_losses)
+        if needs_loss and meeting.value >= 0:
             assert self._direct is not None
             [look, visit] = program.looks[meeting.value], program.homes[meeting.value]
             owner = self.placement[visit % len(self.placement)]

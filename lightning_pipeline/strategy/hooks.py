@@ -81,6 +81,12 @@ def _defining(cls: type, name: str) -> type:
     return next(base for base in cls.__mro__ if name in vars(base))
 
 
+def has_hook(name: str, module: LightningModule) -> bool:
+    """Whether the module or a callback of its Trainer has this hook."""
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    return is_overridden(name, module) or any(is_overridden(name, callback, Callback) for callback in callbacks)
+
+
 def knows_no_others(optimizer: Optimizer) -> bool:
     """Whether an optimizer is torch's own, which passes over parameters without gradients, and has no hooks."""
     cls = type(optimizer)

@@ -38,7 +38,7 @@ from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
 from lightning_pipeline.strategy.dataloading import AnnouncedLoader, FollowingLoader
 from lightning_pipeline.strategy.facts import parts_of
 from lightning_pipeline.strategy.held_module import take_initial_values
-from lightning_pipeline.strategy.hooks import apart, follow_hooks, knows_no_others, look_at_batches
+from lightning_pipeline.strategy.hooks import apart, follow_hooks, has_hook, knows_no_others, look_at_batches
 from lightning_pipeline.strategy.installation import (
     agree_on_overflow,
     convert_batch_norms,
@@ -457,7 +457,9 @@ class PipelineStrategy(CheckpointingStrategy):
         scaler = getattr(plugin, "scaler", None)
         outside = self._outside
 
-        def published() -> None:
+        def published(loss: Tensor | None) -> None:
+            if loss is not None:
+                plugin.pre_backward(loss, module)
             self._stage_optimizers.replace(self._running.publish_gradients())
             plugin.post_backward(torch.zeros(()), module)  # of which it calls hooks
 
@@ -478,6 +480,7 @@ class PipelineStrategy(CheckpointingStrategy):
                 context=plugin.train_step_context,
                 scale=scaler.scale if scaler is not None else None,
                 published=published,
+                needs_losses=has_hook("on_before_backward", module),
                 observe_buckets=self.observe_buckets,
             )
 

@@ -219,7 +219,8 @@ class StageRunner:
         number: int,
         context: Callable[[], AbstractContextManager[Any]],
         scale: Callable[[Tensor], Tensor] | None,
-        published: Callable[[], None],
+        published: Callable[[Tensor | None], None],
+        needs_losses: bool,
         observe_buckets: Callable[[int, float, float], None] | None,
     ) -> Any:
         """One training step that optimizes by itself. Returns what it does, put together over micro-batches.
@@ -227,6 +228,7 @@ class StageRunner:
         Args:
             args, number, context, scale, observe_buckets: as for `train`.
             published: called when the gradients of a backward have been added to those in ``.grad``.
+            needs_losses: with the loss that it was called on.
         """
 
         def loss_of(state: Microbatch, loss: Tensor) -> Tensor:
@@ -247,7 +249,7 @@ class StageRunner:
             else:
                 self._note(state, *logged, **options)
 
-        def closure_value(values: Sequence[Tensor | None]) -> Tensor | None:
+        def mean(values: Sequence[Tensor | None]) -> Tensor | None:
             found = [value for value in values if value is not None]
             if len(found) < len(values):
                 return None
@@ -262,7 +264,13 @@ class StageRunner:
             run_backward=run_backward,
             after_backward=self._after_backward,
             seed=mix(self._seed, 0, number),
-            batch=_ByHand(self._gradients, partial(self._take_in_uses, training=True), published, closure_value),
+            batch=_ByHand(
+                self._gradients,
+                partial(self._take_in_uses, training=True),
+                published,
+                mean,
+                needs_losses=needs_losses,
+            ),
         )
         with overridden() as override:
             override(self._module, "log", log)
@@ -460,30 +468,36 @@ class _ByHand:
 
     Args:
         take_in_uses: called when a backward has shown who uses what.
-        published: called when its gradients have been added to those in ``.grad``.
-        closure_value: what the closures of the micro-batches come to.
+        published: called when its gradients have been added to those in ``.grad``, with the loss if it `needs_losses`.
+        mean: of the micro-batches' losses.
     """
 
     def __init__(
         self,
         gradients: Gradients,
         take_in_uses: Callable[[], None],
-        published: Callable[[], None],
-        closure_value: Callable[[Sequence[Tensor | None]], Tensor | None],
+        published: Callable[[Tensor | None], None],
+        mean: Callable[[Sequence[Tensor | None]], Tensor | None],
+        *,
+        needs_losses: bool,
     ) -> None:
+        self.needs_losses = needs_losses
         self._gradients = gradients
         self._take_in_uses = take_in_uses
         self._published = published
-        self.closure_value = closure_value
+        self._mean = mean
 
     def before_backward(self) -> None:
         # As on the first batch of an accumulation window: what is summed over stages and replicas is this backward's.
         self._gradients.begin(first=True, complete=True)
 
-    def after_backward(self) -> None:
+    def after_backward(self, losses: Sequence[Tensor | None]) -> None:
         self._take_in_uses()
         self._gradients.finish()
-        self._published()
+        self._published(self._mean(losses) if self.needs_losses else None)
+
+    def closure_value(self, values: Sequence[Tensor | None]) -> Tensor | None:
+        return self._mean(values)
 
 
 @contextmanager

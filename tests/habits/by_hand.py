@@ -234,6 +234,28 @@ class ReadsItsLoss(ByHand):
         self.log("train_loss", loss.item())
 
 
+@habit(plain=False, observed=["seen"])
+class HooksAroundBackward(ByHand):
+    """Hooks that look at the loss, at gradients, and change them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.seen.append(loss.detach().clone())
+
+    def on_after_backward(self) -> None:
+        self.seen.append(sum(p.grad.norm() for p in self.parameters() if p.grad is not None))
+        self.head.weight.grad.mul_(0.5)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(self.layers[0].linear.weight.grad.abs().max())
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen.append("zero_grad")
+
+
 @habit(plain=False)
 class LBFGS(Layers):
     """An optimizer that calls its closure several times."""
