@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-Override = Callable[[nn.Module, str, Any], None]
+Override = Callable[[Any, str, Any], None]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes that have a module's hooks on its calls."""
 _NONE = object()
@@ -28,20 +28,20 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
 
 @contextmanager
 def overridden() -> Iterator[Override]:
-    """Gives a function that sets an attribute of a module past `nn.Module.__setattr__`, until this is left. What
-    somebody else has set there meanwhile stays."""
-    before: list[tuple[nn.Module, str, Any, Any]] = []
+    """Gives a function that sets an attribute of an object, a module's past `nn.Module.__setattr__`, until this is
+    left. What somebody else has set there meanwhile stays."""
+    before: list[tuple[Any, str, Any, Any]] = []
 
-    def override(module: nn.Module, name: str, value: Any) -> None:
-        attributes = vars(module)
-        before.append((module, name, attributes.get(name, _NONE), value))
+    def override(owner: Any, name: str, value: Any) -> None:
+        attributes = vars(owner)
+        before.append((owner, name, attributes.get(name, _NONE), value))
         attributes[name] = value
 
     try:
         yield override
     finally:
-        for module, name, old, value in reversed(before):
-            attributes = vars(module)
+        for owner, name, old, value in reversed(before):
+            attributes = vars(owner)
             if attributes.get(name) is not value:
                 continue
             if old is _NONE:

@@ -270,7 +270,8 @@ def _best_cuts(
             f"{type(costs.root).__name__} is to be cut into {schedule.num_stages} stages, and its {costs.step} "
             f"calls {len(tried)} modules that a stage can begin with ({names}): use devices={max(1, len(tried))} or "
             f"fewer, or fewer stages and more replicas (num_stages={max(1, len(tried))}). A stage begins with a "
-            f"submodule that the step calls once and directly, or from forwards of modules around it"
+            f"submodule that the step calls once and directly, or from forwards of modules around it; a stage_config "
+            f"may name others, too"
         )
     return made
 

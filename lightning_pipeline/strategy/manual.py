@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -41,19 +43,52 @@ def batch_calls_met(
     """
     with overridden() as override:
         override(module, "manual_backward", _backward)
-        for name in _OF_MODULE:
-            override(module, name, _once(f"self.{name}", getattr(module, name), inside))
-        for index, optimizer in enumerate(lightning_optimizers(module.trainer)):
-            plain = inner(optimizer)
-            for one in (optimizer, plain):
-                name = f"the {{}} of optimizer {index}, {type(plain).__name__},"
-                override(one, "zero_grad", _deferred(name.format("zero_grad"), one.zero_grad))  # type: ignore[arg-type]
-            override(optimizer, "step", _step(name.format("step"), optimizer.step, aside))  # type: ignore[arg-type]
-            override(plain, "step", _step(name.format("step"), _update_of(plain, update), aside, plain.step))  # type: ignore[arg-type]
-        for index, scheduler in enumerate(config.scheduler for config in module.trainer.lr_scheduler_configs):
-            name = f"the step of scheduler {index}, {type(scheduler).__name__},"
-            override(scheduler, "step", _once(name, scheduler.step, inside))  # type: ignore[arg-type]
+        for kind, owner, name, what in _calls(module):
+            function = getattr(owner, name)
+            if kind is _Kind.ONCE:
+                override(owner, name, _once(what, function, inside))
+            elif kind is _Kind.DEFERRED:
+                override(owner, name, _deferred(what, function))
+            elif isinstance(owner, LightningOptimizer):
+                override(owner, name, _step(what, function, aside))
+            else:
+                override(owner, name, _step(what, _update_of(owner, update), aside, function))
         yield
+
+
+@contextmanager
+def losses_noted(module: LightningModule) -> Iterator[list[Tensor]]:
+    """While entered, a step does none of what is the batch's. Gives the losses that it has called a backward for."""
+    losses: list[Tensor] = []
+
+    def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return None if closure is None else closure()
+
+    with overridden() as override:
+        override(module, "manual_backward", lambda loss, *args, **kwargs: losses.append(loss))
+        for kind, owner, name, _ in _calls(module):
+            override(owner, name, step if kind is _Kind.UPDATE else lambda *args, **kwargs: None)
+        yield losses
+
+
+class _Kind(Enum):
+    ONCE = "once"
+    DEFERRED = "deferred"
+    UPDATE = "update"
+
+
+def _calls(module: LightningModule) -> list[tuple[_Kind, Any, str, str]]:
+    """What a step may call for on behalf of the batch, beside backwards: the object, its method, and a description."""
+    found: list[tuple[_Kind, Any, str, str]] = [(_Kind.ONCE, module, name, f"self.{name}") for name in _OF_MODULE]
+    for index, optimizer in enumerate(lightning_optimizers(module.trainer)):
+        for owner in (optimizer, inner(optimizer)):
+            of = f"of optimizer {index}, {type(inner(optimizer)).__name__},"
+            found.append((_Kind.DEFERRED, owner, "zero_grad", f"the zero_grad {of}"))
+            found.append((_Kind.UPDATE, owner, "step", f"the step {of}"))
+    for index, config in enumerate(module.trainer.lr_scheduler_configs):
+        scheduler = config.scheduler
+        found.append((_Kind.ONCE, scheduler, "step", f"the step of scheduler {index}, {type(scheduler).__name__},"))
+    return found
 
 
 def _once(

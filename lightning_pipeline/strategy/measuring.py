@@ -34,6 +34,7 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy.installation import own_statistics
 from lightning_pipeline.strategy.lightning_private import Override
 from lightning_pipeline.strategy.losses import loss_in
+from lightning_pipeline.strategy.manual import losses_noted
 
 SeededStep = Callable[..., Tensor | None]
 """A `Step` that takes a `seed`, too."""
@@ -101,6 +102,15 @@ def loss_step(
 
     def step(microbatch: Any, seed: int = 0) -> Tensor | None:
         _plant_seeds(drawn_from, seed)
+        if name == "training_step" and not module.automatic_optimization:
+            with context(), losses_noted(module) as losses:
+                function(microbatch, *others)
+            if not losses:
+                raise ValueError(
+                    f"{type(module).__name__}.training_step has called manual_backward for no loss, so it cannot be "
+                    f"cut automatically: name the first module of each later stage in a stage_config"
+                )
+            return sum(losses[1:], losses[0])
         with context():
             result = function(microbatch, *others)
         return loss_in(result, type(module).__name__) if name == "training_step" else None
