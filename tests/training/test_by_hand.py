@@ -55,10 +55,8 @@ def trained(module: type[Layers], strategy: Any, folder: Path) -> tuple[dict[str
 
 def all_trained(folder: Path) -> dict[str, list[Any]]:
     """By module, with one stage and by plain Lightning."""
-    alone = PipelineStrategy(num_stages=1, num_microbatches=4)
-    return {
-        module.__name__: [trained(module, strategy, folder) for strategy in (alone, "auto")] for module in MODULES
-    }
+    strategies = (lambda: PipelineStrategy(num_stages=1, num_microbatches=4), lambda: "auto")
+    return {module.__name__: [trained(module, make(), folder) for make in strategies] for module in MODULES}
 
 
 @pytest.fixture(scope="module")
