@@ -143,8 +143,8 @@ def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tenso
         )
     if fsdp and not module.automatic_optimization:
         raise ValueError(
-            f'{type(module).__name__} optimizes by hand (automatic_optimization=False), and data_parallel="fsdp" shards '
-            f"parameters once a step: use opt_shard=True, which shards the optimizers' states, or more stages"
+            f'{type(module).__name__} optimizes by hand (automatic_optimization=False), and data_parallel="fsdp" '
+            f"shards parameters once a step: use opt_shard=True, which shards the optimizers' states, or more stages"
         )
     sliced = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if sliced is not None and not (tensor_parallel or fsdp):
