@@ -18,16 +18,23 @@ from lightning_pipeline.partition.program import Fork, Program, Region, Strand, 
 from lightning_pipeline.partition.recomputed import recomputed
 
 
-def run_event(event: Event, operands: Sequence[Tensor], captured: Sequence[Any], seed: Callable[[int], None]) -> Any:
+def run_event(
+    event: Event,
+    operands: Sequence[Tensor],
+    captured: Sequence[Any],
+    seed: Callable[[int], None],
+    instead: Callable[..., Any] | None = None,
+) -> Any:
     """Run one event on data.
 
     Args:
         operands: of each tensor slot.
         captured: what the recording has taken along.
         seed: starts the random numbers of a draw.
+        instead: called in the place of the event's function.
     """
     numbers = {slot: captured[event.first_captured + place] for slot, place in event.matcher.captured_numbers.items()}
-    function = event.function
+    function = instead or event.function
     if event.draws and type(function) is CompiledCall:
         function = function.drawing(seed, captured[event.first_captured])
     elif event.draws:

@@ -89,29 +89,31 @@ def take_apart(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Ca
     if name in _SCALED_BY_INTS:
         numbers = (float, int)
 
-    def walk(value: Any) -> Template:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            slot = seen.get(id(value))
-            if slot is None:
-                slot = seen[id(value)] = TensorSlot(len(call.tensors))
-                call.tensors.append(value)
-            return slot
-        # Nothing is no number like others: dropout of it gives its argument.
-        if (kind in numbers and value) or kind is Hook:
-            call.numbers.append(value)
-            return NumberSlot(len(call.numbers) - 1, kind)
-        if kind is tuple or kind is list:
-            return kind([walk(item) for item in value])
-        if kind is slice:
-            return slice(walk(value.start), walk(value.stop), walk(value.step))
-        if kind is dict:
-            return {key: walk(item) for key, item in value.items()}
-        return value
-
-    call.args = tuple([walk(value) for value in args])
-    call.kwargs = {key: walk(value) for key, value in kwargs.items()}
+    call.args = tuple([_walk(value, call, seen, numbers) for value in args])
+    call.kwargs = {key: _walk(value, call, seen, numbers) for key, value in kwargs.items()}
     return call
+
+
+def _walk(value: Any, call: Call, seen: dict[int, TensorSlot], numbers: tuple[type, ...]) -> Template:
+    # Not a function within: one that calls itself would hold the call's tensors until Python's collector comes.
+    kind = type(value)
+    if isinstance(value, Tensor):
+        slot = seen.get(id(value))
+        if slot is None:
+            slot = seen[id(value)] = TensorSlot(len(call.tensors))
+            call.tensors.append(value)
+        return slot
+    # Nothing is no number like others: dropout of it gives its argument.
+    if (kind in numbers and value) or kind is Hook:
+        call.numbers.append(value)
+        return NumberSlot(len(call.numbers) - 1, kind)
+    if kind is tuple or kind is list:
+        return kind([_walk(item, call, seen, numbers) for item in value])
+    if kind is slice:
+        return slice(*(_walk(part, call, seen, numbers) for part in (value.start, value.stop, value.step)))
+    if kind is dict:
+        return {key: _walk(item, call, seen, numbers) for key, item in value.items()}
+    return value
 
 
 def put_together(template: Template, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -34,6 +35,7 @@ class FullySharded:
         self._mesh = DeviceMesh.from_group(replicas.group, device_type, mesh_dim_names=("data",))
         self._gradients_mean = gradients_mean
         self._leaves: list[tuple[FSDPModule, list[str]]] = []  # with the names of their sharded parameters
+        self._versions: list[int] = []
 
     def __bool__(self) -> bool:
         return bool(self._leaves)
@@ -80,12 +82,17 @@ class FullySharded:
 
     def gather(self) -> None:
         """Give every replica the whole parameters. All of them must call it."""
-        trained = [parameter.requires_grad for parameter in self.parameters()]
+        slices = self.parameters()
+        if not any(isinstance(parameter, DTensor) for parameter in slices):
+            return
+        before, self._versions = self._versions, list(map(_version, slices))
         with waiting_for("other replicas' slices of parameters"):
             for leaf, _ in self._leaves:
                 leaf.unshard()
-        for parameter, requires_grad in zip(self.parameters(), trained, strict=True):
-            parameter.requires_grad_(requires_grad)  # FSDP2 remembers what it was at first
+        for index, (parameter, part) in enumerate(zip(self.parameters(), slices, strict=True)):
+            parameter.requires_grad_(part.requires_grad)  # FSDP2 remembers what it was at first
+            if before and before[index] != self._versions[index]:
+                increment_version(parameter)  # or a backward from before an update takes the new data without a word
 
     def release(self) -> None:
         """Go back to a slice on each replica. Gradients that are not reduced yet stay."""
@@ -123,6 +130,11 @@ class FullySharded:
         if not self._gradients_mean:
             sharded.set_gradient_divide_factor(1.0)
         return sharded
+
+
+def _version(parameter: Tensor) -> int:
+    """Changes when something is written into a slice."""
+    return parameter._version + (parameter._local_tensor._version if isinstance(parameter, DTensor) else 0)
 
 
 def slice_like(sharded: Tensor, tensor: Tensor) -> Tensor:

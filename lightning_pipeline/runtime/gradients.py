@@ -57,6 +57,7 @@ class Gradients:
         self._final: dict[int, list[nn.Parameter]] = {}
         self._reducing: PipelineGradReducer | None = None  # this step's, whatever it brings to light
         self._complete = True
+        self._slices: list[nn.Parameter] = []
 
     def settle(self, ownership: Ownership) -> None:
         """Take in who holds what, which a step has brought to light."""
@@ -84,6 +85,18 @@ class Gradients:
         self._reducer = None
         return self.sharded.shard([self._module.get_submodule(name) for name in leaves], whole)
 
+    def gather(self) -> None:
+        """Have the whole of parameters that are in slices, for code before `begin`. `finish` or `release` ends it."""
+        if self.sharded is not None and not self._slices:
+            self._slices = self._parameters()
+            self.sharded.gather()
+
+    def release(self) -> None:
+        """Go back to the slices after `gather`, without a schedule."""
+        if self.sharded is not None:
+            self.sharded.release()
+            self._slices = []
+
     def begin(self, *, first: bool, complete: bool, unseen: Container[nn.Parameter] = ()) -> None:
         """Before the schedule.
 
@@ -93,9 +106,8 @@ class Gradients:
             unseen: parameters whose gradients of the last window nobody needs.
         """
         self._complete = complete
-        self._hold.begin([p for p in self._module.parameters() if not p.is_meta], first=first, unseen=unseen)
-        if self.sharded is not None:
-            self.sharded.gather()
+        self._hold.begin(self._slices or self._parameters(), first=first, unseen=unseen)
+        self.gather()
         maybe_shared = self._named(self._maybe_shared)
         self._over_stages.begin(maybe_shared)
         self._reducing = self._begin_reducing(maybe_shared) if complete and self._replicas is not None else None
@@ -115,7 +127,7 @@ class Gradients:
         if self.sharded is not None:
             if self._complete:
                 self.sharded.reduce()
-            self.sharded.release()
+            self.release()
         self._hold.end()
 
     def publish(self) -> None:
@@ -123,6 +135,9 @@ class Gradients:
         self._hold.publish()
 
     # -- details ----------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if not parameter.is_meta]
 
     def _begin_reducing(self, maybe_shared: Mapping[str, nn.Parameter]) -> PipelineGradReducer:
         if self._reducer is None:

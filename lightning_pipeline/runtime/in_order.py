@@ -25,6 +25,7 @@ from lightning_pipeline.partition.program import Program
 from lightning_pipeline.partition.repeated import Repeated
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.hooks import HookCalls
+from lightning_pipeline.runtime.leaves import by_leaves
 from lightning_pipeline.runtime.microbatch import Carried, Microbatch
 from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transfers import Transfer, Transfers
@@ -271,7 +272,8 @@ class InOrder:
             elif value < 0:
                 operands.append(self._module_tensor(-1 - value, visit))
             else:
-                operands.append(self._operand(value, visit, is_bound=_is_bound(event, slot)))
+                is_named = _is_bound(event, slot) or event.function is torch.autograd.grad
+                operands.append(self._operand(value, visit, is_named=is_named))
         if is_mine:
             recording = self._state.recording
             assert recording is not None
@@ -280,6 +282,13 @@ class InOrder:
                 part = self._repeated[visit] = Repeated(recording.captured, self._seed, self._stops_early)
             if part is not None:
                 found = part.run(event, operands)
+            elif event.function is torch.autograd.grad:
+                leaves = {
+                    id(tensor): self._transfers.leaves(value, visit)
+                    for value, tensor in zip(event.inputs, operands, strict=True)
+                    if type(value) is int
+                }
+                found = run_event(event, operands, recording.captured, self._seed, by_leaves(leaves))
             else:
                 found = run_event(event, operands, recording.captured, self._seed)
             for value, tensor in values_made(event, operands, found):
@@ -330,22 +339,22 @@ class InOrder:
             if not self._depth:
                 self._repeated = {}
 
-    def _operand(self, value: int, visit: int, *, is_bound: bool) -> Tensor:
+    def _operand(self, value: int, visit: int, *, is_named: bool) -> Tensor:
         """A value for one use on a visit.
 
         Args:
-            is_bound: the use writes into it, or shares its memory.
+            is_named: the use writes into it, shares its memory, or asks for its gradient.
         """
         home, look = self.homes[value], self.looks[value]
         returns = self._transfers.gives_gradient(look)
         if home != visit and (visit, value) not in self._here:
             return self._moved(value, home, visit, look, self._here.get((home, value)))
-        if returns and home != visit and not is_bound:
+        if returns and home != visit and not is_named:
             own = self._here.get((home, value))
             there = self._here[visit, value] if self._rank_of(visit) == self._rank else None
             again = self._transfers.repeat(value, home, visit, own, there)
             return _NOTHING if again is None else again
-        if returns:
+        if returns and home == visit:
             self._transfers.note_use(value, visit)
         return self._here.get((visit, value), _NOTHING)
 

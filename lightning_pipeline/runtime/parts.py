@@ -23,6 +23,12 @@ class BatchWork(Protocol):
 
     needs_losses: bool
 
+    def before_part(self) -> None:
+        """Before micro-batches go on."""
+
+    def after_part(self) -> None:
+        """After they have met for anything but a backward."""
+
     def before_backward(self) -> None:
         """Before the backward of the first micro-batch."""
 
@@ -85,8 +91,13 @@ class Parts:
     def _next(self, go_on: Callable[[Suspended], Meeting]) -> list[Meeting]:
         """Where the micro-batches meet next."""
         self._go_on, self._meetings = go_on, []
+        self._work.before_part()
         with self._around():
             self._run(self._meeting_of)
+        if self._meetings[0].what == BACKWARD:
+            self._work.after_backward([meeting.loss for meeting in self._meetings])
+        else:
+            self._work.after_part()
         return self._meetings
 
     def _meeting_of(self, state: Microbatch) -> Meeting:
@@ -109,8 +120,7 @@ class Parts:
     def _perform(self, meetings: Sequence[Meeting]) -> Any:
         """Do what the batch was called for. Returns what the call gives."""
         first = meetings[0]
-        if first.what == BACKWARD:
-            self._work.after_backward([meeting.loss for meeting in meetings])
+        if first.what == BACKWARD:  # is done
             return None
         assert first.perform is not None
         return first.perform(self._run_closures if first.closure is not None else None)

@@ -127,13 +127,16 @@ class Pipeline:
         """Whether the step's schedule has been gone through, and what is left runs in order."""
 
     def run(
-        self, work: Work, microbatches: list[Any] | None, extra: Callable[[], Sequence[float]] = list
+        self,
+        work: Work,
+        microbatches: list[Any] | None,
+        extra: Callable[[list[Microbatch]], Sequence[float]] = lambda states: (),
     ) -> tuple[list[Microbatch], list[list[float]]]:
         """Run one step.
 
         Args:
             microbatches: the first rank's; the others receive theirs.
-            extra: numbers that every rank gets of every rank when the step ends.
+            extra: gives numbers when the micro-batches have run, which every rank gets of every rank.
 
         Returns:
             The micro-batches with their results, and every rank's numbers; none where ranks did not wait for one
@@ -154,20 +157,21 @@ class Pipeline:
         self._delivery.deliver(states, tensors)
         if self._leaf_gradients is not None:
             self._leaf_gradients.begin()
-        if work.batch is not None:
-            self._run_in_parts(work, work.batch, states)
-        with self._around():
-            if self.num_ranks == 1:
-                if work.batch is None:
-                    self._run_alone(work, states)
-                numbers = [list(extra())]
-            else:
-                if work.batch is None:
-                    self._run_in_stages(work, states)
-                numbers = self._end(work, states, extra)
-                self._delivery.write_back(states)
-                _set_retained(states)
-                self._share_leaf_gradients(work, states)
+        with _no_collection():
+            if work.batch is not None:
+                self._run_in_parts(work, work.batch, states)
+            with self._around():
+                if self.num_ranks == 1:
+                    if work.batch is None:
+                        self._run_alone(work, states)
+                    numbers = [list(extra(states))]
+                else:
+                    if work.batch is None:
+                        self._run_in_stages(work, states)
+                    numbers = self._end(work, states, extra(states))
+                    self._delivery.write_back(states)
+                    _set_retained(states)
+                    self._share_leaf_gradients(work, states)
         for state in states:
             if state.recording is not None:
                 state.recording.let_go()
@@ -307,7 +311,7 @@ class Pipeline:
     def _around(self) -> Iterator[None]:
         """Around what micro-batches do."""
         installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
-        with self._draws.kept(), _no_collection(), installed, over_all_refused():
+        with self._draws.kept(), installed, over_all_refused():
             yield
 
     def _run_in_parts(self, work: Work, batch: BatchWork, states: list[Microbatch]) -> None:
@@ -350,9 +354,7 @@ class Pipeline:
             if meeting.what == STEP_ENDS:
                 state.result = tree.replace(state.result, Tensor.detach)
 
-    def _in_parts(
-        self, work: Work, state: Microbatch
-    ) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
+    def _in_parts(self, work: Work, state: Microbatch) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
         recording, batch = self._begin_recording(state, work)
 
         def run() -> None:
@@ -656,14 +658,14 @@ class Pipeline:
             self.learning = True
         return program
 
-    def _end(self, work: Work, states: list[Microbatch], extra: Callable[[], Sequence[float]]) -> list[list[float]]:
+    def _end(self, work: Work, states: list[Microbatch], extra: Sequence[float]) -> list[list[float]]:
         assert self._transport is not None
         wanted = wanted_values(states, self._owners(states))
         if work.results_on is not None and not work.waits and not wanted and not self.learning:
             self._unchecked = digest_of(states, wanted, self._unchecked)
             self._give_results(states, work.results_on)
             return []
-        numbers = end_step(states, wanted, self._transport, self._direct, self.rank, extra())
+        numbers = end_step(states, wanted, self._transport, self._direct, self.rank, extra)
         if work.results_on is not None:
             self._give_results(states, work.results_on)
         self._transport.flush()

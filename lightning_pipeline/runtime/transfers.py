@@ -119,6 +119,11 @@ class Transfers:
         transfer.arrived = there.detach().requires_grad_()
         return written_into(transfer.arrived)
 
+    def leaves(self, value: int, destination: int) -> list[Tensor]:
+        """What a value is on a visit that it has come to, on the rank of that: a leaf for each use, in order."""
+        found = (one.arrived for one in self._all if one.value == value and one.destination == destination)
+        return [leaf for leaf in found if leaf is not None]
+
     def returning(self, wanted: Container[int]) -> list[Transfer]:
         """Those of the module's tensors, and of the wanted values, in order.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import struct
+import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from torchmetrics import Metric
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 _OPTIONS = frozenset(_SIGNATURE.parameters) - {"self", "name", "value"}
+_PACKED = struct.Struct("d")
 _REDUCTIONS: dict[Any, str] = {
     **{name: name for name in ("mean", "min", "max", "sum")},
     "avg": "mean",
@@ -136,6 +139,27 @@ class LoggedValues:
                 "LightningModule: make it one, so that every rank can find it"
             )
         return self._metric_names[id(metric)]
+
+
+def numbers_in(calls: Iterable[Iterable[Logged]]) -> list[list[tuple[str, float]]]:
+    """What micro-batches have logged that is no tensor, which ranks may have found differently, as of a clock."""
+    return [[(call.name, call.value) for call in own if type(call.value) is float] for own in calls]
+
+
+def digest_of_numbers(calls: Iterable[Iterable[Logged]]) -> float:
+    """Equal where `numbers_in` are."""
+    return float(zlib.crc32(b"".join(_PACKED.pack(value) for own in numbers_in(calls) for _, value in own)))
+
+
+def take_numbers(calls: Iterable[Iterable[Logged]], numbers: Iterable[Iterable[tuple[str, float]]]) -> None:
+    """Have those of another rank logged in the places of own ones."""
+    for own, others in zip(calls, numbers, strict=True):
+        left: dict[str, list[float]] = {}
+        for name, value in others:
+            left.setdefault(name, []).append(value)
+        for call in own:
+            if type(call.value) is float and left.get(call.name):
+                call.value = left[call.name].pop(0)
 
 
 def _as_loggable(name: str, value: Any) -> Tensor | float:

@@ -23,13 +23,17 @@ from lightning_pipeline.runtime.suspended import BACKWARD, Meeting, running_step
 from lightning_pipeline.strategy.lightning_private import lightning_optimizers
 from lightning_pipeline.strategy.stage_optimizers import inner
 
+Closure = Callable[[], Any]
+Update = Callable[[Optimizer, Callable[[Closure | None], Any], Closure | None], Any]
+"""Does an update, given the optimizer, its own step and the closure for that."""
+
 _OF_MODULE = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 
 
 @contextmanager
 def batch_calls_met(
     module: LightningModule,
-    update: Callable[[Optimizer, Callable[[], Any]], Any],
+    update: Update,
     *,
     inside: Callable[[], AbstractContextManager[None]],
     aside: Callable[[], AbstractContextManager[None]],
@@ -61,7 +65,7 @@ def losses_noted(module: LightningModule) -> Iterator[list[Tensor]]:
     """While entered, a step does none of what is the batch's. Gives the losses that it has called a backward for."""
     losses: list[Tensor] = []
 
-    def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(closure: Closure | None = None, **kwargs: Any) -> Any:
         return None if closure is None else closure()
 
     with overridden() as override:
@@ -135,7 +139,7 @@ def _step(
     """
 
     @functools.wraps(function)  # schedulers mark an optimizer's step, and look for the mark
-    def call(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def call(closure: Closure | None = None, **kwargs: Any) -> Any:
         step = running_step()
         if step is None:
             return (elsewhere or function)(closure, **kwargs)
@@ -153,14 +157,12 @@ def _step(
     return call
 
 
-def _update_of(
-    optimizer: Optimizer, update: Callable[[Optimizer, Callable[[], Any]], Any]
-) -> Callable[..., Any]:
+def _update_of(optimizer: Optimizer, update: Update) -> Callable[..., Any]:
     plain = optimizer.step
 
     @functools.wraps(plain)
-    def call(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        return update(optimizer, lambda: plain(closure, **kwargs))
+    def call(closure: Closure | None = None, **kwargs: Any) -> Any:
+        return update(optimizer, functools.partial(plain, **kwargs), closure)
 
     return call
 

@@ -58,7 +58,7 @@ from lightning_pipeline.strategy.lightning_private import (
     skip_before_transfer,
     total_batches,
 )
-from lightning_pipeline.strategy.manual import batch_calls_met
+from lightning_pipeline.strategy.manual import Closure, batch_calls_met
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, inner, zeroed_unseen
@@ -460,12 +460,20 @@ class PipelineStrategy(CheckpointingStrategy):
         def published(loss: Tensor | None) -> None:
             if loss is not None:
                 plugin.pre_backward(loss, module)
-            self._stage_optimizers.replace(self._running.publish_gradients())
+            self._running.publish_gradients()
             plugin.post_backward(torch.zeros(()), module)  # of which it calls hooks
 
-        def update(optimizer: Optimizer, do: Callable[[], Any]) -> Any:
+        def update(optimizer: Optimizer, do: Callable[[Closure | None], Any], closure: Closure | None) -> Any:
+            def closed() -> Any:
+                loss = None if closure is None else closure()
+                self._stage_optimizers.before_update(optimizer)
+                return loss
+
             with self._updating(optimizer):
-                return do()
+                if closure is not None:
+                    return do(closed)
+                closed()
+                return do(None)
 
         calls = batch_calls_met(
             module,
@@ -474,7 +482,7 @@ class PipelineStrategy(CheckpointingStrategy):
             aside=nullcontext if outside is None else outside.aside,
         )
         with observed(self.pipeline, *self.observers), calls:
-            return self._running.train_by_hand(
+            result = self._running.train_by_hand(
                 arguments,
                 number=total_batches(module.trainer),
                 context=plugin.train_step_context,
@@ -483,6 +491,8 @@ class PipelineStrategy(CheckpointingStrategy):
                 needs_losses=has_hook("on_before_backward", module),
                 observe_buckets=self.observe_buckets,
             )
+        self._stage_optimizers.replace(self._running.shard())
+        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -538,7 +548,8 @@ class PipelineStrategy(CheckpointingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The schedule has run the backwards; here their gradients appear, between the hooks that expect them."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        self._stage_optimizers.replace(self._running.publish_gradients())
+        self._running.publish_gradients()
+        self._stage_optimizers.replace(self._running.shard())
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
     @override

@@ -141,11 +141,6 @@ def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tenso
             f'a callback keeps a copy of {type(copy).__name__} for averaging, and data_parallel="fsdp" leaves no whole '
             f"weights to average: use opt_shard=True, which shards the optimizer state only, or drop the callback"
         )
-    if fsdp and not module.automatic_optimization:
-        raise ValueError(
-            f'{type(module).__name__} optimizes by hand (automatic_optimization=False), and data_parallel="fsdp" '
-            f"shards parameters once a step: use opt_shard=True, which shards the optimizers' states, or more stages"
-        )
     sliced = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if sliced is not None and not (tensor_parallel or fsdp):
         raise ValueError(

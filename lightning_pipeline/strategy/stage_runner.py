@@ -32,7 +32,7 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
 from lightning_pipeline.strategy.cutting import Cut
 from lightning_pipeline.strategy.held_module import HeldModule
-from lightning_pipeline.strategy.logged_values import LoggedValues
+from lightning_pipeline.strategy.logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
 from lightning_pipeline.strategy.losses import backward_of, is_sum_over_samples, loss_in, mean_loss
 from lightning_pipeline.strategy.outputs import combine
 from lightning_pipeline.strategy.schedule_choice import Schedules
@@ -196,12 +196,12 @@ class StageRunner:
             can_split=is_plain,
             seed=mix(self._seed, 0, number),
         )
-        states, numbers = self._run(work, args[0], lambda: [self._signals.noted, float(is_sum)])
+        states, numbers = self._run(work, args[0], lambda: [float(is_sum)])
         self.peak_live = max(self.peak_live, self.pipeline.peak_live)
         self._heed(numbers, training=True)
-        if any(is_sum for _, is_sum in numbers):
+        if any(is_sum for is_sum, *_ in numbers):
             self._warn_of_sum()
-        self._log(states)
+        self._log(states, numbers)
         self._take_in_uses(training=True)
         self._gradients.finish()
         self._end_what_is_profiled()
@@ -274,9 +274,10 @@ class StageRunner:
         )
         with overridden() as override:
             override(self._module, "log", log)
-            states, numbers = self._run(work, args[0], lambda: [self._signals.noted, 0.0])
+            self._gradients.gather()
+            states, numbers = self._run(work, args[0])
         self._heed(numbers, training=True)
-        self._log(states)
+        self._log(states, numbers)
         self._take_in_uses(training=True)
         self._end_what_is_profiled()
         return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
@@ -291,25 +292,24 @@ class StageRunner:
             waits=name != "predict_step",  # the first stages go on with the next batch
             seed=mix(self._seed, zlib.crc32(name.encode()), *numbers),
         )
-        states, numbers_of_all = self._run(work, args[0], lambda: [self._signals.noted, 0.0])
+        states, numbers_of_all = self._run(work, args[0])
         if numbers_of_all:
             self._heed(numbers_of_all, training=False)
-        self._log(states)
+        self._log(states, numbers_of_all)
         self._take_in_uses(training=False)
         self._end_what_is_profiled()
         if not self._output_broadcast and self.pipeline.rank != self.pipeline.last_rank:
             return None
         return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
 
-    def publish_gradients(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Let the gradients of the steps appear in `.grad`.
-
-        Returns:
-            The new parameter for each that is sharded from now on.
-        """
+    def publish_gradients(self) -> None:
+        """Let the gradients of the steps appear in `.grad`."""
         self._gradients.publish()
         if self._tensor_group is not None:
             place_gradients(self._module.parameters())
+
+    def shard(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Shard what is to be sharded over replicas, once it is known. Returns the new parameter for each of them."""
         return self._gradients.shard()
 
     def gather_parameters(self) -> None:
@@ -332,14 +332,19 @@ class StageRunner:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def _run(
-        self, work: Work, batch: Any, extra: Callable[[], list[float]]
+        self, work: Work, batch: Any, extra: Callable[[], list[float]] = list
     ) -> tuple[list[Microbatch], list[list[float]]]:
+        """Run a step. Returns its micro-batches, and of every rank `extra`, what is logged, and what has arrived."""
         microbatches = None
         if self.pipeline.rank == 0:
             if self._tensor_group is not None:
                 batch = self._tensor_group.same(batch)
             microbatches = microbatches_of(batch, self.pipeline.num_microbatches, self._module)
-        return self.pipeline.run(work, microbatches, extra)
+        return self.pipeline.run(
+            work,
+            microbatches,
+            lambda states: [*extra(), digest_of_numbers(state.logged for state in states), self._signals.noted],
+        )
 
     def _step_function(
         self,
@@ -388,13 +393,17 @@ class StageRunner:
             logged.token = _token(value, state)
         state.logged.append(logged)
 
-    def _log(self, states: list[Microbatch]) -> None:
+    def _log(self, states: list[Microbatch], numbers: list[list[float]]) -> None:
         """Log what the micro-batches have logged, as one process does for its whole batch."""
-        self._logged.log([state.logged for state in states], self._module.log)
+        logged = [state.logged for state in states]
+        if len({digest for *_, digest, _ in numbers}) > 1:  # of a clock, say: what the first rank has found counts
+            assert self._transport is not None
+            take_numbers(logged, self._transport.broadcast_object(numbers_in(logged), 0, "logged numbers"))
+        self._logged.log(logged, self._module.log)
 
     def _heed(self, numbers: list[list[float]], *, training: bool) -> None:
         """Take in what has arrived at some rank."""
-        signals = merge(noted for noted, _ in numbers)
+        signals = merge(noted for *_, noted in numbers)
         all_ranks = self._replicas is None
         if self._replicas is not None and training:  # in evaluation replicas may have unequally many batches
             gathered = self._replicas.gather_numbers(0.0, signals)
@@ -486,6 +495,12 @@ class _ByHand:
         self._take_in_uses = take_in_uses
         self._published = published
         self._mean = mean
+
+    def before_part(self) -> None:
+        self._gradients.gather()
+
+    def after_part(self) -> None:
+        self._gradients.release()
 
     def before_backward(self) -> None:
         # As on the first batch of an accumulation window: what is summed over stages and replicas is this backward's.

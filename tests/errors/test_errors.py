@@ -42,7 +42,6 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
     ("GradientAcrossStages", {}, ["grad goes back over what stages 0 and 1 compute", "modules.py"]),
     ("StepsAtTimes", {}, ["micro-batch 0 comes to ", "the step of optimizer 0, SGD", "the end of training_step"]),
-    ("StepsAtTimes", {"data_parallel": "fsdp"}, ["optimizes by hand", "opt_shard=True"]),
     ("CreatesAGraph", {}, ["manual_backward is given create_graph beside the loss", "torch.autograd.grad"]),
     ("StepsWithoutALoss", {}, ["manual_backward is given a loss that has no gradients", "modules.py"]),
     ("GoesBackTwice", {}, ["a second time", "retain_graph=True"]),

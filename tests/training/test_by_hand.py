@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy
-from tests.habits import by_hand
+from tests.habits import by_hand, generated
 from tests.habits.modules import Layers
 from tests.launching import PATIENCE_S, launch
 from tests.training.runs import QUIET
@@ -71,6 +71,85 @@ def test_micro_batches_come_to_what_the_batch_does(module: type[Layers], found: 
     assert logged.keys() == expected_logged.keys()
     torch.testing.assert_close(weights, expected)
     torch.testing.assert_close(logged, expected_logged)
+
+
+# -- replicas -------------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, dict[str, Any]] = {"whole": {}, "opt_shard": {"opt_shard": True}, "fsdp": {"data_parallel": "fsdp"}}
+REPLICATED = (
+    by_hand.AccumulatesByHand,
+    by_hand.StepsTorchsOptimizer,
+    by_hand.StepsWithAClosure,
+    by_hand.GANWithToggles,
+    by_hand.GANWithOneForward,
+    generated.WGANWithPenalty,
+    generated.ProximalPolicy,
+)
+
+
+def replicated(folder: Path) -> dict[str, dict[str, Any]]:
+    """By module and layout, what a checkpoint of 2 stages with 2 replicas each holds, and what was logged."""
+    found: dict[str, dict[str, Any]] = {}
+    for module in REPLICATED:
+        for layout, options in LAYOUTS.items():
+            L.seed_everything(1, verbose=False)
+            made = module()
+            generator = torch.Generator().manual_seed(2)
+            loader = torch.utils.data.DataLoader([made.batch(generator) for _ in range(4)], batch_size=None)
+            strategy = PipelineStrategy(
+                num_stages=2,
+                num_microbatches=2,
+                stage_config={made.chain()[-1]: 1},
+                timeout=PATIENCE_S,
+                **options,
+            )
+            trainer = L.Trainer(strategy=strategy, devices=4, max_epochs=2, default_root_dir=folder, **QUIET)
+            trainer.fit(made, loader)
+            trainer.save_checkpoint(folder / "end.ckpt")
+            checkpoint = torch.load(folder / "end.ckpt", weights_only=True) if trainer.global_rank == 0 else {}
+            saved = {key: checkpoint.get(key) for key in ("state_dict", "optimizer_states")}
+            found.setdefault(module.__name__, {})[layout] = saved, dict(trainer.callback_metrics)
+    return found
+
+
+def test_replicas_may_shard_several_optimizers(tmp_path: Path) -> None:
+    for module, runs in launch(replicated, tmp_path, world=4)[0].items():
+        for layout, (saved, logged) in runs.items():
+            expected, expected_logged = runs["whole"]
+            torch.testing.assert_close(logged, expected_logged, rtol=0, atol=0, msg=f"{module} {layout}")
+            torch.testing.assert_close(saved, expected, rtol=0, atol=0, msg=f"{module} {layout}")
+
+
+class GoesBackAfterAnUpdate(by_hand.ByHand):
+    """The backward of a loss from before an update of the weights that it needs, once they may be in slices."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        before = self.loss(batch)
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        if batch_idx == 1:
+            self.manual_backward(before)
+
+
+def refused(folder: Path, options: dict[str, Any]) -> str:
+    made = GoesBackAfterAnUpdate()
+    generator = torch.Generator().manual_seed(2)
+    loader = torch.utils.data.DataLoader([made.batch(generator) for _ in range(4)], batch_size=None)
+    strategy = PipelineStrategy(num_stages=1, num_microbatches=2, timeout=PATIENCE_S, **options)
+    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, default_root_dir=folder, **QUIET)
+    try:
+        trainer.fit(made, loader)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", ["whole", "fsdp"])
+def test_a_graph_from_before_an_update_is_refused(layout: str, tmp_path: Path) -> None:
+    """Also where a slice is updated, and the parameter that the graph has kept is gathered anew."""
+    for message in launch(refused, tmp_path, LAYOUTS[layout], world=2):
+        assert "modified by an inplace operation" in message
 
 
 # -- resuming -------------------------------------------------------------------------------------------------------

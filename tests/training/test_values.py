@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,30 @@ def fit_with_everything(trainer_of: Any, folder: Path, bar: Any, max_epochs: int
     }
 
 
+class LitTimed(LitMeasured):
+    """Logs what a clock shows, in which no two processes agree."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("train_clock", time.perf_counter(), on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_dict({"val_clock": time.perf_counter(), "val_constant": 2.5})
+        return super().validation_step(batch, batch_idx)
+
+
+def clocks(trainer: L.Trainer) -> dict[str, float]:
+    trainer.fit(LitTimed(), point_loader(29), point_loader(21, seed=1))
+    return {name: value for name, value in metrics(trainer).items() if "clock" in name or "constant" in name}
+
+
 def measure(world: int, folder: Path) -> dict[str, Any]:
     def pipeline(**options: Any) -> L.Trainer:
         return pipeline_trainer(measured_stages(world), world=world, **options)
 
     results = {"tqdm": fit_with_everything(pipeline, folder / str(world), TQDMProgressBar())}
     if world > 1:
+        results["clocks"] = clocks(pipeline(max_epochs=1))
         results["rich"] = fit_with_everything(pipeline, folder / "rich", RichProgressBar(), max_epochs=2)
     else:
         results["plain"] = fit_with_everything(plain_trainer, folder / "plain", TQDMProgressBar())
@@ -136,6 +155,13 @@ def test_callbacks_decide_alike_everywhere(one_process: Any, ranks: Any, folder:
     assert [Path(k).name for k in kept] == [Path(k).name for k in expected_kept]
     files = sorted(p.name for p in (folder / "2").glob("*.ckpt"))
     assert files == sorted([*(Path(k).name for k in kept), "last.ckpt"])
+
+
+def test_numbers_that_ranks_find_differently_are_those_of_the_first(ranks: Any) -> None:
+    first, other = (rank["clocks"] for rank in ranks)
+    assert first == other
+    assert first.keys() == {"train_clock", "train_clock_step", "train_clock_epoch", "val_clock", "val_constant"}
+    assert first["val_constant"] == 2.5
 
 
 @pytest.mark.parametrize("bar", ["tqdm", "rich"])
