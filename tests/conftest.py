@@ -15,6 +15,7 @@ SECONDS = {
     "habits/test_habits": 51,
     "models/test_zoo": 40,
     "training/test_survival": 30,
+    "training/test_by_hand": 35,
     "training/test_automatic": 26,
     "examples/test_training": 12,
     "examples/test_configs": 7,

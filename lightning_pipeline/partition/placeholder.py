@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
+from torch.utils.data import get_worker_info
 
 from lightning_pipeline.partition.functions import Kind, function_name, kind_of
 from lightning_pipeline.partition.hooks import NodeOf
@@ -46,6 +48,19 @@ class _InHook:
 
 
 in_hook = _InHook()
+
+
+class _Absent:
+    """What answers calls on tensors that are elsewhere, when neither a step is recorded nor a hook runs.
+
+    Attributes:
+        answer: given the function, its arguments and keywords; NotImplemented leaves the call to the placeholder.
+    """
+
+    answer: Callable[[Any, Any, dict[str, Any]], Any] | None = None
+
+
+absent = _Absent()
 
 
 class AbsentDataError(RuntimeError):
@@ -145,6 +160,10 @@ class Placeholder(Tensor):
         if kind is Kind.DESCRIBES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if absent.answer is not None:
+            answer = absent.answer(func, args, kwargs or {})
+            if answer is not NotImplemented:
+                return answer
         if kind is Kind.PRINTS:
             return cls.__repr__(args[0])
         # Also after a step that failed.
@@ -309,8 +328,8 @@ def is_absent(tensor: Tensor) -> bool:
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    absent = next((item for item in leaves if isinstance(item, Placeholder)), None)
-    what = absent.what if absent is not None else "a value"
+    place = next((item for item in leaves if isinstance(item, Placeholder)), None)
+    what = place.what if place is not None else "a value"
     if any("/torch/_functorch/" in frame.filename.replace("\\", "/") for frame in traceback.extract_stack()):
         raise NotImplementedError(
             f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage computes, {what}, "
@@ -319,6 +338,8 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     way_out = "do it in the LightningModule's steps and hooks or in a callback, where every rank comes to have it"
     if threading.current_thread() is not threading.main_thread():
         way_out = "a step and its hooks have to call what they call in the thread that they run in"
+    elif get_worker_info() is not None:
+        way_out = "a loader's worker has no connection to other ranks: DataLoader(num_workers=0) has"
     elif isinstance(func, torch._ops.OpOverload):
         way_out = "torch's compiled code takes it there; where that makes nested tensors, use padded ones and a mask"
     raise AbsentDataError(

@@ -34,6 +34,10 @@ class Direct:
             if peer != self.rank:
                 self._transport.send_object(what, peer)
 
+    def tell_one(self, peer: int, what: Any) -> None:
+        """Give a rank an object."""
+        self._transport.send_object(what, peer)
+
     def tell_first(self, what: Any) -> None:
         """Give the first rank an object."""
         self._transport.send_object(what, 0)

@@ -31,6 +31,7 @@ from lightning_pipeline.runtime.exchanges import Exchanges
 from lightning_pipeline.runtime.first_rank import FirstRank, Wanted
 from lightning_pipeline.runtime.hook_patches import parameters_seen, ranks_noted
 from lightning_pipeline.runtime.host_memory import available_bytes
+from lightning_pipeline.runtime.lending import Lending
 from lightning_pipeline.runtime.operands import Operands, empty_like
 from lightning_pipeline.runtime.optimizer_states import OptimizerStates
 from lightning_pipeline.runtime.parameter_gradients import ParameterGradients
@@ -74,6 +75,7 @@ class Outside(TorchFunctionMode):
         self._keys = TensorKeys(recorder.tensors)
         self._gradients = ParameterGradients(module, transport, self._exchanges, self._operands, self._keys)
         self.states = OptimizerStates(transport, self._exchanges, self._keys)
+        self.lending = Lending(direct, self._keys)
         self._first_rank = FirstRank(direct, transport.num_stages, self._keys.tensor_of)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

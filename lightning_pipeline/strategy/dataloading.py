@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy
@@ -17,6 +18,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.lending import Lending, Wanted
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
@@ -57,12 +59,16 @@ class SharedLoader:
 
     Args:
         whole: every stage gets the batches, and not only what they look like.
+        lending: gives what lends the module's tensors to the first stage; None while they are everywhere.
     """
 
-    def __init__(self, loader: Any, transport: Transport | None, *, whole: bool) -> None:
+    def __init__(
+        self, loader: Any, transport: Transport | None, *, whole: bool, lending: Callable[[], Lending | None]
+    ) -> None:
         self._loader = loader
         self._transport = transport
         self._whole = whole
+        self._lending = lending
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self._loader,)
@@ -81,14 +87,15 @@ class AnnouncedLoader(SharedLoader):
         replicas: with a training loader, those that have to get as many batches from theirs; None asks nobody.
     """
 
-    def __init__(self, loader: Any, transport: Transport | None, replicas: Replicas | None, *, whole: bool) -> None:
-        super().__init__(loader, transport, whole=whole)
+    def __init__(self, loader: Any, transport: Transport | None, replicas: Replicas | None, **options: Any) -> None:
+        super().__init__(loader, transport, **options)
         self._replicas = replicas
 
     def __iter__(self) -> Iterator[Any]:
         # At once, as a loader's iterator draws the seed of its workers when it is made, before hooks that follow.
         before = random_states()
-        iterator = iter(self._loader)
+        with self._borrowing():
+            iterator = iter(self._loader)
         self._tell(_drawn_since(before))
         return self._batches(iterator)
 
@@ -96,7 +103,8 @@ class AnnouncedLoader(SharedLoader):
         told: dict[Any, int] = {}
         for number in itertools.count():
             before = random_states()
-            batch = next(iterator, _END)
+            with self._borrowing():
+                batch = next(iterator, _END)
             drawn = _drawn_since(before)
             if self._replicas is not None:
                 _check_even(self._replicas, number, has_more=batch is not _END)
@@ -107,6 +115,10 @@ class AnnouncedLoader(SharedLoader):
             self._tell(((description, indices and indices[number]), drawn), tensors if self._whole else ())
             yield batch
         self._tell((_END, drawn))
+
+    def _borrowing(self) -> AbstractContextManager[None]:
+        lending = self._lending()
+        return nullcontext() if lending is None else lending.borrowing()
 
     def _tell(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         if self._transport is not None:
@@ -132,7 +144,7 @@ class FollowingLoader(SharedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         assert self._transport is not None
-        drawn = self._transport.recv_object(0, "the first stage's iterator")
+        drawn = self._hear("the first stage's iterator")
         if drawn is not None:
             set_random_states(drawn)
         return self._batches()
@@ -143,7 +155,7 @@ class FollowingLoader(SharedLoader):
         seen: list[list[int]] = []
         set_sample_indices(self._loader, seen)
         while True:
-            message, drawn = self._transport.recv_object(0, "the first stage's next batch")
+            message, drawn = self._hear("the first stage's next batch")
             if drawn is not None:
                 set_random_states(drawn)
             if message is _END:
@@ -161,6 +173,15 @@ class FollowingLoader(SharedLoader):
             else:
                 tensors = [torch.empty(look.shape, dtype=look.dtype, device="meta") for look in looks]
             yield tree.rebuild(layout, tensors)
+
+    def _hear(self, what: str) -> Any:
+        """What the first stage tells next, which may ask for tensors before."""
+        assert self._transport is not None
+        while type(message := self._transport.recv_object(0, what)) is Wanted:
+            lending = self._lending()
+            assert lending is not None
+            lending.lend(message)
+        return message
 
 
 def _itself(loader: Any) -> Any:

@@ -25,6 +25,7 @@ from lightning_pipeline.accelerators.rank_table_environment import warn_of_place
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
+from lightning_pipeline.runtime.lending import Lending
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.shared import spread_from_owner
@@ -410,9 +411,13 @@ class PipelineStrategy(CheckpointingStrategy):
         self.agree_on_loader(dataloader)
         # Only in training do replicas wait for one another.
         replicas = self.replicas if self._module.trainer.training else None
+        whole = self._shares_batches
         if self.topology.is_first_stage:
-            return AnnouncedLoader(dataloader, self.transport, replicas, whole=self._shares_batches)
-        return FollowingLoader(dataloader, self.transport, whole=self._shares_batches)
+            return AnnouncedLoader(dataloader, self.transport, replicas, whole=whole, lending=self._lending)
+        return FollowingLoader(dataloader, self.transport, whole=whole, lending=self._lending)
+
+    def _lending(self) -> Lending | None:
+        return None if self._outside is None else self._outside.lending
 
     @override
     @apart

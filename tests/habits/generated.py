@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from tests.habits.by_hand import Adversarial, ByHand
-from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layers
-from tests.habits.table import habit
+from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layer, Layers, Normed
+from tests.habits.table import error, habit
 
 
 class Critical(Adversarial):
@@ -211,3 +212,80 @@ class PrefersWithReferenceOnEachStage(Preferring):
     """DPO; keys name the reference's layers beside the policy's."""
 
     beside = {f"reference.layers.{i}": f"layers.{i}" for i in range(4)} | {"reference.head": "layers.3"}
+
+
+class Episodes(IterableDataset):
+    """As in Lightning's example of PPO: what gives samples is a method of the module."""
+
+    def __init__(self, generate: Any) -> None:
+        self.generate = generate
+
+    def __iter__(self) -> Any:
+        return self.generate()
+
+
+@habit(plain=False, without={"gain": 0.0})
+class PlaysEpisodes(Policy):
+    """The loader lets the policy act in a little world, and figures of the episodes are logged in the step."""
+
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_reward = 0.0
+
+    def play(self) -> Any:
+        state, rewards = torch.zeros(WIDTH), []
+        for _ in range(3 * SAMPLES):
+            with torch.no_grad():
+                policy = Categorical(logits=self(state[None]))
+                action = policy.sample()[0]
+            before, reward = state, float(self.gain * state[action].item() - 0.1)
+            rewards.append(reward)
+            state = 0.9 * state.roll(1) + 0.1 * torch.randn(WIDTH)
+            yield before, action, torch.tensor(reward)
+        self.mean_reward = sum(rewards) / len(rewards)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Episodes(self.play), batch_size=SAMPLES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        states, actions, rewards = batch
+        self.log("mean_reward", self.mean_reward, prog_bar=True)
+        logp = Categorical(logits=self(states)).log_prob(actions)
+        return -(logp * rewards).mean()
+
+
+class Mined(Layers):
+    """Half of each batch's samples, chosen by what the model makes of them."""
+
+    descending = True
+
+    def choose(self, samples: Any) -> Any:
+        x, y = default_collate(samples)
+        with torch.no_grad():
+            losses = F.cross_entropy(self(x), y, reduction="none")
+        kept = losses.argsort(descending=self.descending)[: len(x) // 2]
+        return x[kept], y[kept]
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(4)
+        x = torch.randn(6 * SAMPLES, WIDTH, generator=generator)
+        y = torch.randint(0, CLASSES, (len(x),), generator=generator)
+        return DataLoader(TensorDataset(x, y), batch_size=2 * SAMPLES, collate_fn=self.choose)
+
+
+@habit(plain=False, without={"descending": False})
+class MinesHardSamples(Mined):
+    """The hardest."""
+
+
+@habit(
+    expect=error(r"add_ changes, or asks for, what another stage has.*code of a loader"),
+    without={"layer": Layer},
+    plain=False,
+)
+class MinesWithBatchNorms(Mined):
+    """With batch norms in training, of which the loader's passes would be counted on one rank alone."""
+
+    layer = Normed

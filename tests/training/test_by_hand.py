@@ -14,6 +14,7 @@ from lightning_pipeline import PipelineStrategy
 from tests.habits import by_hand, generated
 from tests.habits.modules import Layers
 from tests.launching import PATIENCE_S, launch
+from tests.training import gan_script, ppo_script
 from tests.training.runs import QUIET
 
 pytestmark = pytest.mark.multiprocess
@@ -73,18 +74,36 @@ def test_micro_batches_come_to_what_the_batch_does(module: type[Layers], found: 
     torch.testing.assert_close(logged, expected_logged)
 
 
+# -- whole scripts --------------------------------------------------------------------------------------------------
+
+SCRIPTS: dict[str, Any] = {"GAN": gan_script, "PPO": ppo_script}
+
+
+def scripts_run(stages: int) -> dict[tuple[str, str], Any]:
+    """What each script gives on so many stages, by where it is cut."""
+    options = {key: value for key, value in QUIET.items() if key != "accelerator"}
+    return {
+        (name, cut): script.main(stages, cut, **options)
+        for name, script in SCRIPTS.items()
+        for cut, begins in script.CUTS.items()
+        if max(begins.values(), default=0) == stages - 1
+    }
+
+
+def test_scripts_give_the_same_wherever_they_are_cut() -> None:
+    [alone] = launch(scripts_run, 1, world=1)
+    for stages in (2, 4):
+        for rank in launch(scripts_run, stages, world=stages):
+            assert len(rank) >= 2
+            for (name, cut), found in rank.items():
+                torch.testing.assert_close(found, alone[name, "one"], rtol=0, atol=0, msg=f"{name}, {cut}")
+    assert len(alone["GAN", "one"]["images"]) == 2
+
+
 # -- replicas -------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, dict[str, Any]] = {"whole": {}, "opt_shard": {"opt_shard": True}, "fsdp": {"data_parallel": "fsdp"}}
-REPLICATED = (
-    by_hand.AccumulatesByHand,
-    by_hand.StepsTorchsOptimizer,
-    by_hand.StepsWithAClosure,
-    by_hand.GANWithToggles,
-    by_hand.GANWithOneForward,
-    generated.WGANWithPenalty,
-    generated.ProximalPolicy,
-)
+REPLICATED = (by_hand.StepsTorchsOptimizer, by_hand.GANWithToggles, by_hand.GANWithOneForward, generated.ProximalPolicy)
 
 
 def replicated(folder: Path) -> dict[str, dict[str, Any]]:
