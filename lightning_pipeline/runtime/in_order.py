@@ -137,7 +137,7 @@ class InOrder:
         last = max(self.homes.values(), default=0)
         assert state.recording is not None
         hooks = HookCalls(state.recording, self._tensors, self._direct, self, self._seed)
-        self._check_hooked(hooks, program)
+        self._check_hooked(hooks, program, wanted)
         gradients: dict[int, Tensor | None] = {}
         self._transfers.merge()
         repeated = self._used_repeatedly(program)
@@ -229,10 +229,11 @@ class InOrder:
         if roots:
             backward_from(roots, given, retain_graph=retain_graph)
 
-    def _check_hooked(self, hooks: HookCalls, program: Program) -> None:
+    def _check_hooked(self, hooks: HookCalls, program: Program, wanted: Container[int]) -> None:
         """A hook on a parameter gets all of its gradient, or none."""
         for number in hooks.parameters:
-            visits = {event.visit for event in program.events if -1 - number in event.inputs}
+            users = (event for event in program.events if -1 - number in event.inputs)
+            visits = {event.visit for event in users if any(value in wanted for value in event.made())}
             if len(visits) > 1:
                 raise NotImplementedError(
                     f"{self._tensors.names[number][0]} has a hook on its gradient, and takes part on several stages or "

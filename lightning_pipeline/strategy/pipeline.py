@@ -460,6 +460,8 @@ class PipelineStrategy(CheckpointingStrategy):
         self._cut_before_step("training_step", arguments, plugin.train_step_context)
         assert self.pipeline is not None
         scaler = getattr(plugin, "scaler", None)
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device=self.root_device))  # where it makes its scale, on ranks without a loss
         outside = self._outside
 
         def published(loss: Tensor | None) -> None:

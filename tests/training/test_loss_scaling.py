@@ -11,9 +11,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
 from tests.launching import PATIENCE_S, launch
+from tests.training import gan_script
 from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import QUIET, Losses, pipeline_trainer, weights
 
@@ -46,6 +48,41 @@ class LitOverflow(LitTokens):
         return super().training_step(batch, batch_idx)
 
 
+class GANWithOverflow(gan_script.GAN):
+    """Of two optimizers, one gets a gradient that overflows in batch 1."""
+
+    batch_idx = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator.body[0].weight.register_hook(self.spoil)
+
+    def spoil(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf") if self.batch_idx == 1 else gradient
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.batch_idx = batch_idx
+        super().training_step(batch, batch_idx)
+
+
+def by_hand(world: int) -> dict[str, Any]:
+    scales = Scales()
+    L.seed_everything(1, verbose=False)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=2.0**10, growth_interval=4))
+    strategy = PipelineStrategy(
+        num_stages=world,
+        num_microbatches=4,
+        stage_config=gan_script.CUTS["in the generator" if world > 1 else "one"],
+        timeout=PATIENCE_S,
+    )
+    trainer = L.Trainer(strategy=strategy, devices=world, plugins=[plugin], max_epochs=2, callbacks=[scales], **QUIET)
+    images = torch.rand(48, 1, 8, 8, generator=torch.Generator().manual_seed(2)) * 2 - 1
+    module = GANWithOverflow()
+    trainer.fit(module, DataLoader(TensorDataset(images), batch_size=16))
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return {"scales": scales.values, "weights": parameters, "losses": dict(trainer.callback_metrics)}
+
+
 def trainer_of(world: int, **options: Any) -> L.Trainer:
     # Lightning itself turns "16-mixed" into bf16 on the CPU.
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
@@ -67,7 +104,7 @@ def run(world: int, folder: str) -> dict[str, Any]:
     accumulated = Scales()
     trainer = trainer_of(world, max_epochs=1, callbacks=[accumulated], accumulate_grad_batches=2)
     trainer.fit(LitOverflow(), token_loader(48, 8))
-    return {**found, "resumed": resumed.values, "accumulated": accumulated.values}
+    return {**found, "resumed": resumed.values, "accumulated": accumulated.values, "by hand": by_hand(world)}
 
 
 REPLICAS: dict[str, dict[str, Any]] = {"opt_shard": {"opt_shard": True}, "fsdp": {"data_parallel": "fsdp"}}
@@ -130,3 +167,13 @@ def test_the_run_is_that_of_one_process(results: Any) -> None:
     assert all(torch.isfinite(value).all() for value in found["weights"].values())
     for name, value in alone["weights"].items():
         torch.testing.assert_close(found["weights"][name], value, atol=3e-3, rtol=0)
+
+
+def test_each_optimizer_that_is_stepped_by_hand_heeds_it(results: Any) -> None:
+    [alone] = results[1]
+    # Two steps a batch, of which one is skipped in batch 1 of each epoch: it halves the scale.
+    assert alone["by hand"]["scales"][:3] == [2.0**10, 2.0**9, 2.0**9]
+    for rank in results[2]:
+        assert rank["by hand"]["scales"] == alone["by hand"]["scales"]
+        torch.testing.assert_close(rank["by hand"]["losses"], alone["by hand"]["losses"], atol=2e-3, rtol=0)
+        torch.testing.assert_close(rank["by hand"]["weights"], alone["by hand"]["weights"], atol=3e-3, rtol=0)
