@@ -1,7 +1,7 @@
 """Manual optimization: what a training_step calls for on behalf of the whole batch is done once, for all micro-batches.
 
-Those are the module's manual_backward, toggle_optimizer, untoggle_optimizer and clip_gradients, and what its optimizers
-and schedulers are told. All else in the step runs for each micro-batch, as ever.
+Those are the module's manual_backward, toggle_optimizer, untoggle_optimizer and clip_gradients, what its optimizers and
+schedulers are told, and torch's functions that clip gradients. All else in the step runs for each micro-batch, as ever.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
@@ -27,6 +28,7 @@ Closure = Callable[[], Any]
 Update = Callable[[Optimizer, Callable[[Closure | None], Any], Closure | None], Any]
 """Does an update, given the optimizer, its own step and the closure for that."""
 
+_CLIPPING = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
 _OF_MODULE = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 
 
@@ -45,7 +47,7 @@ def batch_calls_met(
         inside: entered around what the batch does with the whole module.
         aside: entered around closures, which run the schedule in the middle of that.
     """
-    with overridden() as override:
+    with overridden() as override, _clipping_met(inside):
         override(module, "manual_backward", _backward)
         for kind, owner, name, what in _calls(module):
             function = getattr(owner, name)
@@ -58,6 +60,25 @@ def batch_calls_met(
             else:
                 override(owner, name, _step(what, _update_of(owner, update), aside, function))
         yield
+
+
+@contextmanager
+def _clipping_met(inside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """While entered, micro-batches meet where their step clips gradients by torch's own functions.
+
+    Users have imported these by name, so it is what the functions call that is exchanged: torch's wrapper around each
+    has it in a closure.
+    """
+    closures = [function.__closure__ or () for function in _CLIPPING]
+    cells = [next(cell for cell in closure if callable(cell.cell_contents)) for closure in closures]
+    before = [cell.cell_contents for cell in cells]
+    for cell, function in zip(cells, before, strict=True):
+        cell.cell_contents = _once(f"torch.nn.utils.{function.__name__}", function, inside)
+    try:
+        yield
+    finally:
+        for cell, function in zip(cells, before, strict=True):
+            cell.cell_contents = function
 
 
 @contextmanager

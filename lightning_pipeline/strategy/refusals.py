@@ -90,8 +90,9 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelPruning):
             raise ValueError(
-                f"{type(callback).__name__} masks parameters of the whole model, and a rank of a pipeline holds its "
-                f"stage's: prune with torch.nn.utils.prune on one device, and train what is left here"
+                f"{type(callback).__name__} renames parameters in the middle of the run (weight becomes weight_orig), "
+                f"and stages hold them by their names: prune with torch.nn.utils.prune on one device, and train what "
+                f"is left here"
             )
         if isinstance(callback, BatchSizeFinder):
             raise ValueError(

@@ -38,7 +38,7 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2", "its training_step calls 1", "devices=1"]),
     ("RankDependent", {}, ["did not run the same code", "ran mul", "modules.py", "x = x * 3"]),
     ("ReducesOverAll", {}, ["torch.distributed.all_reduce over all ranks", "self.all_gather", "modules.py"]),
-    ("Prunes", {}, ["ValueError", "ModelPruning masks parameters", "torch.nn.utils.prune"]),
+    ("Prunes", {}, ["ValueError", "ModelPruning renames parameters", "torch.nn.utils.prune"]),
     ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
     ("GradientAcrossStages", {}, ["grad goes back over what stages 0 and 1 compute", "modules.py"]),
     ("StepsAtTimes", {}, ["micro-batch 0 comes to ", "the step of optimizer 0, SGD", "the end of training_step"]),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from tests.habits.modules import WIDTH, Layer, Layers
 from tests.habits.table import habit
@@ -98,6 +99,27 @@ class StepsTorchsOptimizer(ByHand):
         optimizer = self.optimizers(use_pl_optimizer=False)
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@habit(plain=False, observed=["norms"], without={"limit": 1e3})
+class ClipsByTorch(ByHand):
+    """torch.nn.utils.clip_grad_norm_ between the backward and the step, whose norm is logged; then by value."""
+
+    limit = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        norm = clip_grad_norm_(self.parameters(), self.limit)
+        self.log("norm", norm)
+        self.norms.append(norm.item())
+        torch.nn.utils.clip_grad_value_(self.parameters(), clip_value=self.limit / 4)
         optimizer.step()
 
 

@@ -34,6 +34,7 @@ MODULES = (
     by_hand.AccumulatesByHand,
     by_hand.StepsItsScheduler,
     by_hand.StepsWithAClosure,
+    by_hand.ClipsByTorch,
     by_hand.StepsTorchsOptimizer,
     by_hand.TwiceABatch,
     by_hand.RetainsTheGraph,
