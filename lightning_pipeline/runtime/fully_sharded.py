@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
 
@@ -35,6 +36,7 @@ class FullySharded:
         self._mesh = DeviceMesh.from_group(replicas.group, device_type, mesh_dim_names=("data",))
         self._gradients_mean = gradients_mean
         self._leaves: list[tuple[FSDPModule, list[str]]] = []  # with the names of their sharded parameters
+        self._slices: list[nn.Parameter] = []
         self._versions: list[int] = []
 
     def __bool__(self) -> bool:
@@ -75,6 +77,7 @@ class FullySharded:
                 self._leaves.append((self._shard(leaf, whole.intersection(before.values())), names))
                 replaced.update({before[name]: leaf.get_parameter(name) for name in names})
         for parameter, sharded in replaced.items():
+            note_holders(sharded, holders_of(parameter))
             if parameter.grad is not None:
                 sharded.grad = slice_like(sharded, parameter.grad)
                 parameter.grad = None
@@ -85,17 +88,22 @@ class FullySharded:
         slices = self.parameters()
         if not any(isinstance(parameter, DTensor) for parameter in slices):
             return
-        before, self._versions = self._versions, list(map(_version, slices))
+        before, self._versions, self._slices = self._versions, list(map(_version, slices)), slices
         with waiting_for("other replicas' slices of parameters"):
             for leaf, _ in self._leaves:
                 leaf.unshard()
         for index, (parameter, part) in enumerate(zip(self.parameters(), slices, strict=True)):
             parameter.requires_grad_(part.requires_grad)  # FSDP2 remembers what it was at first
+            note_holders(parameter, holders_of(part))
             if before and before[index] != self._versions[index]:
                 increment_version(parameter)  # or a backward from before an update takes the new data without a word
 
     def release(self) -> None:
         """Go back to a slice on each replica. Gradients that are not reduced yet stay."""
+        for part, version, parameter in zip(self._slices, self._versions, self.parameters(), strict=False):
+            if not isinstance(parameter, DTensor) and _version(part) == version:
+                self._take_back(part, parameter)
+        self._slices = []
         for leaf, _ in self._leaves:
             leaf.reshard()
 
@@ -118,6 +126,15 @@ class FullySharded:
                 fully_shard.state(leaf)._root_post_backward_final_callback()  # type: ignore[attr-defined]
             leaf.set_is_last_backward(False)
             leaf.set_requires_gradient_sync(False)
+
+    def _take_back(self, part: Tensor, parameter: Tensor) -> None:
+        """Write what a step or a hook may have written into a whole parameter into its slice. To ask whether it has
+        would take a device's answer, and what writes through ``.data`` leaves no version."""
+        chunks = parameter.detach().chunk(self._replicas.num_replicas)
+        if self._replicas.topology.replica < len(chunks):
+            own = local_part(part)
+            with torch.autograd._unsafe_preserve_version_counter(own):
+                own.copy_(chunks[self._replicas.topology.replica])
 
     def _shard(self, leaf: nn.Module, whole: set[nn.Parameter]) -> FSDPModule:
         sharded = fully_shard(leaf, mesh=self._mesh, reshard_after_forward=False, ignored_params=whole)

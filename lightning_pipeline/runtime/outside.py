@@ -23,7 +23,7 @@ from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.partition.matcher import torch_state
 from lightning_pipeline.partition.operation import Call, put_together, take_apart
 from lightning_pipeline.partition.ownership import holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Look, Placeholder, become, in_hook, is_absent, placeholder
+from lightning_pipeline.partition.placeholder import Look, Placeholder, become, in_hook, placeholder
 from lightning_pipeline.partition.recorder import Recorder
 from lightning_pipeline.partition.users_line import users_line, users_lines
 from lightning_pipeline.runtime.direct import Direct
@@ -35,6 +35,7 @@ from lightning_pipeline.runtime.lending import Lending
 from lightning_pipeline.runtime.operands import Operands, empty_like
 from lightning_pipeline.runtime.optimizer_states import OptimizerStates
 from lightning_pipeline.runtime.parameter_gradients import ParameterGradients
+from lightning_pipeline.runtime.slices import on_whole_tensors, refuse_writing
 from lightning_pipeline.runtime.tensor_keys import Holders, TensorKeys, copy_of
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
 from lightning_pipeline.runtime.transport import Transport
@@ -194,13 +195,10 @@ class Outside(TorchFunctionMode):
         if name in ("requires_grad_", "requires_grad.__set__"):
             return func(*args, **kwargs)
         call = take_apart(func, args, kwargs)
-        if any(isinstance(tensor, DTensor) and is_absent(tensor) for tensor in call.tensors):
-            raise NotImplementedError(
-                f"{name} is given a parameter that tensor parallelism has split, outside of steps ({users_line()}): "
-                f"leave such parameters out, or leave them whole"
-            )
         if name in ("grad.__get__", "_grad.__get__"):
             return self._gradients.of(args[0])
+        if any(isinstance(tensor, DTensor) for tensor in call.tensors):
+            return on_whole_tensors(self._meet, func, args, kwargs, name)
         if name == "data.__set__":
             return self._set_data(*args)
         if kind is Kind.HOOKS:
@@ -273,6 +271,8 @@ class Outside(TorchFunctionMode):
             return self._run(func, call, self._whole(call.tensors, name))
         bound = [slot for slot, _ in result.writes] + [slot for shared in result.shares for slot in shared]
         where = _where(held, looks, bound)
+        for slot, _ in result.writes:
+            refuse_writing(call.tensors[slot], name)
         needed: list[Holders] = [where] * len(held)
         if name in _BY_LOOKS:
             where = held[0]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +24,7 @@ from lightning_pipeline.runtime.fully_sharded import local_part, plain, whole
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu
+from lightning_pipeline.strategy.hooks import knows_no_others
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.shared_updates import OptimizerShards, WholeUpdates
 
@@ -65,6 +67,8 @@ class StageOptimizers:
         self._updates.clear()
         for layout in layouts:
             self._layouts[layout.optimizer] = layout
+            if self.are_shared_out:
+                _check_can_be_shared_out(layout, by_parameter=self._shards_over is not None)
             if self._shards_over is not None:
                 self._updates[layout.optimizer] = OptimizerShards(layout, self._shards_over)
             elif self._has_slices and not layout.is_elementwise:
@@ -164,6 +168,24 @@ class StageOptimizers:
         """What makes of a parameter's state on a rank that of its stage, on the writer."""
         update = self._updates.get(optimizer)
         return update.collect if isinstance(update, OptimizerShards) else _whole
+
+
+def _check_can_be_shared_out(layout: OptimizerLayout, *, by_parameter: bool) -> None:
+    """Raise, or warn, where replicas cannot update a part of the parameters each.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    name, asked = type(layout.optimizer).__name__, "opt_shard=True" if by_parameter else 'data_parallel="fsdp"'
+    if layout.keeps_all:
+        raise ValueError(
+            f"{name} updates all parameters as one vector, of which replicas cannot have parts each: leave {asked} out"
+        )
+    if by_parameter and not knows_no_others(layout.optimizer):
+        rank_zero_warn(
+            f"with {asked} each replica updates some of the parameters, and finds no gradients at the others: if "
+            f"{name}, or a hook on its step, takes them together, as for a norm of all, leave {asked} out"
+        )
 
 
 def _whole(state: dict[str, Any]) -> dict[str, Any]:
