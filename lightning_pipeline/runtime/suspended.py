@@ -13,6 +13,9 @@ A thread keeps what torch knows of a step between its calls, as autocast and mod
 from __future__ import annotations
 
 import contextvars
+import functools
+import os
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,6 +65,27 @@ class Meeting:
         return [*(what for what, _ in self.deferred), self.what]
 
 
+class _Thread(threading.Thread):
+    """Runs one step after another: what libraries keep for each thread, such as buffers for matrices, is made once."""
+
+    def __init__(self) -> None:
+        super().__init__(name="training_step", daemon=True)
+        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            call: Callable[[], None] | None = self.calls.get()
+            assert call is not None
+            call()
+            call = None  # or it would keep the step's tensors until the next one
+
+
+_idle: list[_Thread] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # threads do not come along
+
+
 class _ClosedError(BaseException):
     """Unwinds a step that nobody will go on with."""
 
@@ -80,14 +104,15 @@ class Suspended:
         self._device = device
         self._modes = _get_current_function_mode_stack()
         self._autocast = autocast_state()
-        self._is_its_turn = threading.Semaphore(0)
-        self._is_ours = threading.Semaphore(0)
+        self._is_its_turn, self._is_ours = threading.Lock(), threading.Lock()  # each is released by the other side
+        self._is_its_turn.acquire()
+        self._is_ours.acquire()
         self._meeting: Meeting | None = None
         self._answer: Any = None
         self._error: BaseException | None = None
         self._is_closed = False
         self._deferred: list[tuple[str, Callable[[], Any]]] = []
-        self._thread: threading.Thread | None = None
+        self._thread: _Thread | None = None
 
     def resume(self, answer: Any = None) -> Meeting:
         """Let the step go on to the next meeting, which is its end in the end.
@@ -100,9 +125,8 @@ class Suspended:
         """
         self._answer = answer
         if self._thread is None:
-            context = contextvars.copy_context()
-            self._thread = threading.Thread(target=context.run, args=(self._run,), name="training_step", daemon=True)
-            self._thread.start()
+            self._thread = _idle.pop() if _idle else _Thread()
+            self._thread.calls.put(functools.partial(contextvars.copy_context().run, self._run))
         else:
             self._is_its_turn.release()
         self._is_ours.acquire()
@@ -121,6 +145,7 @@ class Suspended:
         self._is_closed = True
         if self._thread is not None:
             self._is_its_turn.release()
+            _idle.append(self._thread)
             self._thread = None
 
     def defer(self, what: str, perform: Callable[[], Any]) -> None:
@@ -143,13 +168,17 @@ class Suspended:
                 torch.get_device_module(self._device).set_device(self._device)
             for mode in self._modes:
                 torch._C._push_on_torch_function_stack(mode)
-            with autocast_as(self._autocast):
+            with torch.enable_grad(), autocast_as(self._autocast):
                 self._function()
             self._come_to(Meeting(STEP_ENDS))
         except _ClosedError:
             return
         except BaseException as error:
             self._error = error
+        finally:
+            while torch._C._len_torch_function_stack():
+                torch._C._pop_torch_function_stack()
+            _of_thread.step = None
         self._is_ours.release()
 
     def _wait(self, meeting: Meeting) -> Any:

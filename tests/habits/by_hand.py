@@ -165,7 +165,7 @@ class Adversarial(ByHand):
         ], []
 
 
-@habit(plain=False, observed=["generated"])
+@habit(plain=False, observed=["generated"], shows=False)  # nothing trains without it
 class GANWithToggles(Adversarial):
     """As in Lightning's example: the generator runs once for each of the two."""
 
@@ -192,7 +192,7 @@ class GANWithToggles(Adversarial):
         self.untoggle_optimizer(for_discriminator)
 
 
-@habit(plain=False)
+@habit(plain=False, shows=False)
 class GANWithOneForward(Adversarial):
     """As in torch's example: both losses go back from what the generator gave once."""
 
@@ -245,7 +245,7 @@ class KeepsDetachedValues(ByHand):
         self.log("kept", target.mean())
 
 
-@habit(plain=False)
+@habit(plain=False, shows=False)  # without it, the same is logged
 class ReadsItsLoss(ByHand):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
