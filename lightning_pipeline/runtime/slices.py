@@ -55,7 +55,7 @@ def on_whole_tensors(
             if found._version > version:
                 local_part(part).copy_(local_part(slice_like(part, found)))
         for made in tree.leaves(result):
-            if type(made) is Placeholder or id(made) in slices:
+            if type(made) is Placeholder or id(made) in slices or made.layout is not torch.strided:
                 continue
             if made.untyped_storage().data_ptr() in memories:
                 made.__dict__[_IS_VIEW] = True
