@@ -31,16 +31,21 @@ class _InHook:
 
     Attributes:
         is_rank_known: the code has asked which rank runs it, so that it may do something else on each.
+        when_rank_known: is called when it has asked.
         thread: that in which it runs; others, such as one that writes a checkpoint, go their own ways on each rank.
     """
 
     on = False
     is_rank_known = False
+    when_rank_known: Callable[[], None] | None = None
     thread = 0
 
     def note_rank(self) -> None:
         """The rank is asked for."""
-        self.is_rank_known |= self.is_here()
+        if self.is_here() and not self.is_rank_known:
+            self.is_rank_known = True
+            if self.when_rank_known is not None:
+                self.when_rank_known()
 
     def is_here(self) -> bool:
         """Whether it runs in this thread."""

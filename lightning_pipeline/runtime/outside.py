@@ -95,6 +95,7 @@ class Outside(TorchFunctionMode):
             yield
             return
         in_hook.on, in_hook.is_rank_known = True, False
+        in_hook.when_rank_known = self._keys.hold if self._rank else None
         self._gradients.forget()
         in_hook.thread = threading.get_ident()
         before = self._exchanges.number
@@ -109,6 +110,7 @@ class Outside(TorchFunctionMode):
                 self._exchanges.meet("the end of a hook", users_line())
         finally:
             in_hook.on = False
+            self._keys.let_go()
 
     @contextmanager
     def aside(self) -> Iterator[None]:

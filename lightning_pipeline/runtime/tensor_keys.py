@@ -27,6 +27,7 @@ class TensorKeys:
     def __init__(self, tensors: ModuleTensors) -> None:
         self._tensors = tensors
         self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._held: list[Tensor] | None = None
         self._num_made = 0
 
     def note(self, tensor: Tensor, holders: Holders) -> Tensor:
@@ -36,7 +37,17 @@ class TensorKeys:
             tensor.__dict__[_KEY] = self._num_made
             self._made[self._num_made] = tensor
             self._num_made += 1
+            if self._held is not None:
+                self._held.append(tensor)
         return tensor
+
+    def hold(self) -> None:
+        """Keep what hooks have made until `let_go`: another rank may need what this one is done with."""
+        self._held = list(self._made.values())
+
+    def let_go(self) -> None:
+        """Keep no more than others do."""
+        self._held = None
 
     def kept(self) -> dict[int, Tensor]:
         """What hooks have made that is still there, and that some ranks hold, by its latest key."""

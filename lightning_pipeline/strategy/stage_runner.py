@@ -84,6 +84,7 @@ class StageRunner:
         self.peak_live = 0
         """The most activations of virtual stages that were live on this rank at once in a training step so far."""
         self._module = module
+        self._device = device
         self._cut = cut
         self._transport = transport
         self._replicas = replicas
@@ -198,16 +199,18 @@ class StageRunner:
         )
         states, numbers = self._run(work, args[0], lambda: [float(is_sum)])
         self.peak_live = max(self.peak_live, self.pipeline.peak_live)
-        self._heed(numbers, training=True)
+        losses = [(state.loss.detach(), state.num_samples) for state in states if state.loss is not None]
+        is_skipped_by_all = not self._heed(numbers, training=True, has_loss=bool(losses))
         if any(is_sum for is_sum, *_ in numbers):
             self._warn_of_sum()
         self._log(states, numbers)
         self._take_in_uses(training=True)
         self._gradients.finish()
         self._end_what_is_profiled()
-        losses = [(state.loss.detach(), state.num_samples) for state in states if state.loss is not None]
-        if not losses:
+        if is_skipped_by_all:
             return None
+        if not losses:  # but of other replicas, whose gradients this one's optimizers take
+            return torch.zeros((), device=self._device)
         loss = self._reported(*map(list, zip(*losses, strict=True))).to(torch.float32)
         extra = _without_loss([state.result for state in states], [state.num_samples for state in states])
         return {"loss": loss, **extra} if extra else loss
@@ -401,15 +404,17 @@ class StageRunner:
             take_numbers(logged, self._transport.broadcast_object(numbers_in(logged), 0, "logged numbers"))
         self._logged.log(logged, self._module.log)
 
-    def _heed(self, numbers: list[list[float]], *, training: bool) -> None:
-        """Take in what has arrived at some rank."""
+    def _heed(self, numbers: list[list[float]], *, training: bool, has_loss: bool = True) -> bool:
+        """Take in what has arrived at some rank. Returns whether some replica's training step has a loss."""
         signals = merge(noted for *_, noted in numbers)
         all_ranks = self._replicas is None
         if self._replicas is not None and training:  # in evaluation replicas may have unequally many batches
-            gathered = self._replicas.gather_numbers(0.0, signals)
+            gathered = self._replicas.gather_numbers(float(has_loss), signals)
+            has_loss = any(found for found, _ in gathered)
             signals = merge(noted for _, noted in gathered)
             all_ranks = True
         self._signals.heed(signals, by_all=all_ranks)
+        return has_loss
 
     def _weighted(self, loss: Tensor, state: Microbatch, accumulate: int) -> Tensor:
         """The micro-batch's share of the loss that is minimised."""

@@ -23,7 +23,8 @@ BY_DEFAULT = {
     "2-1f1b": """
         TokensUnpadded KLFromSecondEpoch OwnEntriesInCheckpoint ListsForEpochEnd StatisticsOnFirstRank
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption FollowsByLerp SavedInStep SparseActivations
-        LazilyConjugated GrowsInSecondEpoch OptimizerHooks AdamMomentsChanged OneCycle BranchesOnItsRank
+        LazilyConjugated GrowsInSecondEpoch OptimizerHooks AdamMomentsChanged OneCycle
+        WGANWithPenalty PlaysEpisodes ClipsByTorch BranchesOnItsRank
     """,
     "2-zero_bubble": """
         PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo AdversarialAcrossStages

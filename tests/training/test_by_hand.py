@@ -104,7 +104,7 @@ def test_scripts_give_the_same_wherever_they_are_cut() -> None:
 # -- replicas -------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, dict[str, Any]] = {"whole": {}, "opt_shard": {"opt_shard": True}, "fsdp": {"data_parallel": "fsdp"}}
-REPLICATED = (by_hand.StepsTorchsOptimizer, by_hand.GANWithToggles, by_hand.GANWithOneForward, generated.ProximalPolicy)
+REPLICATED = (by_hand.StepsTorchsOptimizer, by_hand.GANWithToggles, generated.ProximalPolicy)
 
 
 def replicated(folder: Path) -> dict[str, dict[str, Any]]:
@@ -211,8 +211,16 @@ def resumed(folder: Path, stages: int, checkpoints: str) -> dict[str, list[Any]]
     return found
 
 
-def test_runs_resume_on_other_layouts(tmp_path: Path) -> None:
-    for stages, checkpoints in ((2, "2"), (1, "2"), (4, "1"), (2, "4")):
+LAYOUT_CHANGES = (
+    pytest.param(((2, "2"), (1, "2"), (2, "1")), id="1 and 2"),
+    pytest.param(((4, "4"), (1, "4"), (4, "1"), (2, "4")), id="4", marks=pytest.mark.slow),
+)
+"""Numbers of stages, and of those whose checkpoint is resumed."""
+
+
+@pytest.mark.parametrize("changes", LAYOUT_CHANGES)
+def test_runs_resume_on_other_layouts(changes: Any, tmp_path: Path) -> None:
+    for stages, checkpoints in changes:
         for rank in launch(resumed, tmp_path, stages, checkpoints, world=stages):
             for module, (whole, _, again) in rank.items():
                 assert whole.keys() == again.keys()

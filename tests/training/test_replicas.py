@@ -488,3 +488,35 @@ def test_ranks_that_disagree_are_named(ranks: Any) -> None:
 def test_replicas_with_unequal_data_are_told(ranks: Any) -> None:
     assert "the data of replica 0 ended after 2 batches, and others have more" in ranks[0]["uneven"]
     assert all(rank["uneven"] != "nothing" for rank in ranks)
+
+
+class LitPassesOver(LitTokens):
+    """Has no use for micro-batches that begin with the first token."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if int(batch[0][0, 0]) == 0 else loss
+
+
+def passed_over(world: int) -> dict[str, Tensor]:
+    """The weights, with a replica on each process, of which the second has nothing to train on in the second batch."""
+    L.seed_everything(1, verbose=False)
+    ids, targets = tokens(24).tensors
+    ids = ids.clone()
+    ids[:, 0] = 1
+    ids[9:16:2, 0] = 0
+    # One process gets the first replica's samples of a batch, and then the second's.
+    order = [8 * batch + index for batch in range(3) for index in (0, 2, 4, 6, 1, 3, 5, 7)]
+    if world == 2:
+        order = list(range(int(os.environ["LOCAL_RANK"]), 24, 2))
+    strategy = PipelineStrategy(num_stages=1, num_microbatches=4 // world, timeout=PATIENCE_S)
+    trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=2, use_distributed_sampler=False, **QUIET)
+    module = LitPassesOver()
+    trainer.fit(module, DataLoader(TensorDataset(ids, targets), batch_size=8 // world, sampler=order))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_a_replica_may_have_nothing_to_train_on() -> None:
+    [expected] = launch(passed_over, 1, world=1)
+    for rank in launch(passed_over, 2, world=2):
+        torch.testing.assert_close(rank, expected)
