@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.users_line import users_line
 
 if TYPE_CHECKING:
+    from lightning_pipeline.partition.recorder import Recorder
     from lightning_pipeline.partition.recording import Recording
 
 GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("grad", "_grad"))
@@ -77,9 +78,11 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
     visits = graph.visits(wanted)
     if len(visits) != 1:
         shown = " and ".join(str(visit % recorder.num_stages) for visit in sorted(visits))
+        modules = [_modules_of(recorder, visits[visit]) for visit in sorted(visits)]
+        named = f" ({'; '.join(map(', '.join, modules))})" if all(modules) else ""
         raise NotImplementedError(
             f"{function_name(func)} goes back over what stages {shown} compute ({users_line()}): gradients within "
-            f"a step can be had within one stage. Put these modules on one stage, or differentiate with respect "
+            f"a step can be had within one stage. Put these modules on one stage{named}, or differentiate with respect "
             f"to what its first module is given"
         )
     [visit] = visits
@@ -88,3 +91,9 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
     if not is_grad:
         event.match = never
     return recording.answer(event, func, args, kwargs)
+
+
+def _modules_of(recorder: Recorder, numbers: Sequence[int]) -> list[str]:
+    """The names of the modules that have some of the module's tensors, in order."""
+    names = [recorder.tensors.names[number][0].rpartition(".")[0] for number in numbers]
+    return list(dict.fromkeys(name for name in names if name))

@@ -43,9 +43,10 @@ class Graph:
                 )
         self._before.reverse()
 
-    def visits(self, wanted: Sequence[tuple[Any, Tensor]] | None) -> set[int]:
-        """The visits of what leads from `wanted` (all leaves, for None) to the outputs."""
-        found = {self._homes.get(value, 0) for value in self._outputs}
+    def visits(self, wanted: Sequence[tuple[Any, Tensor]] | None) -> dict[int, list[int]]:
+        """The visits of what leads from `wanted` (all leaves, for None) to the outputs, each with the numbers of the
+        module's tensors that take part in it there."""
+        found: dict[int, list[int]] = {self._homes.get(value, 0): [] for value in self._outputs}
         reached = {value for value, _ in wanted or () if type(value) is int}
         leaves = [tensor for value, tensor in wanted or () if value is None]
         for event in self._before:
@@ -57,7 +58,8 @@ class Graph:
                 is_on_way |= event.inputs[slot] is None and any(captured is leaf for leaf in leaves)
             if is_on_way:
                 reached.update(event.made())
-                found.add(event.visit)
+                own = found.setdefault(event.visit, [])
+                own += [-1 - value for value in event.inputs if type(value) is int and value < 0]
         return found
 
     @staticmethod

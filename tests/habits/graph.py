@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.habits.modules import WIDTH, Layer, Layers
 from tests.habits.table import error, habit
 
-ACROSS = error(r"(?is)(grad|backward).*stage|stage.*(grad|backward)")
+ACROSS = error(r"goes back over what stages \d.*Put these modules on one stage \(layers\.0")
 """What an error for a gradient that is taken across stages names."""
 
 
