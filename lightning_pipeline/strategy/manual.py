@@ -47,8 +47,7 @@ def batch_calls_met(
         inside: entered around what the batch does with the whole module.
         aside: entered around closures, which run the schedule in the middle of that.
     """
-    with overridden() as override, _clipping_met(inside):
-        override(module, "manual_backward", _backward)
+    with overridden() as override, _clipping_met(inside), _backwards_met():
         for kind, owner, name, what in _calls(module):
             function = getattr(owner, name)
             if kind is _Kind.ONCE:
@@ -188,7 +187,39 @@ def _update_of(optimizer: Optimizer, update: Update) -> Callable[..., Any]:
     return call
 
 
-def _backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+@contextmanager
+def _backwards_met() -> Iterator[None]:
+    """While entered, micro-batches meet where their step calls a backward past Lightning."""
+    of_tensor, of_tensors = torch.Tensor.backward, torch.autograd.backward
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if running_step() is None:
+            of_tensor(loss, *args, **kwargs)
+        else:
+            meet_backward(loss, *args, **kwargs)
+
+    def backward_from(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if running_step() is None:
+            of_tensors(tensors, *args, **kwargs)
+        elif isinstance(tensors, Tensor):
+            meet_backward(tensors, *args, **kwargs)
+        else:
+            meet_backward(sum(tensors), *args, **kwargs)
+
+    torch.Tensor.backward, torch.autograd.backward = backward, backward_from  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.backward, torch.autograd.backward = of_tensor, of_tensors  # type: ignore[method-assign]
+
+
+def meet_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Have the backward of a micro-batch's loss run with those of the others. To be called in its step.
+
+    Raises:
+        NotImplementedError: more than ``retain_graph`` is given beside the loss.
+        RuntimeError: the loss has no gradients to give.
+    """
     step = running_step()
     assert step is not None
     retain_graph = kwargs.pop("retain_graph", None)

@@ -29,6 +29,7 @@ from lightning_pipeline.runtime.lending import Lending
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.shared import spread_from_owner
+from lightning_pipeline.runtime.suspended import running_step
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.strategy import refusals
@@ -59,7 +60,7 @@ from lightning_pipeline.strategy.lightning_private import (
     skip_before_transfer,
     total_batches,
 )
-from lightning_pipeline.strategy.manual import Closure, batch_calls_met
+from lightning_pipeline.strategy.manual import Closure, batch_calls_met, meet_backward
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, inner, zeroed_unseen
@@ -554,6 +555,9 @@ class PipelineStrategy(CheckpointingStrategy):
     @apart
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The schedule has run the backwards; here their gradients appear, between the hooks that expect them."""
+        if running_step() is not None:  # manual_backward
+            meet_backward(closure_loss, *args, **kwargs)
+            return closure_loss
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         self._running.publish_gradients()
         self._stage_optimizers.replace(self._running.shard())

@@ -102,6 +102,32 @@ class StepsTorchsOptimizer(ByHand):
         optimizer.step()
 
 
+@habit(plain=False, shows=False)
+class CallsTorchsBackward(ByHand):
+    """`loss.backward()` where Lightning asks for manual_backward, and then torch's function for two losses."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        features = self.features(batch[0])
+        torch.autograd.backward([features.square().mean(), features.abs().mean()])
+        optimizer.step()
+
+
+@habit(plain=False, without={"scale": 1.0})
+class OverridesManualBackward(ByHand):
+    """Of which the step's loss gets a factor."""
+
+    scale = 0.25
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(self.scale * loss, *args, **kwargs)
+
+
 @habit(plain=False, observed=["norms"], without={"limit": 1e3})
 class ClipsByTorch(ByHand):
     """torch.nn.utils.clip_grad_norm_ between the backward and the step, whose norm is logged; then by value."""

@@ -35,6 +35,8 @@ MODULES = (
     by_hand.StepsItsScheduler,
     by_hand.StepsWithAClosure,
     by_hand.ClipsByTorch,
+    by_hand.CallsTorchsBackward,
+    by_hand.OverridesManualBackward,
     by_hand.StepsTorchsOptimizer,
     by_hand.TwiceABatch,
     by_hand.RetainsTheGraph,
