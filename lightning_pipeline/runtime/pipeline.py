@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.averages import average_in
 from lightning_pipeline.partition.contents import Content, contents
 from lightning_pipeline.partition.event import Event
 from lightning_pipeline.partition.keyed_calls import KeyedCalls
@@ -119,7 +120,7 @@ class Pipeline:
         self.reached: set[int] = set()
         """Virtual stages on which steps have run anything."""
         self._held: dict[Tape, bool] = {}
-        self._has_warned_of_reads = False
+        self._has_warned_of_reads = self._has_warned_of_averages = False
         self._warning: str | None = None  # for the step's end: the user may count those within
         self._expectations = Expectations()
         self._ahead: AheadOfPython | None = None
@@ -655,8 +656,26 @@ class Pipeline:
             program = recording.event.program = Tape(recording.event, state.structure.large)
             program.needs_order = needs_order(program.events, len(self.placement))
             self._note_uses(program)
+            self._warn_of_averages(program)
             self.learning = True
         return program
+
+    def _warn_of_averages(self, program: Tape) -> None:
+        """Say once that a step takes a moving average as often as there are micro-batches."""
+        assert self._work is not None
+        if self._has_warned_of_averages or self._work.loss_of is None or len(self._microbatches) == 1:
+            return
+        average = average_in(program.events, self._tensors.tensors)
+        if average is None:
+            return
+        self._has_warned_of_averages = True
+        if self.rank == 0:
+            names = self._tensors.names
+            self._warning = (
+                f"{names[average.target][0]} takes in {names[average.source][0]} in training_step ({average.line}), "
+                f"which runs for each of {len(self._microbatches)} micro-batches: what is meant once a batch, as a "
+                f"moving average is, belongs in on_train_batch_end"
+            )
 
     def _end(self, work: Work, states: list[Microbatch], extra: Sequence[float]) -> list[list[float]]:
         assert self._transport is not None
