@@ -219,6 +219,28 @@ class GANWithToggles(Adversarial):
 
 
 @habit(plain=False, shows=False)
+class GANWithToggledModels(Adversarial):
+    """As in Lightning's manual: each optimizer's part is within its toggle_model."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        for_generator, for_discriminator = self.optimizers()
+        fake = self(self.noise(x))
+        with for_discriminator.toggle_model(sync_grad=batch_idx > 0):
+            real = self.adversarial_loss(self.judged(x), 1.0)
+            loss = real + self.adversarial_loss(self.judged(fake.detach()), 0.0)
+            for_discriminator.zero_grad()
+            self.manual_backward(loss)
+            for_discriminator.step()
+        with for_generator.toggle_model():
+            loss = self.adversarial_loss(self.judged(self(self.noise(x))), 1.0)
+            for_generator.zero_grad()
+            self.manual_backward(loss)
+            for_generator.step()
+        self.log("g", loss)
+
+
+@habit(plain=False, shows=False)
 class GANWithOneForward(Adversarial):
     """As in torch's example: both losses go back from what the generator gave once."""
 
