@@ -50,7 +50,7 @@ class Graph:
         reached = {value for value, _ in wanted or () if type(value) is int}
         leaves = [tensor for value, tensor in wanted or () if value is None]
         for event in self._before:
-            if not any(isinstance(look, Look) and look.requires_grad for look in self._looks_made(event)):
+            if not event.gives_gradients():
                 continue
             is_on_way = wanted is None or not reached.isdisjoint(event.inputs)
             for slot, place in event.matcher.captured_tensors.items():
@@ -61,10 +61,6 @@ class Graph:
                 own = found.setdefault(event.visit, [])
                 own += [-1 - value for value in event.inputs if type(value) is int and value < 0]
         return found
-
-    @staticmethod
-    def _looks_made(event: Event) -> list[Look | int]:
-        return [*event.result.tensors, *(look for _, look, _ in event.writes)]
 
     def result(
         self,

@@ -146,6 +146,11 @@ class Event:
         """The values that it makes: results, and new contents of what it writes into."""
         return [value for value in self.outputs if value is not None] + [value for _, _, value in self.writes]
 
+    def gives_gradients(self) -> bool:
+        """Whether gradients go back through it."""
+        looks = [*self.result.tensors, *(look for _, look, _ in self.writes)]
+        return any(isinstance(look, Look) and look.requires_grad for look in looks)
+
     @property
     def name(self) -> str:
         return function_name(self.function)

@@ -86,12 +86,6 @@ def regions_of(events: Sequence[Event]) -> dict[int, Region]:
     return found
 
 
-def _gives_gradients(event: Event) -> bool:
-    """Whether gradients go back through an event."""
-    looks = [*event.result.tensors, *(look for _, look, _ in event.writes)]
-    return any(isinstance(look, Look) and look.requires_grad for look in looks)
-
-
 class Program:
     """The events of a path, by visit.
 
@@ -171,7 +165,7 @@ class Program:
                         self.homes[value] = self.carried[value] = before.homes[value] % num_stages
                         self.looks[value] = before.looks[value]
                     if value in self.carried and self.looks[value].requires_grad:
-                        self.carries_gradients |= _gives_gradients(event)
+                        self.carries_gradients |= event.gives_gradients()
             for look, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
                 if value is not None:
                     assert isinstance(look, Look)

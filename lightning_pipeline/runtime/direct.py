@@ -38,10 +38,6 @@ class Direct:
         """Give a rank an object."""
         self._transport.send_object(what, peer)
 
-    def tell_first(self, what: Any) -> None:
-        """Give the first rank an object."""
-        self._transport.send_object(what, 0)
-
     def hear(self, peer: int, what: str) -> Any:
         """The next object from a rank."""
         return self._transport.recv_object(peer, what)

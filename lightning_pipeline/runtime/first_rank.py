@@ -73,7 +73,7 @@ class FirstRank:
         if self._direct.rank:
             while (call := self._next_call(line)).place != place:
                 self._give(call)
-            self._direct.tell_first(_Answer(is_there=True))
+            self._direct.tell_one(0, _Answer(is_there=True))
             return None
         self._direct.tell(_Call(place, line, tuple(wanted)))
         answers = {peer: self._direct.hear(peer, "its place in a hook") for peer in range(1, self._num_ranks)}
@@ -86,7 +86,7 @@ class FirstRank:
         looks = {peer: list(answer.looks) for peer, answer in answers.items()}
         for one in wanted:
             look = looks[one.owner].pop(0)
-            found.append(None if look is None else _like(self._direct.receive(look, one.owner), look))
+            found.append(None if look is None else like(self._direct.receive(look, one.owner), look))
         if any(one.key is None for one in wanted):
             raise NotImplementedError(
                 f"the first rank alone takes what another stage holds and no name is known for ({line}): let every "
@@ -121,7 +121,7 @@ class FirstRank:
                 tensor = None if one.key is None else self._tensor_of(one.key)
                 given.append(tensor.grad if one.gradient and tensor is not None else tensor)
         looks = [None if tensor is None else Look.of(tensor) for tensor in given]
-        self._direct.tell_first(_Answer(is_there=False, looks=tuple(looks)))
+        self._direct.tell_one(0, _Answer(is_there=False, looks=tuple(looks)))
         for tensor, look in zip(given, looks, strict=True):
             if tensor is not None and look is not None:
                 self._direct.send(conform(tensor.detach(), look), 0)
@@ -133,5 +133,6 @@ def _refuse_part(who: str, line: str) -> NoReturn:
     )
 
 
-def _like(data: Tensor, look: Look) -> Tensor:
+def like(data: Tensor, look: Look) -> Tensor:
+    """Data as the parameter, or other tensor, of these looks."""
     return nn.Parameter(data, look.requires_grad) if look.is_parameter else data.requires_grad_(look.requires_grad)

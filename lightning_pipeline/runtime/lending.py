@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipeline.partition.functions import Kind, function_name, kind_of
 from lightning_pipeline.partition.operation import put_together, take_apart
@@ -23,12 +23,13 @@ from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Look, Placeholder, absent
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.first_rank import like
 from lightning_pipeline.runtime.host_memory import available_bytes
 from lightning_pipeline.runtime.tensor_keys import TensorKeys
 from lightning_pipeline.runtime.tensor_meta import conform
 
 
-class Wanted(NamedTuple):
+class Asked(NamedTuple):
     """The first rank asks for a tensor."""
 
     key: int
@@ -54,9 +55,9 @@ class Lending:
             absent.answer = None
             self._borrowed.clear()
 
-    def lend(self, wanted: Wanted) -> None:
+    def lend(self, asked: Asked) -> None:
         """Give the first rank what it asks for."""
-        tensor = self._keys.tensor_of(wanted.key)
+        tensor = self._keys.tensor_of(asked.key)
         assert tensor is not None
         self._direct.send(conform(tensor.detach(), Look.of(tensor)), 0)
 
@@ -81,10 +82,9 @@ class Lending:
             look = place.look
             if sum(one.nbytes for one in self._borrowed.values()) + look.num_bytes > available_bytes() // 2:
                 self._borrowed.clear()
-            self._direct.tell_one(holders[0], Wanted(key))
-            found = self._direct.receive(look, holders[0], f"{place.what}, which the loader computes with")
-            if look.is_parameter:
-                found = nn.Parameter(found, look.requires_grad)
+            self._direct.tell_one(holders[0], Asked(key))
+            data = self._direct.receive(look, holders[0], f"{place.what}, which the loader computes with")
+            found = like(data, look)
             if look.requires_grad:
                 found.register_hook(_no_gradient)
             self._borrowed[key] = found

@@ -18,7 +18,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.direct import Direct
-from lightning_pipeline.runtime.lending import Lending, Wanted
+from lightning_pipeline.runtime.lending import Asked, Lending
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
@@ -177,7 +177,7 @@ class FollowingLoader(SharedLoader):
     def _hear(self, what: str) -> Any:
         """What the first stage tells next, which may ask for tensors before."""
         assert self._transport is not None
-        while type(message := self._transport.recv_object(0, what)) is Wanted:
+        while type(message := self._transport.recv_object(0, what)) is Asked:
             lending = self._lending()
             assert lending is not None
             lending.lend(message)

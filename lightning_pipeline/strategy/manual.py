@@ -47,7 +47,7 @@ def batch_calls_met(
         inside: entered around what the batch does with the whole module.
         aside: entered around closures, which run the schedule in the middle of that.
     """
-    with overridden() as override, _clipping_met(inside), _backwards_met():
+    with overridden() as override, _clipping_met(inside), _backwards_given_to(meet_backward, in_step=True):
         for kind, owner, name, what in _calls(module):
             function = getattr(owner, name)
             if kind is _Kind.ONCE:
@@ -88,8 +88,11 @@ def losses_noted(module: LightningModule) -> Iterator[list[Tensor]]:
     def step(closure: Closure | None = None, **kwargs: Any) -> Any:
         return None if closure is None else closure()
 
-    with overridden() as override:
-        override(module, "manual_backward", lambda loss, *args, **kwargs: losses.append(loss))
+    def note(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        losses.append(loss)
+
+    with overridden() as override, _backwards_given_to(note):
+        override(module.trainer.strategy, "backward", note)  # which manual_backward calls
         for kind, owner, name, _ in _calls(module):
             override(owner, name, step if kind is _Kind.UPDATE else lambda *args, **kwargs: None)
         yield losses
@@ -188,23 +191,23 @@ def _update_of(optimizer: Optimizer, update: Update) -> Callable[..., Any]:
 
 
 @contextmanager
-def _backwards_met() -> Iterator[None]:
-    """While entered, micro-batches meet where their step calls a backward past Lightning."""
+def _backwards_given_to(take: Callable[..., None], *, in_step: bool = False) -> Iterator[None]:
+    """While entered, backwards that are called past Lightning go to a function.
+
+    Args:
+        in_step: those alone that a micro-batch's step calls.
+    """
     of_tensor, of_tensors = torch.Tensor.backward, torch.autograd.backward
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if running_step() is None:
-            of_tensor(loss, *args, **kwargs)
-        else:
-            meet_backward(loss, *args, **kwargs)
+        is_other = in_step and running_step() is None
+        (of_tensor if is_other else take)(loss, *args, **kwargs)
 
     def backward_from(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if running_step() is None:
+        if in_step and running_step() is None:
             of_tensors(tensors, *args, **kwargs)
-        elif isinstance(tensors, Tensor):
-            meet_backward(tensors, *args, **kwargs)
         else:
-            meet_backward(sum(tensors), *args, **kwargs)
+            take(tensors if isinstance(tensors, Tensor) else sum(tensors), *args, **kwargs)
 
     torch.Tensor.backward, torch.autograd.backward = backward, backward_from  # type: ignore[method-assign, assignment]
     try:

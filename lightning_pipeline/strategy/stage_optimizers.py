@@ -176,7 +176,8 @@ def _check_can_be_shared_out(layout: OptimizerLayout, *, by_parameter: bool) -> 
     Raises:
         ValueError: with the way out.
     """
-    name, asked = type(layout.optimizer).__name__, "opt_shard=True" if by_parameter else 'data_parallel="fsdp"'
+    name = type(layout.optimizer).__name__
+    asked = "opt_shard=True" if by_parameter else 'data_parallel="fsdp" or tensor parallelism'
     if layout.keeps_all:
         raise ValueError(
             f"{name} updates all parameters as one vector, of which replicas cannot have parts each: leave {asked} out"

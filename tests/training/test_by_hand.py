@@ -46,12 +46,14 @@ MODULES = (
 )
 
 
-def trained(module: type[Layers], strategy: Any, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+def trained(
+    module: type[Layers], strategy: Any, folder: Path, devices: int = 1
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """The weights after training, what was logged, and how many optimizer steps Lightning has counted."""
     L.seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
     loader = torch.utils.data.DataLoader([module.batch(generator) for _ in range(4)], batch_size=None)
-    trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=2, default_root_dir=folder, **QUIET)
+    trainer = L.Trainer(strategy=strategy, devices=devices, max_epochs=2, default_root_dir=folder, **QUIET)
     made = module()
     trainer.fit(made, loader)
     return dict(made.state_dict()), dict(trainer.callback_metrics), trainer.global_step
@@ -101,6 +103,34 @@ def test_scripts_give_the_same_wherever_they_are_cut() -> None:
             for (name, cut), found in rank.items():
                 torch.testing.assert_close(found, alone[name, "one"], rtol=0, atol=0, msg=f"{name}, {cut}")
     assert len(alone["GAN", "one"]["images"]) == 2
+
+
+# -- automatic cuts -------------------------------------------------------------------------------------------------
+
+class CallsBackward(by_hand.ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+MEASURED = (by_hand.AccumulatesByHand, CallsBackward, by_hand.OverridesManualBackward)
+
+
+def cut_by_itself(folder: Path, stages: int) -> dict[str, dict[str, Tensor]]:
+    """The weights, where nothing says how the module is cut."""
+    found = {}
+    for module in MEASURED:
+        strategy = PipelineStrategy(num_stages=stages, num_microbatches=4, timeout=PATIENCE_S)
+        found[module.__name__], _, _ = trained(module, strategy, folder, devices=stages)
+    return found
+
+
+def test_the_automatic_cut_measures_steps_by_hand(tmp_path: Path) -> None:
+    [alone] = launch(cut_by_itself, tmp_path, 1, world=1)
+    for rank in launch(cut_by_itself, tmp_path, 2, world=2):
+        torch.testing.assert_close(rank, alone, rtol=0, atol=0)
 
 
 # -- replicas -------------------------------------------------------------------------------------------------------
