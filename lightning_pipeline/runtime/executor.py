@@ -48,10 +48,25 @@ POSTS = {Kind.RECV_F: "post_forward", Kind.RECV_B: "post_backward"}
 
 
 class Program:
-    """One rank's actions, looked up in the table once for all steps."""
+    """One rank's actions, looked up in the table once for all steps.
+
+    Attributes:
+        prepared: of each receive, the micro-batch that there is time to prepare while it is waited for; -1 elsewhere.
+            A later stage waits for its first inputs for as long as there are stages before it.
+    """
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = actions
+        self.prepared = [-1] * len(actions)
+        next_forward = -1
+        for index in reversed(range(len(actions))):
+            action = actions[index]
+            if action.kind is Kind.F:
+                next_forward = action.microbatch
+            elif action.kind is Kind.RECV_F:
+                self.prepared[index] = action.microbatch + action.stage
+            elif action.kind is Kind.RECV_B:
+                self.prepared[index] = next_forward
         self.is_backward = [action.kind in (Kind.RECV_B, Kind.B, Kind.I) for action in actions]
         self.splits = any(action.kind is Kind.I for action in actions)
         self.calls = [(action.stage, METHODS[action.kind], action.microbatch, action.kind) for action in actions]
@@ -68,6 +83,7 @@ class Run:
         stages: this rank's virtual stages, by number.
         observe: gets each action with its start and end in seconds (`time.perf_counter`).
         before_backward: called with a micro-batch before each of its actions of the backward pass. It may go on.
+        prepare: called with a micro-batch that there is time to prepare. It may go on.
     """
 
     def __init__(
@@ -76,7 +92,10 @@ class Run:
         stages: Mapping[int, StageWork],
         observe: Callable[[Span], None] | None = None,
         before_backward: Callable[[int], None] | None = None,
+        prepare: Callable[[int], None] | None = None,
     ) -> None:
+        self._prepare = prepare
+        self._prepared = program.prepared
         self._before_backward = before_backward
         self._is_backward = program.is_backward
         ahead = {kind: _Ahead(posts, stages) for kind, posts in program.posts.items()}
@@ -90,7 +109,8 @@ class Run:
                 for (call, microbatch, queue), action in zip(self._calls, program.actions, strict=True)
             ]
         self._is_done = bytearray(len(self._calls))
-        for queue in ahead.values():
+        self._queues = ahead.values()
+        for queue in self._queues:
             queue.post()
 
     def go_on(self, *, below: int | None = None) -> None:
@@ -111,12 +131,17 @@ class Run:
             call(microbatch)
             if receives is not None:
                 receives.done()
+                if self._prepare is not None and below is None and self._prepared[index] >= 0:
+                    self._prepare(self._prepared[index])
+                    for queue in self._queues:
+                        queue.post()
 
 
 class _Ahead:
     """Posts receives in the order of the schedule, a bounded number before they are needed.
 
-    A receive whose size is not known before its header is read stops the queue until it is its turn.
+    One of which it is not known yet what comes stops the queue. Actions that are done out of turn (`Run.go_on`) have
+    their receives posted out of turn, as their senders send them.
     """
 
     def __init__(self, posts: Sequence[tuple[int, str, int]], stages: Mapping[int, StageWork]) -> None:
@@ -135,7 +160,6 @@ class _Ahead:
 
     def done(self) -> None:
         self._finished += 1
-        self._posted = max(self._posted, self._finished)
         self.post()
 
 

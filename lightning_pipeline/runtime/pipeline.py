@@ -526,14 +526,17 @@ class Pipeline:
         program = self.program(training=work.loss_of is not None, num_microbatches=len(states))
         self._is_rest_in_order = False
         self._ahead = self._look_ahead(states)
-        self._go_through(program, self._record)
+        self._go_through(program, self._record, prepare=self._record_ahead if self._ahead is None else None)
         self._record(states[-1])
 
-    def _go_through(self, program: Program, record: Callable[[Microbatch], None]) -> None:
+    def _go_through(
+        self, program: Program, record: Callable[[Microbatch], None], prepare: Callable[[int], None] | None = None
+    ) -> None:
         """Run a schedule.
 
         Args:
             record: sees to it that the Python of a micro-batch's step has run.
+            prepare: may do so before it is needed.
         """
         assert self._work is not None
         visits = {
@@ -554,7 +557,8 @@ class Pipeline:
         for stage in visits:
             if stage + 1 in visits:
                 visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
-        self._run = Run(program, visits, self.observe, self._before_backward if self._ahead is not None else None)
+        before_backward = self._before_backward if self._ahead is not None else None
+        self._run = Run(program, visits, self.observe, before_backward, prepare)
         self._run.go_on()
         for visit in visits.values():
             visit.following = visit.preceding = None  # whose cycles would keep the step's tensors
@@ -564,6 +568,10 @@ class Pipeline:
         for one in self._microbatches[: state.index + 1]:
             if one.recording is None:
                 self._record_one(one)
+
+    def _record_ahead(self, microbatch: int) -> None:
+        """Run the user's step on a micro-batch while this rank would wait; its receives are posted sooner, too."""
+        self._record(self._microbatches[min(microbatch, len(self._microbatches) - 1)])
 
     def _before_backward(self, microbatch: int) -> None:
         """A micro-batch goes backward, for which its step's Python has to have come to its end."""
