@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_pipeline._names import used
 from lightning_pipeline._registration import register
 
 if TYPE_CHECKING:
@@ -29,14 +30,8 @@ register()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "NPUAccelerator":
-        from lightning_pipeline.accelerators.npu import NPUAccelerator
-
-        return NPUAccelerator
     if name in __all__:
-        from lightning_pipeline import strategy
-
-        return getattr(strategy, name)
+        return used().public(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from lightning_pipeline._names import PACKAGES
+
 PACKAGE = Path(__file__).parents[1] / "lightning_pipeline"
 FLOORS = ["schedules", "partition", "runtime", "accelerators", "strategy"]
-FOREIGN = {"schedules": {"torch", "lightning", "numpy"}, "partition": {"lightning"}, "runtime": {"lightning"}}
+FOREIGN = {"schedules": {"torch", "numpy"}}
 
 # Rank tables are checked on machines that have no torch yet, so reading them takes the standard library alone.
 RANK_TABLES = {
@@ -20,25 +22,55 @@ RANK_TABLES = {
 
 
 def imported_modules(path: Path, *, at_once: bool = False) -> set[str]:
-    """What a file imports, or what it does as it is imported itself."""
+    """What a file imports, or what it does as it is imported itself. A relative import begins with dots."""
     found: set[str] = set()
     tree = ast.parse(path.read_text())
     for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
-            found.add(node.module or "")
+            if node.module:
+                found.add("." * node.level + node.module)
+            else:
+                found |= {"." * node.level + alias.name for alias in node.names}
     return found
+
+
+def absolute(module: str, path: Path) -> str:
+    """What a file of a floor calls a module, by its own name."""
+    if module.startswith(".."):
+        return f"lightning_pipeline.{module[2:]}"
+    return f"lightning_pipeline.{path.parent.name}.{module[1:]}" if module.startswith(".") else module
 
 
 @pytest.mark.parametrize("floor", FLOORS)
 def test_a_floor_imports_none_above_it(floor: str) -> None:
     above = {f"lightning_pipeline.{name}" for name in FLOORS[FLOORS.index(floor) + 1 :]}
     for path in (PACKAGE / floor).glob("**/*.py"):
-        for module in imported_modules(path):
+        for module in (absolute(module, path) for module in imported_modules(path)):
             assert not any(module == name or module.startswith(f"{name}.") for name in above), f"{path}: {module}"
             assert module.partition(".")[0] not in FOREIGN.get(floor, set()), f"{path}: {module}"
+
+
+def test_one_file_imports_lightning() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        named = {module.partition(".")[0] for module in imported_modules(path)} & set(PACKAGES)
+        assert not named or path == PACKAGE / "_lightning.py", path
+
+
+def test_what_takes_lightning_is_imported_relatively() -> None:
+    """It exists once for each of Lightning's names, and what one takes from the other would be the other name's."""
+    files = [path for floor in ("accelerators", "strategy") for path in (PACKAGE / floor).glob("*.py")]
+    imported = {path: {absolute(module, path) for module in imported_modules(path)} for path in files}
+    name = {path: f"lightning_pipeline.{path.parent.name}.{path.stem}" for path in files}
+    bound = {"lightning_pipeline._lightning"}
+    while more := {name[path] for path in files if imported[path] & bound} - bound:
+        bound |= more
+    assert "lightning_pipeline.strategy.pipeline" in bound and "lightning_pipeline.accelerators.npu" in bound
+    for path in files:
+        for module in imported_modules(path):
+            # The floor's own package imports all of it.
+            assert module not in bound and not module.startswith("lightning_pipeline.strategy"), f"{path}: {module}"
 
 
 def test_partition_starts_no_processes() -> None:
@@ -58,5 +90,5 @@ def test_the_command_line_needs_schedules_and_rank_tables_only() -> None:
     others = {f"lightning_pipeline.{floor}" for floor in FLOORS[1:]}
     for path in (PACKAGE / "cli").glob("*.py"):
         for module in imported_modules(path, at_once=True):
-            assert module.partition(".")[0] not in {"torch", "lightning"}, f"{path}: {module}"
+            assert module.partition(".")[0] not in {"torch", *PACKAGES}, f"{path}: {module}"
             assert module in RANK_TABLES or ".".join(module.split(".")[:2]) not in others, f"{path}: {module}"

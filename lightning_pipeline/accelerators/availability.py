@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -107,3 +108,17 @@ def _release(version: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+_AFTER_TORCH = 100  # torch's own kinds of storage have priorities up to 30
+
+
+@functools.lru_cache(maxsize=1)
+def read_files_of_npus() -> None:
+    """Let torch read tensors that were on an NPU where it does not know NPUs: into host memory, as Lightning does for
+    its own devices."""
+    torch.serialization.register_package(_AFTER_TORCH, lambda storage: None, _in_host_memory)
+
+
+def _in_host_memory(storage: Any, location: str) -> Any:
+    return storage if location.partition(":")[0] == DEVICE and not hasattr(torch, DEVICE) else None

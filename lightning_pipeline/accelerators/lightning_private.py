@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+from .._lightning import Accelerator, SingleDeviceStrategy, Strategy, _AcceleratorConnector
 
 
 def choose_strategy_of_one_device(accelerator: type[Accelerator], make: Callable[[torch.device], Strategy]) -> None:

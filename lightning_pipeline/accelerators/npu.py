@@ -7,10 +7,6 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_pipeline.accelerators.availability import (
@@ -22,7 +18,9 @@ from lightning_pipeline.accelerators.availability import (
     why_unavailable,
 )
 from lightning_pipeline.accelerators.devices import parse_devices
-from lightning_pipeline.accelerators.lightning_private import silence_scaler_warning
+
+from .._lightning import Accelerator, DDPStrategy, Trainer, rank_zero_warn
+from .lightning_private import silence_scaler_warning
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import MixedPrecision, Precision
+
+from .._lightning import MixedPrecision, Precision
 
 
 def fit_to_device(plugin: Precision | None, device_type: str) -> None:

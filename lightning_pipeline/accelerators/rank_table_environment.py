@@ -22,9 +22,6 @@ from __future__ import annotations
 import os
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_pipeline.accelerators.rank_table import Rank, RankTable, RankTableError, Server, listed
@@ -32,6 +29,8 @@ from lightning_pipeline.accelerators.rank_table_formats import MAX_DIGITS, read_
 from lightning_pipeline.accelerators.rank_table_hosts import address_of, check_host, servers_here
 from lightning_pipeline.accelerators.rank_table_placement import check_placement
 from lightning_pipeline.accelerators.rank_table_rules import generation_of, require_valid
+
+from .._lightning import ClusterEnvironment, LightningEnvironment, rank_zero_info, rank_zero_warn
 
 # As SLURM's environment does: high enough to be free, and below the ports that HCCL (60000 on) and systems give out.
 _PORTS = range(15_000, 25_000)

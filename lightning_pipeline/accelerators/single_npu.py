@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipeline.accelerators.availability import DEVICE
-from lightning_pipeline.accelerators.precision import fit_to_device
 from lightning_pipeline.accelerators.random_state import add_random_state, restore_random_state
 from lightning_pipeline.partition.devices import free_memory
+
+from .._lightning import Accelerator, CheckpointIO, Precision, SingleDeviceStrategy
+from .precision import fit_to_device
 
 
 class SingleNPUStrategy(SingleDeviceStrategy):

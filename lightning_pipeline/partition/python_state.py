@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.partition.inference import CallError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
@@ -24,7 +25,7 @@ _FIXED = (
 )
 _CONTAINERS: tuple[type, ...] = (list, tuple, dict, set, frozenset, deque)
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_call_impl", "_compiled_call_impl"}
-_OF_TORCH = ("torch.", "lightning.", "lightning_pipeline.")
+_OF_TORCH = tuple(f"{name}." for name in ("torch", "lightning_pipeline", *PACKAGES))
 _MAX_DEPTH = 6
 
 

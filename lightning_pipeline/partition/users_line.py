@@ -8,7 +8,9 @@ import os
 import sys
 from types import FrameType
 
-_OWN = ("/torch/", "/lightning/", "/lightning_pipeline/", "/pytorch_lightning/", "/torchmetrics/")
+from lightning_pipeline._names import PACKAGES
+
+_OWN = tuple(f"/{name}/" for name in ("torch", "torchmetrics", "lightning_pipeline", *PACKAGES))
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 

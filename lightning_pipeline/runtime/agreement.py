@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,7 +13,6 @@ from lightning_pipeline.runtime.errors import STOPPED, Failure, PeerFailedError,
 from lightning_pipeline.runtime.failure import LINGER_S, FailureNotice
 from lightning_pipeline.runtime.store import BoundedStore, StoreLostError
 
-_GLANCE_S = 0.5  # how long a rank waits for others before it looks whether one of them has failed
 SAME = "start all of them with the same script, arguments, data and packages"
 
 
@@ -136,14 +134,13 @@ class Agreement:
 
     def _wait(self, keys: list[str], timeout: timedelta, place: str) -> bool:
         """Whether the keys came within the timeout, and before a failure of another rank was told."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        while (left := deadline - time.monotonic()) > 0:
-            if self._store.wait(keys, timedelta(seconds=min(left, _GLANCE_S)), limit=self._timeout.total_seconds()):
-                return True
+
+        def look() -> None:
             failure = self._notice.failure
             if failure is not None and failure.rank != self._rank:
                 raise _failed_before(place, failure)
-        return False
+
+        return self._store.wait_looking(keys, timeout, look)
 
     def _leave(self) -> None:
         """The last message of this rank. Rank 0, whose process may host the store, waits a while for the others'."""

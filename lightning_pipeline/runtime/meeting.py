@@ -19,7 +19,6 @@ from lightning_pipeline.runtime.failure import LINGER_S
 from lightning_pipeline.runtime.rendezvous import fresh_store
 from lightning_pipeline.runtime.store import BoundedStore, has_agent, in_time
 
-GLANCE_S = 0.3  # how often a process that waits for the others looks after those that it has started
 ANSWER_S = 5.0  # how long a second rank 0 waits for what listens in its place: it may be no store
 EVERY_NODE = "start the script on every node, with the same MASTER_ADDR and MASTER_PORT"
 
@@ -167,11 +166,9 @@ def _join(
 
 def _wait_without_loss(store: BoundedStore, timeout: timedelta, started: Started | None) -> bool:
     """Whether the verdict came in time; it may be that a process is lost."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while (left := deadline - time.monotonic()) > 0:
-        glance = timedelta(seconds=left if started is None else min(left, GLANCE_S))
-        if store.wait(["verdict"], glance, limit=timeout.total_seconds()):
-            return True
+
+    def look() -> None:
         if started is not None and (told := started.told()):
             store.set_first("verdict", json.dumps({"lost": f"{told} before all ranks had met; see what it says"}))
-    return False
+
+    return store.wait_looking(["verdict"], timeout, look)

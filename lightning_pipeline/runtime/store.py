@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,7 @@ from lightning_pipeline.runtime.errors import STOPPED, Failure, PeerFailedError
 
 T = TypeVar("T")
 GRACE_S = 2.0  # how long an answer may take that no rank depends on: when a wait is given up, and once a run has failed
+GLANCE_S = 0.3  # the longest between two looks at what else may end a wait
 _connecting = threading.Lock()
 
 
@@ -116,10 +118,10 @@ class BoundedStore:
         with self.asked():
             return self.torch.compare_set(key, "", value).decode()
 
-    def check(self, key: str) -> bool:
-        """Whether a key is there."""
+    def check(self, *keys: str) -> bool:
+        """Whether these keys are there."""
         with self.asked():
-            return self.torch.check([key])
+            return self.torch.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta, *, limit: float = GRACE_S) -> bool:
         """Whether the keys came within the timeout.
@@ -137,6 +139,18 @@ class BoundedStore:
                 raise
             except RuntimeError:  # what it is depends on the kind of store
                 return False
+        return True
+
+    def wait_looking(self, keys: Sequence[str], timeout: timedelta, look: Callable[[], object]) -> bool:
+        """As `wait`, with a look every now and then at what else may end it, by raising or by setting a key."""
+        began = time.monotonic()
+        # Not torch's wait with a short timeout, which logs a warning each time.
+        while not self.check(*keys):
+            waited = time.monotonic() - began
+            if waited > timeout.total_seconds():
+                return False
+            look()
+            time.sleep(min(GLANCE_S, 0.005 + waited / 10))
         return True
 
     @contextmanager

@@ -1,12 +1,14 @@
 """Lightning's side: the strategy, its clipping, logged values, metrics and checkpoints."""
 
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lightning_pipeline.accelerators.registration import register_npu
+from lightning_pipeline._registration import introduce
 from lightning_pipeline.runtime.reducer import PipelineGradReducer
-from lightning_pipeline.strategy.pipeline import PipelineStrategy, sync_pipeline_shared_parameters
-from lightning_pipeline.strategy.rebalance import PipelineRebalance
-from lightning_pipeline.strategy.timeline import PipelineTimeline
+
+from .._lightning import Accelerator, ParallelStrategy, StrategyRegistry
+from ..accelerators.registration import register_npu
+from .lightning_private import say_which_import
+from .pipeline import PipelineStrategy, sync_pipeline_shared_parameters
+from .rebalance import PipelineRebalance
+from .timeline import PipelineTimeline
 
 __all__ = [
     "PipelineGradReducer",
@@ -16,5 +18,7 @@ __all__ = [
     "sync_pipeline_shared_parameters",
 ]
 
+introduce(PipelineStrategy, ParallelStrategy, Accelerator)
 PipelineStrategy.register_strategies(StrategyRegistry)
 register_npu()
+say_which_import()

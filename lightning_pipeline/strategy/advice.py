@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lightning.pytorch.utilities import rank_zero_info
-
 from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.recording import gather_spans
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, extent, measured_costs, simulate
 from lightning_pipeline.schedules.schedule import loop_placement
-from lightning_pipeline.strategy.schedule_choice import TRAINING_SCHEDULES, ScheduleChoice, Schedules
+
+from .._lightning import rank_zero_info
+from .schedule_choice import TRAINING_SCHEDULES, ScheduleChoice, Schedules
 
 Observer = Callable[[Span], None]
 """Gets an action with its start and end, in seconds."""

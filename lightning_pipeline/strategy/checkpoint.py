@@ -16,7 +16,8 @@ from lightning_pipeline.partition.ownership import Ownership, names_of_tensors
 from lightning_pipeline.partition.placeholder import skips_writes
 from lightning_pipeline.runtime.fully_sharded import slice_like, whole
 from lightning_pipeline.runtime.trees import recv_tree, send_tree, to_cpu
-from lightning_pipeline.strategy.stored_tensors import StoredTensor
+
+from .stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport

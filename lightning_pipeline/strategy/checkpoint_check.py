@@ -11,17 +11,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition.guards import absent_state_expected
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.schedules.errors import shown
-from lightning_pipeline.strategy.checkpoint import load_module_state
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.stored_tensors import StoredTensor
-from lightning_pipeline.strategy.torch_files import CheckpointError, few
+
+from .._lightning import LightningModule
+from .checkpoint import load_module_state
+from .optimizers import OptimizerLayout
+from .stored_tensors import StoredTensor
+from .torch_files import CheckpointError, few
 
 T = TypeVar("T")
 OTHER_SHAPES = "of other shapes"

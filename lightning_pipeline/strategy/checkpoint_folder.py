@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from lightning_pipeline.schedules.errors import shown
-from lightning_pipeline.strategy.atomic_file import publish, remove, unfinished
-from lightning_pipeline.strategy.checkpoint_check import check_optimizer_states
-from lightning_pipeline.strategy.checkpoint_io import TRUST_IT
-from lightning_pipeline.strategy.folder_metadata import METADATA_FILE
-from lightning_pipeline.strategy.stored_tensors import ShardFiles, StoredTensor
-from lightning_pipeline.strategy.torch_files import CheckpointError, few, load_torch_file, reason_of
+
+from .atomic_file import publish, remove, unfinished
+from .checkpoint_check import check_optimizer_states
+from .checkpoint_io import TRUST_IT
+from .folder_metadata import METADATA_FILE
+from .stored_tensors import ShardFiles, StoredTensor
+from .torch_files import CheckpointError, few, load_torch_file, reason_of
 
 META_FILE = "meta.pt"
 FORMAT = "lightning_pipeline checkpoint folder, version 1"

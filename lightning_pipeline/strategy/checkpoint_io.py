@@ -11,11 +11,11 @@ from typing import IO, Any
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_pipeline.strategy.atomic_file import replacing
-from lightning_pipeline.strategy.torch_files import CheckpointError, load_torch_file
+from .._lightning import TorchCheckpointIO
+from .atomic_file import replacing
+from .torch_files import CheckpointError, load_torch_file
 
 COPIED_BY_LOADING = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
 """Entries of a checkpoint whose tensors are copied on loading; the last two are Lightning's WeightAveraging's."""

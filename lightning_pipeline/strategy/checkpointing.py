@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import AsyncCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,24 +19,26 @@ from lightning_pipeline.partition.plan import StagePlan
 from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.checkpoint import gather_module_state, help_to_gather, load_module_state
-from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
-from lightning_pipeline.strategy.checkpoint_folder import is_folder, read_folder
-from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_pipeline.strategy.copies import filled_from_owners, gather_module
-from lightning_pipeline.strategy.distributed_checkpoint import (
+
+from .._lightning import AsyncCheckpointIO, CheckpointIO, LightningModule, TrainerFn, TrainerStatus
+from .checkpoint import gather_module_state, help_to_gather, load_module_state
+from .checkpoint_check import check_checkpoint, check_format, with_one_outcome
+from .checkpoint_folder import is_folder, read_folder
+from .checkpoint_io import AtomicCheckpointIO
+from .copies import filled_from_owners, gather_module
+from .distributed_checkpoint import (
     BackgroundSave,
     FolderWriter,
     host_group,
     module_state_in_parts,
     optimizer_state_in_parts,
 )
-from lightning_pipeline.strategy.hooks import apart
-from lightning_pipeline.strategy.lightning_private import checkpoint_io_or, innermost
-from lightning_pipeline.strategy.processes import ProcessStrategy
-from lightning_pipeline.strategy.signals import Signals
-from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
-from lightning_pipeline.strategy.stage_runner import StageRunner
+from .hooks import apart
+from .lightning_private import checkpoint_io_or, innermost
+from .processes import ProcessStrategy
+from .signals import Signals
+from .stage_optimizers import StageOptimizers
+from .stage_runner import StageRunner
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,6 +21,8 @@ from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.runtime.fully_sharded import whole
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.trees import recv_tree, send_tree
+
+from .._lightning import LightningModule, Trainer
 
 
 def copies_of(module: LightningModule, trainer: Trainer) -> Iterator[nn.Module]:

@@ -11,9 +11,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition.costs import StepCosts, between
@@ -27,9 +24,11 @@ from lightning_pipeline.runtime.overhead import measure_overhead
 from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 from lightning_pipeline.schedules.balance import Machine
-from lightning_pipeline.strategy.dataloading import sample_batch
-from lightning_pipeline.strategy.lightning_private import training_loader
-from lightning_pipeline.strategy.measuring import (
+
+from .._lightning import LightningModule, TrainerFn, rank_zero_info
+from .dataloading import sample_batch
+from .lightning_private import training_loader
+from .measuring import (
     SeededStep,
     bytes_with_state,
     described,
@@ -41,9 +40,9 @@ from lightning_pipeline.strategy.measuring import (
     unnoticed,
     with_everybody,
 )
-from lightning_pipeline.strategy.refusals import check_tensors_are_whole
-from lightning_pipeline.strategy.schedule_choice import ScheduleChoice, Schedules
-from lightning_pipeline.strategy.trials import MOST, TrialSteps, choose_plan, fault_of_cut
+from .refusals import check_tensors_are_whole
+from .schedule_choice import ScheduleChoice, Schedules
+from .trials import MOST, TrialSteps, choose_plan, fault_of_cut
 
 _PLAN = "_automatic_plan"
 _USABLE = 0.9

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy
 import torch
-from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -22,7 +21,9 @@ from lightning_pipeline.runtime.lending import Asked, Lending
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.lightning_private import sample_indices, set_sample_indices
+
+from .._lightning import sized_len
+from .lightning_private import sample_indices, set_sample_indices
 
 _END = None
 

@@ -25,17 +25,12 @@ from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.fully_sharded import whole
 from lightning_pipeline.runtime.groups import new_group
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu
-from lightning_pipeline.strategy.atomic_file import publish, remove, unfinished
-from lightning_pipeline.strategy.checkpoint import is_meta
-from lightning_pipeline.strategy.checkpoint_folder import (
-    like_meta,
-    read_folder,
-    replace_tensors,
-    tensor_places,
-    write_meta,
-)
-from lightning_pipeline.strategy.checkpoint_io import system_error
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
+
+from .atomic_file import publish, remove, unfinished
+from .checkpoint import is_meta
+from .checkpoint_folder import like_meta, read_folder, replace_tensors, tensor_places, write_meta
+from .checkpoint_io import system_error
+from .optimizers import OptimizerLayout
 
 # -- what a rank holds ------------------------------------------------------------------------------------------------
 

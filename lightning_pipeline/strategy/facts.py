@@ -8,8 +8,9 @@ import zlib
 from importlib.metadata import version
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
+
+from .._lightning import LightningModule, Trainer
 
 SETTINGS = (
     "num_nodes",

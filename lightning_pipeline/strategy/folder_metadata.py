@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_pipeline.strategy.torch_files import CheckpointError, few
+from .torch_files import CheckpointError, few
 
 METADATA_FILE = ".metadata"
 MAX_BYTES = 2**28

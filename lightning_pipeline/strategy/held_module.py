@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,11 +29,13 @@ from lightning_pipeline.runtime.shared import spread_from_owner
 from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.trees import recv_tree, send_tree
-from lightning_pipeline.strategy.copies import copies_of
-from lightning_pipeline.strategy.cutting import Cut
-from lightning_pipeline.strategy.lightning_private import note_device
-from lightning_pipeline.strategy.tensor_parallel import TensorGroup
-from lightning_pipeline.strategy.weights import Weights, load_weights
+
+from .._lightning import LightningModule, rank_zero_warn
+from .copies import copies_of
+from .cutting import Cut
+from .lightning_private import note_device
+from .tensor_parallel import TensorGroup
+from .weights import Weights, load_weights
 
 _CRC_BYTES = 4096
 _NONE, _PARTS, _MEMORY, _SLICES = range(4)

@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -17,13 +14,15 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.runtime.outside import Outside
-from lightning_pipeline.strategy.lightning_private import Override, call_hooks_within
+
+from .._lightning import NAMES, BasePredictionWriter, Callback, LightningModule, Trainer, is_overridden
+from .lightning_private import Override, call_hooks_within
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _HARMLESS = tuple(
-    f"lightning.pytorch.callbacks.{name}"
+    f"{NAMES.pytorch}.callbacks.{name}"
     for name in (
         *("progress", "checkpoint", "model_checkpoint", "model_summary", "rich_model_summary", "early_stopping"),
         *("lr_monitor", "timer", "device_stats_monitor", "throughput_monitor", "gradient_accumulation_scheduler"),
@@ -58,7 +57,7 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_
 _WITH_BATCHES = tuple(
     f"on_{kind}_batch_{when}" for kind in ("train", "validation", "test", "predict") for when in ("start", "end")
 )
-_PASSING_ON = ("lightning.", "lightning_pipeline.")
+_PASSING_ON = (f"{NAMES.pytorch}.", "lightning_pipeline.")
 """Packages whose callbacks do not look at batches, but for those that write predictions."""
 
 

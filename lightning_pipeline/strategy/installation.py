@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.plugins import LayerSync
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,7 +18,9 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.fully_sharded import plain
 from lightning_pipeline.runtime.replicas import Replicas
-from lightning_pipeline.strategy.lightning_private import Override
+
+from .._lightning import BasePredictionWriter, LayerSync, Trainer
+from .lightning_private import Override
 
 
 def silence_writers(trainer: Trainer, override: Override) -> None:

@@ -11,15 +11,14 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.utils import get_original_cwd, to_absolute_path
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from omegaconf import OmegaConf
 from typing_extensions import override
 
 from lightning_pipeline.runtime.errors import Failure
-from lightning_pipeline.strategy.children import Children, start, watch_launcher
-from lightning_pipeline.strategy.lightning_private import share_threads
+
+from .._lightning import ClusterEnvironment, Trainer, _SubprocessScriptLauncher
+from .children import Children, start, watch_launcher
+from .lightning_private import share_threads
 
 # What a launch leaves in this process's environment. The next job of a sweep must not find it: with LOCAL_RANK set,
 # Lightning takes the processes as started by somebody else.

@@ -15,31 +15,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
-from lightning.fabric.utilities.distributed import (
-    _destroy_dist_connection,
-    _InfiniteBarrier,
-    _init_dist_connection,
-    _set_num_threads_if_needed,
-)
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors import data_connector
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_pipeline._names import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_pipeline.runtime.backend_rules import warm_up
 from lightning_pipeline.runtime.backends import HOST, backend_for
+
+from .._lightning import (
+    NAMES,
+    BaseFinetuning,
+    CheckpointIO,
+    ClosureResult,
+    ClusterEnvironment,
+    LightningModule,
+    LightningOptimizer,
+    Precision,
+    PyTorchProfiler,
+    Trainer,
+    _configure_optimizers,
+    _destroy_dist_connection,
+    _DeviceDtypeModuleMixin,
+    _IndexBatchSamplerWrapper,
+    _InfiniteBarrier,
+    _init_dist_connection,
+    _set_num_threads_if_needed,
+    _WrappingCheckpointIO,
+    call,
+    compile_of,
+    data_connector,
+    rank_zero_warn,
+)
 
 Override = Callable[[Any, str, Any], None]
 """Sets an attribute of an object for as long as a trainer function runs (`overridden`)."""
@@ -68,6 +75,40 @@ def connect_processes(
     _init_dist_connection(environment, backend, timeout=timeout, store=store)
     warm_up()
     return backend
+
+
+def data_sources(trainer: Trainer) -> list[Any]:
+    """What a Trainer takes loaders from: data modules, modules, or loaders. It looks at them when strategies are set up
+    already.
+    """
+    loops: Any = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop)
+    return [loop._data_source.instance for loop in (*loops, trainer.test_loop, trainer.predict_loop)]
+
+
+def check_name(instance: object) -> None:
+    """Raise for what derives from a class of Lightning by its other name.
+
+    Raises:
+        TypeError: it does, with the import to change.
+    """
+    own = NAMES.pytorch
+    other = (PYTORCH_LIGHTNING if own == LIGHTNING.pytorch else LIGHTNING).pytorch
+    bases = [base for base in type(instance).__mro__ if base.__module__.startswith((f"{own}.", f"{other}."))]
+    if bases and not any(base.__module__.startswith(f"{own}.") for base in bases):
+        name = bases[0].__qualname__
+        raise TypeError(
+            f"You passed a `{other}` object ({type(instance).__qualname__}, which derives from {name}) to a `{own}` "
+            f"Trainer. Take both from one of them: change the import of {name} to `from {own} import {name}`, or take "
+            f"the Trainer from {other}"
+        )
+
+
+def say_which_import() -> None:
+    """Where a Trainer is given a module of Lightning's other name, say which import to change. Lightning says that they
+    are mixed where the module's own class is one of its packages, and else that a module has to be a module; no
+    strategy has a say before.
+    """
+    compile_of._check_mixed_imports = check_name
 
 
 def share_threads(num_processes: int) -> None:
@@ -185,7 +226,7 @@ def set_sample_indices(loader: Any, seen: list[list[int]]) -> None:
 
 def uses_dataloader_iter(module: LightningModule, step: str) -> bool:
     """Whether the user's step takes the iterator instead of batches, as Lightning decides it."""
-    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+    from .._lightning import is_param_in_hook_signature
 
     function: Any = getattr(module, step, None)
     return function is not None and is_param_in_hook_signature(function, "dataloader_iter", explicit=True)

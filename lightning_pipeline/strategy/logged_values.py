@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
+
+from .._lightning import LightningModule
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 _OPTIONS = frozenset(_SIGNATURE.parameters) - {"self", "name", "value"}

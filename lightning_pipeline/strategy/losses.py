@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_pipeline.partition.engine import backward_from_loss
+
+from .._lightning import LightningModule
 
 _SUM = "sum"
 _SCALED = "scaled"  # a sum times a constant, which may make it a mean

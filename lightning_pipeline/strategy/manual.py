@@ -13,16 +13,16 @@ from enum import Enum
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.suspended import BACKWARD, Meeting, running_step
-from lightning_pipeline.strategy.lightning_private import lightning_optimizers
-from lightning_pipeline.strategy.stage_optimizers import inner
+
+from .._lightning import LightningModule, LightningOptimizer
+from .lightning_private import lightning_optimizers
+from .stage_optimizers import inner
 
 Closure = Callable[[], Any]
 Update = Callable[[Optimizer, Callable[[Closure | None], Any], Closure | None], Any]

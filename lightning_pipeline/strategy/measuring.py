@@ -13,8 +13,6 @@ from inspect import signature
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,10 +29,12 @@ from lightning_pipeline.partition.work import measured_speed
 from lightning_pipeline.runtime.collectives import over_all_refused
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.installation import own_statistics
-from lightning_pipeline.strategy.lightning_private import Override
-from lightning_pipeline.strategy.losses import loss_in
-from lightning_pipeline.strategy.manual import losses_noted
+
+from .._lightning import DummyLogger, LightningModule
+from .installation import own_statistics
+from .lightning_private import Override
+from .losses import loss_in
+from .manual import losses_noted
 
 SeededStep = Callable[..., Tensor | None]
 """A `Step` that takes a `seed`, too."""

@@ -15,8 +15,9 @@ from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.runtime.fully_sharded import slice_like
 from lightning_pipeline.runtime.trees import map_tensors, recv_tree, send_tree, to_cpu
-from lightning_pipeline.strategy.checkpoint_io import read_into_memory
-from lightning_pipeline.strategy.stored_tensors import StoredTensor
+
+from .checkpoint_io import read_into_memory
+from .stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport

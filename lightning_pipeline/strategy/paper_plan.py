@@ -16,8 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,10 +29,12 @@ from lightning_pipeline.partition.work import DeviceSpeed
 from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, Simulation, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.balance import Machine
 from lightning_pipeline.schedules.timeline import Timeline
-from lightning_pipeline.strategy.lightning_private import configured_optimizers
-from lightning_pipeline.strategy.measuring import bytes_with_state, loss_step
-from lightning_pipeline.strategy.pipeline import PipelineStrategy
-from lightning_pipeline.strategy.schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
+
+from .._lightning import LightningDataModule, LightningModule, Trainer, rank_zero_warn
+from .lightning_private import configured_optimizers
+from .measuring import bytes_with_state, loss_step
+from .pipeline import PipelineStrategy
+from .schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
 
 
 @dataclass(frozen=True)

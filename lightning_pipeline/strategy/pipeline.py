@@ -11,17 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline.accelerators.rank_table_environment import warn_of_placement
+from lightning_pipeline._registration import adopted_by, is_pipeline
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
@@ -32,23 +27,29 @@ from lightning_pipeline.runtime.shared import spread_from_owner
 from lightning_pipeline.runtime.suspended import running_step
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy import refusals
-from lightning_pipeline.strategy.advice import Advice, Advisor, Observer, observed
-from lightning_pipeline.strategy.checkpointing import CheckpointingStrategy
-from lightning_pipeline.strategy.copies import copies_of
-from lightning_pipeline.strategy.cutting import Cut, Cutting, num_stages_for
-from lightning_pipeline.strategy.dataloading import AnnouncedLoader, FollowingLoader
-from lightning_pipeline.strategy.facts import parts_of
-from lightning_pipeline.strategy.held_module import take_initial_values
-from lightning_pipeline.strategy.hooks import apart, follow_hooks, has_hook, knows_no_others, look_at_batches
-from lightning_pipeline.strategy.installation import (
-    agree_on_overflow,
-    convert_batch_norms,
-    shared_statistics,
-    silence_writers,
-    sync_over,
+
+from .._lightning import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    LightningModule,
+    Precision,
+    Trainer,
+    TrainerFn,
+    TrainerStatus,
 )
-from lightning_pipeline.strategy.lightning_private import (
+from ..accelerators.rank_table_environment import warn_of_placement
+from . import refusals
+from .advice import Advice, Advisor, Observer, observed
+from .checkpointing import CheckpointingStrategy
+from .copies import copies_of
+from .cutting import Cut, Cutting, num_stages_for
+from .dataloading import AnnouncedLoader, FollowingLoader
+from .facts import parts_of
+from .held_module import take_initial_values
+from .hooks import apart, follow_hooks, has_hook, knows_no_others, look_at_batches
+from .installation import agree_on_overflow, convert_batch_norms, shared_statistics, silence_writers, sync_over
+from .lightning_private import (
     SKIPPED,
     Override,
     call_before_update,
@@ -60,13 +61,13 @@ from lightning_pipeline.strategy.lightning_private import (
     skip_before_transfer,
     total_batches,
 )
-from lightning_pipeline.strategy.manual import Closure, batch_calls_met, meet_backward
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.schedule_choice import ScheduleArgument, ScheduleChoice
-from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, inner, zeroed_unseen
-from lightning_pipeline.strategy.stage_runner import StageRunner
-from lightning_pipeline.strategy.tensor_parallel import TensorGroup
-from lightning_pipeline.strategy.weights import Weights
+from .manual import Closure, batch_calls_met, meet_backward
+from .optimizers import OptimizerLayout
+from .schedule_choice import ScheduleArgument, ScheduleChoice
+from .stage_optimizers import StageOptimizers, inner, zeroed_unseen
+from .stage_runner import StageRunner
+from .tensor_parallel import TensorGroup
+from .weights import Weights
 
 REGISTERED = {
     "pipeline": "1f1b",
@@ -196,6 +197,22 @@ class PipelineStrategy(CheckpointingStrategy):
         this process, and its stages to this module."""
         given_later = {name: getattr(self, name) for name in _GIVEN_BY_TRAINER}
         return _asked_for, (type(self), self._arguments, given_later)
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._accelerator
+
+    @accelerator.setter
+    @override
+    def accelerator(self, accelerator: Accelerator) -> None:
+        # The first that a Trainer gives: one of Lightning's other name makes this a strategy of its own.
+        adopted = adopted_by(type(self), accelerator)
+        if adopted is not None:
+            args, kwargs = self._arguments
+            self.__class__ = adopted
+            self.__init__(*args, **kwargs)  # type: ignore[misc]
+        self._accelerator = accelerator
 
     @property
     def peak_live(self) -> int:
@@ -662,6 +679,12 @@ def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[st
     return made
 
 
+def pipeline_of(trainer: Trainer) -> PipelineStrategy | None:
+    """The Trainer's strategy, where it is this one; also where the Trainer is of Lightning's other name."""
+    strategy: Any = trainer.strategy
+    return strategy if is_pipeline(strategy) else None
+
+
 def sync_pipeline_shared_parameters(module: LightningModule) -> None:
     """Give every stage that holds a shared parameter its owner's value: the first stage that uses it.
 
@@ -675,8 +698,8 @@ def sync_pipeline_shared_parameters(module: LightningModule) -> None:
     Raises:
         ValueError: the module is attached to no such Trainer.
     """
-    strategy = module._trainer.strategy if module._trainer is not None else None
-    if not isinstance(strategy, PipelineStrategy) or strategy.ownership is None:
+    strategy = pipeline_of(module._trainer) if module._trainer is not None else None
+    if strategy is None or strategy.ownership is None:
         raise ValueError(
             f"{type(module).__name__} is not set up by a pipeline; call sync_pipeline_shared_parameters in a hook, or "
             f"after trainer.fit, validate, test or predict with PipelineStrategy"

@@ -10,22 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipeline.accelerators.npu import warn_of_unused_npus
-from lightning_pipeline.accelerators.precision import fit_to_device
-from lightning_pipeline.accelerators.rank_table_environment import (
-    RankTableEnvironment,
-    check_processes,
-    with_rank_table,
-)
 from lightning_pipeline.partition.placeholder import in_hook
 from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
@@ -35,10 +22,15 @@ from lightning_pipeline.runtime.meeting import meet
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.store import BoundedStore
 from lightning_pipeline.runtime.topology import Topology
-from lightning_pipeline.strategy.dataloading import has_length
-from lightning_pipeline.strategy.facts import evaluation_of, settings_of, training_of, versions
-from lightning_pipeline.strategy.launcher import PipelineLauncher
-from lightning_pipeline.strategy.lightning_private import connect_processes, wait_for_data_within
+
+from .._lightning import ClusterEnvironment, LightningModule, ParallelStrategy, Precision, ReduceOp, rank_zero_only
+from ..accelerators.npu import warn_of_unused_npus
+from ..accelerators.precision import fit_to_device
+from ..accelerators.rank_table_environment import RankTableEnvironment, check_processes, with_rank_table
+from .dataloading import has_length
+from .facts import evaluation_of, settings_of, training_of, versions
+from .launcher import PipelineLauncher
+from .lightning_private import connect_processes, wait_for_data_within
 
 EVEN = (
     "give all ranks the same seed, data, checkpoint and optimizers; replicas that read data of their own may need "

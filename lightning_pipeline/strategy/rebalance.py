@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_pipeline.partition.microbatch import microbatches_of
@@ -14,9 +12,11 @@ from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.recording import gather_spans
 from lightning_pipeline.schedules import measured_costs, recorded_schedule
 from lightning_pipeline.schedules.balance import Machine
-from lightning_pipeline.strategy.advice import is_usual
-from lightning_pipeline.strategy.measuring import estimate_training_step, unnoticed, with_everybody
-from lightning_pipeline.strategy.pipeline import PipelineStrategy
+
+from .._lightning import Callback, LightningModule, Trainer, rank_zero_info
+from .advice import is_usual
+from .measuring import estimate_training_step, unnoticed, with_everybody
+from .pipeline import pipeline_of
 
 
 class PipelineRebalance(Callback):
@@ -45,10 +45,10 @@ class PipelineRebalance(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        strategy = trainer.strategy
+        strategy = pipeline_of(trainer)
         self._spans = None
         is_due = trainer.global_step >= self.first_step and len(self._steps) < self.num_steps
-        if not isinstance(strategy, PipelineStrategy) or strategy.pipeline is None or not is_due:
+        if strategy is None or strategy.pipeline is None or not is_due:
             return
         self._spans = []
         strategy.observers.add(self._note)
@@ -57,8 +57,8 @@ class PipelineRebalance(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        strategy = trainer.strategy
-        if self._spans is None or not isinstance(strategy, PipelineStrategy) or strategy.pipeline is None:
+        strategy = pipeline_of(trainer)
+        if self._spans is None or strategy is None or strategy.pipeline is None:
             return
         pipeline = strategy.pipeline
         strategy.observers.discard(self._note)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
-from lightning.pytorch.plugins import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.partition.stage_config import AUTO
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.schedules.errors import shown
 from lightning_pipeline.schedules.limits import MAX_PASSES, MAX_PROCESSES, MAX_RANKS
-from lightning_pipeline.strategy.copies import copies_of
-from lightning_pipeline.strategy.lightning_private import uses_dataloader_iter
-from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
+
+from .._lightning import (
+    BatchSizeFinder,
+    DoublePrecision,
+    HalfPrecision,
+    LightningModule,
+    MixedPrecision,
+    ModelPruning,
+    Precision,
+    Trainer,
+)
+from .copies import copies_of
+from .lightning_private import check_name, data_sources, uses_dataloader_iter
+from .schedule_choice import ScheduleChoice
 
 if TYPE_CHECKING:
-    from lightning_pipeline.strategy.pipeline import PipelineStrategy
+    from .pipeline import PipelineStrategy
 
 ALIKE = (
     "num_stages",
@@ -79,7 +82,7 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
     """Raise for a module or Trainer that a pipeline cannot run.
 
     Raises:
-        ValueError: with the way out.
+        TypeError, ValueError: with the way out.
     """
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if uses_dataloader_iter(module, step):
@@ -87,6 +90,8 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
                 f"{type(module).__name__}.{step} takes a dataloader_iter, and only the first stage has one; "
                 f"let it take (batch, batch_idx)"
             )
+    for source in data_sources(trainer):
+        check_name(source)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelPruning):
             raise ValueError(

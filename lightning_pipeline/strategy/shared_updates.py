@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from lightning_pipeline.runtime.fully_sharded import local_part, slice_like, whole
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.trees import recv_tree, send_tree
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
+
+from .optimizers import OptimizerLayout
 
 BUCKET_BYTES = 25 << 20
 

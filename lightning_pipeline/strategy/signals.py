@@ -8,12 +8,8 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
-from lightning_pipeline.strategy.lightning_private import (
+from .._lightning import SIGTERMException, Trainer, TrainerFn, rank_zero_info
+from .lightning_private import (
     Override,
     call_before_each_batch,
     replace_signal_handlers,

@@ -7,10 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,9 +20,11 @@ from lightning_pipeline.runtime.fully_sharded import local_part, plain, whole
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.trees import map_tensors, to_cpu
-from lightning_pipeline.strategy.hooks import knows_no_others
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.shared_updates import OptimizerShards, WholeUpdates
+
+from .._lightning import Callback, LightningModule, LightningOptimizer, is_overridden, rank_zero_warn
+from .hooks import knows_no_others
+from .optimizers import OptimizerLayout
+from .shared_updates import OptimizerShards, WholeUpdates
 
 _NO_GRADIENT = -1.0  # no norm is negative, and NaN stays free for gradients that are
 

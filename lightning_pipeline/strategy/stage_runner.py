@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_pipeline.partition import tree
@@ -30,14 +28,16 @@ from lightning_pipeline.runtime.suspended import Suspended, running_step
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
-from lightning_pipeline.strategy.cutting import Cut
-from lightning_pipeline.strategy.held_module import HeldModule
-from lightning_pipeline.strategy.logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
-from lightning_pipeline.strategy.losses import backward_of, is_sum_over_samples, loss_in, mean_loss
-from lightning_pipeline.strategy.outputs import combine
-from lightning_pipeline.strategy.schedule_choice import Schedules
-from lightning_pipeline.strategy.signals import Signals, merge
-from lightning_pipeline.strategy.tensor_parallel import TensorGroup, place_gradients
+
+from .._lightning import LightningModule, rank_zero_warn
+from .cutting import Cut
+from .held_module import HeldModule
+from .logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
+from .losses import backward_of, is_sum_over_samples, loss_in, mean_loss
+from .outputs import combine
+from .schedule_choice import Schedules
+from .signals import Signals, merge
+from .tensor_parallel import TensorGroup, place_gradients
 
 _SINGLE_SAMPLE = "more than 1 value per channel"
 """In the error of torch's batch norms."""

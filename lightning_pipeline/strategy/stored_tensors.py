@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_pipeline.runtime.trees import map_tensors
 from lightning_pipeline.schedules.errors import shown
-from lightning_pipeline.strategy.checkpoint_io import TRUST_IT
-from lightning_pipeline.strategy.folder_metadata import METADATA_FILE, read_metadata
-from lightning_pipeline.strategy.torch_files import (
+
+from .checkpoint_io import TRUST_IT
+from .folder_metadata import METADATA_FILE, read_metadata
+from .torch_files import (
     CheckpointError,
     few,
     is_of_the_system,

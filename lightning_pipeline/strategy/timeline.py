@@ -7,8 +7,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_pipeline.runtime.executor import Span
@@ -17,7 +15,9 @@ from lightning_pipeline.schedules import idle_share, measured_costs, recorded_sc
 from lightning_pipeline.schedules.chrome_trace import save_chrome_trace
 from lightning_pipeline.schedules.picture import save_picture
 from lightning_pipeline.schedules.timeline import overlapped_share
-from lightning_pipeline.strategy.pipeline import PipelineStrategy
+
+from .._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
+from .pipeline import PipelineStrategy, pipeline_of
 
 MAX_ROWS = 32
 """Ranks in a picture: as many replicas as that allows, and at least one."""
@@ -78,9 +78,10 @@ class PipelineTimeline(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = trainer.global_step
-        if isinstance(trainer.strategy, PipelineStrategy):
-            trainer.strategy.observers.add(self._note_action)
-            trainer.strategy.observe_buckets = self._note_reduction
+        strategy = pipeline_of(trainer)
+        if strategy is not None:
+            strategy.observers.add(self._note_action)
+            strategy.observe_buckets = self._note_reduction
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -90,8 +91,8 @@ class PipelineTimeline(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, PipelineStrategy):
+        strategy = pipeline_of(trainer)
+        if strategy is None:
             return
         assert strategy.pipeline is not None and self._recording is not None
         self.recorded = self._recording
@@ -106,8 +107,8 @@ class PipelineTimeline(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, PipelineStrategy):
+        strategy = pipeline_of(trainer)
+        if strategy is None:
             rank_zero_info("PipelineTimeline draws nothing: the Trainer does not use the pipeline strategy")
             return
         strategy.observers.discard(self._note_action)

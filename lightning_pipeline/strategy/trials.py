@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_pipeline.partition import tree
@@ -33,9 +32,11 @@ from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
 from lightning_pipeline.runtime.work import Work
-from lightning_pipeline.strategy.losses import backward_of
-from lightning_pipeline.strategy.measuring import SeededStep
-from lightning_pipeline.strategy.schedule_choice import Schedules
+
+from .._lightning import LightningModule
+from .losses import backward_of
+from .measuring import SeededStep
+from .schedule_choice import Schedules
 
 _SEEDS = (0, 1, 2, 3)
 """A step that leaves out layers at random may pass over a stage once, and seldom every time."""

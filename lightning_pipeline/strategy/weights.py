@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from lightning_pipeline.partition.ownership import names_of_tensors
 from lightning_pipeline.schedules.errors import shown
 from lightning_pipeline.schedules.text_file import read_text
-from lightning_pipeline.strategy.folder_metadata import METADATA_FILE
-from lightning_pipeline.strategy.stored_tensors import ShardFiles, is_relative
-from lightning_pipeline.strategy.torch_files import (
+
+from .folder_metadata import METADATA_FILE
+from .stored_tensors import ShardFiles, is_relative
+from .torch_files import (
     CheckpointError,
     few,
     is_of_the_system,

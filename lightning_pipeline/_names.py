@@ -1,0 +1,55 @@
+"""The two names that Lightning goes by. Their classes are not the same, and neither are their registries."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+
+class Names(NamedTuple):
+    """One of them.
+
+    Attributes:
+        pytorch, fabric: its packages.
+        floor: the package in which what is made for a Trainer of it is imported.
+    """
+
+    pytorch: str
+    fabric: str
+    floor: str
+
+    @property
+    def is_imported(self) -> bool:
+        return self.pytorch in sys.modules
+
+    def public(self, name: str) -> Any:
+        """One of the names that `lightning_pipeline` exports, for this one."""
+        where = "accelerators.npu" if name == "NPUAccelerator" else "strategy"
+        return getattr(import_module(f"{self.floor}.{where}"), name)
+
+
+LIGHTNING = Names("lightning.pytorch", "lightning.fabric", "lightning_pipeline")
+PYTORCH_LIGHTNING = Names("pytorch_lightning", "lightning_fabric", "lightning_pipeline.pytorch_lightning")
+PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+@lru_cache(maxsize=1)
+def installed() -> tuple[Names, ...]:
+    """Those that can be imported. The first one is imported in `lightning_pipeline` itself.
+
+    Raises:
+        ImportError: none can.
+    """
+    found = [names for names in (LIGHTNING, PYTORCH_LIGHTNING) if find_spec(names.pytorch.partition(".")[0])]
+    if not found:
+        raise ImportError("lightning_pipeline needs Lightning: pip install lightning, or pip install pytorch-lightning")
+    return (found[0]._replace(floor=LIGHTNING.floor), *found[1:])
+
+
+def used() -> Names:
+    """The one that the program has imported. If it has imported both, or none yet, the first one that is installed."""
+    first, *others = installed()
+    return next((one for one in others if one.is_imported and not first.is_imported), first)

@@ -1,0 +1,28 @@
+"""This package for programs that `import pytorch_lightning`, where `lightning` is installed as well.
+
+`lightning_pipeline.PipelineStrategy` and its relatives come from here by themselves where the program has imported
+`pytorch_lightning` and not `lightning`. One that imports both takes them from here for a Trainer of this name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning_pipeline
+from lightning_pipeline._names import PYTORCH_LIGHTNING, installed
+
+if TYPE_CHECKING:
+    from lightning_pipeline import *  # noqa: F403
+
+__all__ = lightning_pipeline.__all__
+
+# The files of the package above, once more by other names; but not once more below these.
+__path__ = [str(Path(__file__).parents[1])] if __name__ == PYTORCH_LIGHTNING.floor else []
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        [names] = [one for one in installed() if one.pytorch == PYTORCH_LIGHTNING.pytorch]
+        return names.public(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

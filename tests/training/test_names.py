@@ -1,0 +1,93 @@
+"""Programs that `import pytorch_lightning`, `lightning`, or both train on stages, and alike."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.multiprocess
+
+SCRIPT = Path(__file__).with_name("names_script.py")
+TIMEOUT_S = 120
+PYTORCH_LIGHTNING, LIGHTNING = "pytorch_lightning", "lightning.pytorch"
+RUNS = ((1, PYTORCH_LIGHTNING), (2, PYTORCH_LIGHTNING), (2, LIGHTNING, PYTORCH_LIGHTNING))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """What each rank of each run has found."""
+    folder = tmp_path_factory.mktemp("names")
+
+    def run(num_stages: int, *names: str) -> list[dict[str, Any]]:
+        command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), str(num_stages), *names]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stderr[-4000:]
+        files = [folder / f"{'+'.join(names)}-{num_stages}-{rank}.pt" for rank in range(num_stages)]
+        return [torch.load(file, weights_only=False) for file in files]
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(RUNS, pool.map(lambda arguments: run(*arguments), RUNS), strict=True))
+
+
+@pytest.mark.parametrize("run", RUNS[1:])
+def test_two_stages_give_the_bits_of_one_by_each_name(run: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> None:
+    [reference] = found[RUNS[0]]
+    expected = reference[PYTORCH_LIGHTNING]
+    assert expected["own"] and len(expected["seen"]) == 6
+    for of_rank in found[run]:
+        for name in run[1:]:
+            of_name = of_rank[name]
+            assert of_name["own"] and of_name["drawn"]
+            for what in ("weights", "loaded", "metrics"):
+                assert of_name[what].keys() == expected[what].keys()
+                for key, value in expected[what].items():
+                    assert torch.equal(of_name[what][key], value), (name, what, key)
+            assert of_name["seen"] == expected["seen"] and of_name["validated"] == expected["validated"]
+
+
+MIXED = """
+import lightning.pytorch, pytorch_lightning, lightning_pipeline
+from torch import nn
+from torch.utils.data import DataLoader
+
+def trainer(pl):
+    return pl.Trainer(strategy="pipeline", devices=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+
+def modules(pl):
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+        def training_step(self, batch, batch_idx): ...
+        def configure_optimizers(self): ...
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self): return DataLoader([0.0])
+    return Net(), Data()
+
+for own, other in ((lightning.pytorch, pytorch_lightning), (pytorch_lightning, lightning.pytorch)):
+    for passed in ((modules(other)[0], DataLoader([0.0])), (modules(own)[0], modules(other)[1])):
+        try:
+            trainer(own).fit(*passed)
+        except TypeError as error:
+            print("told:", error)
+"""
+
+
+def test_what_is_of_the_other_name_says_which_import_to_change() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MIXED], capture_output=True, text=True, timeout=TIMEOUT_S, cwd=Path.cwd()
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith("told:")]
+    assert len(told) == 4, done.stderr[-3000:]
+    ways = [(LIGHTNING, PYTORCH_LIGHTNING)] * 2 + [(PYTORCH_LIGHTNING, LIGHTNING)] * 2
+    for line, (own, other), name in zip(told, ways, ["LightningModule", "LightningDataModule"] * 2, strict=True):
+        assert f"You passed a `{other}` object" in line and f"to a `{own}` Trainer" in line
+        assert f"`from {own} import {name}`" in line
