@@ -118,6 +118,18 @@ def both_take_each_others_strategies() -> None:
         raise AssertionError("a class of the user's was taken for another")
 
 
+def needs_no_import() -> None:
+    """Torch imports this package by its entry point, while Lightning is being imported."""
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    assert "torch" not in sys.modules
+    import lightning.pytorch
+
+    assert "lightning_pipeline" in sys.modules, "pip install -e . makes the entry point known"
+    assert "lightning_pipeline.strategy" not in sys.modules
+    takes("lightning.pytorch", "pipeline_gpipe")
+    assert "npu" in lightning.pytorch.accelerators.AcceleratorRegistry
+
+
 def every_module_can_be_walked() -> None:
     """Also those that exist once more by other names, and not for ever."""
     import pkgutil
@@ -130,7 +142,8 @@ def every_module_can_be_walked() -> None:
 
 
 if __name__ == "__main__":
-    passed = [in_a_fork(imports_neither_torch_nor_lightning)]
+    passed = [in_a_fork(imports_neither_torch_nor_lightning), in_a_fork(needs_no_import)]
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     import torch._dynamo  # noqa: F401
     import torchmetrics  # noqa: F401
 

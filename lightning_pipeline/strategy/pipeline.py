@@ -69,14 +69,6 @@ from .stage_runner import StageRunner
 from .tensor_parallel import TensorGroup
 from .weights import Weights
 
-REGISTERED = {
-    "pipeline": "1f1b",
-    "pipeline_gpipe": "gpipe",
-    "pipeline_1f1b": "1f1b",
-    "pipeline_interleaved": "interleaved_1f1b",
-}
-"""Names for `Trainer(strategy=...)`, with their schedules."""
-
 _GIVEN_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 """What a Trainer gives a strategy that was made without."""
 
@@ -660,15 +652,6 @@ class PipelineStrategy(CheckpointingStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.cluster_environment.teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, schedule in REGISTERED.items():
-            if name not in strategy_registry:
-                strategy_registry.register(
-                    name, cls, description=f"Pipeline parallelism, {schedule} schedule", schedule=schedule
-                )
 
 
 def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[str, Any]) -> PipelineStrategy:
