@@ -13,11 +13,13 @@ class Names(NamedTuple):
 
     Attributes:
         pytorch, fabric: its packages.
+        distribution: what pip calls it.
         floor: the package in which what is made for a Trainer of it is imported.
     """
 
     pytorch: str
     fabric: str
+    distribution: str
     floor: str
 
     @property
@@ -30,8 +32,10 @@ class Names(NamedTuple):
         return getattr(import_module(f"{self.floor}.{where}"), name)
 
 
-LIGHTNING = Names("lightning.pytorch", "lightning.fabric", "lightning_pipeline")
-PYTORCH_LIGHTNING = Names("pytorch_lightning", "lightning_fabric", "lightning_pipeline.pytorch_lightning")
+LIGHTNING = Names("lightning.pytorch", "lightning.fabric", "lightning", "lightning_pipeline")
+PYTORCH_LIGHTNING = Names(
+    "pytorch_lightning", "lightning_fabric", "pytorch-lightning", "lightning_pipeline.pytorch_lightning"
+)
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 

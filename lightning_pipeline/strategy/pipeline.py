@@ -178,6 +178,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._cutting: Cutting | None = None
         self._seed = 0
         self._set_up_for: tuple[LightningModule, int] | None = None
+        self._told_replicas: int | None = None  # before the topology was known
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PipelineStrategy:
         made = super().__new__(cls)
@@ -234,6 +235,15 @@ class PipelineStrategy(CheckpointingStrategy):
     def settings(self) -> dict[str, str]:
         asked = {name: str(getattr(self, name)) for name in refusals.ALIKE}
         return {**super().settings(), **asked, "schedule": self._choice.label}
+
+    @override
+    def _num_replicas(self, world_size: int) -> int:
+        if self.topology is not None:
+            return self.topology.data_parallel_size
+        config = read_stage_config(self._module, self.stage_config)
+        num_stages = self.num_stages or num_stages_for(config, self._choice, world_size)
+        self._told_replicas = max(1, world_size // (num_stages * self.tensor_parallel_size))
+        return self._told_replicas
 
     def _topology(self, num_stages: int) -> Topology:
         return Topology(
@@ -322,6 +332,12 @@ class PipelineStrategy(CheckpointingStrategy):
             self._advisor = Advisor(**sizes, max_live_microbatches=self.max_live_microbatches)
         schedules = self._advisor.first if self._advisor is not None else self._choice.bind(**sizes)
         self.topology = topology = self._topology(num_stages).along(schedules.placement)
+        told, self._told_replicas = self._told_replicas, None
+        if told is not None and told != topology.data_parallel_size:
+            raise ValueError(
+                f"a hook that sets data up was told of {told} replicas (trainer.world_size), and stage_config, which "
+                f"came after it, makes {topology.data_parallel_size}: give PipelineStrategy num_stages={num_stages}"
+            )
         if self.world_size > 1:
             warn_of_placement(num_stages)
         if self.root_device.type == "cpu":
