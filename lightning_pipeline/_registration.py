@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-REGISTERED = {
-    "pipeline": "1f1b",
-    "pipeline_gpipe": "gpipe",
-    "pipeline_1f1b": "1f1b",
-    "pipeline_interleaved": "interleaved_1f1b",
+REGISTERED: dict[str, dict[str, str]] = {
+    "pipeline": {},
+    "pipeline_gpipe": {"schedule": "gpipe"},
+    "pipeline_1f1b": {"schedule": "1f1b"},
+    "pipeline_interleaved": {"schedule": "interleaved_1f1b"},
 }
-"""Names for `Trainer(strategy=...)`, with their schedules."""
+"""Names for `Trainer(strategy=...)`, with the options that they stand for."""
 
 
 def register() -> None:
@@ -40,11 +40,10 @@ def _register_with(names: Names) -> bool:
     if not hasattr(sys.modules.get(_connector(names)), "_AcceleratorConnector"):
         return False
     strategies, accelerators = (sys.modules[f"{names.pytorch}.{one}"] for one in ("strategies", "accelerators"))
-    for name, schedule in REGISTERED.items():
+    for name, options in REGISTERED.items():
         if name not in strategies.StrategyRegistry:
-            description = f"Pipeline parallelism, {schedule} schedule"
-            make = partial(_make, names, "strategy", "PipelineStrategy")
-            strategies.StrategyRegistry.register(name, make, description=description, schedule=schedule)
+            make = partial(_make, names, "strategy.pipeline", "made_by_name")
+            strategies.StrategyRegistry.register(name, make, description="Pipeline parallelism", **options)
     if "npu" not in accelerators.AcceleratorRegistry:
         accelerators.AcceleratorRegistry.register("npu", _NPU(names), description="Ascend NPUs", required=True)
         make = partial(_make, names, "accelerators.single_npu", "SingleNPUStrategy")

@@ -45,6 +45,7 @@ from .checkpointing import CheckpointingStrategy
 from .copies import copies_of
 from .cutting import Cut, Cutting, num_stages_for
 from .dataloading import AnnouncedLoader, FollowingLoader
+from .environment_options import options_in_environment
 from .facts import parts_of
 from .held_module import take_initial_values
 from .hooks import apart, follow_hooks, has_hook, knows_no_others, look_at_batches
@@ -71,6 +72,18 @@ from .weights import Weights
 
 _GIVEN_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 """What a Trainer gives a strategy that was made without."""
+
+
+def _remembering(init: Callable[..., None]) -> Callable[..., None]:
+    """An `__init__` that keeps what it is given, for copies. (`__new__` would hide from Lightning's CLI what it is.)"""
+
+    @functools.wraps(init)
+    def remembering(self: PipelineStrategy, *args: Any, **kwargs: Any) -> None:
+        if "_arguments" not in vars(self):  # of a class derived from the one whose `__init__` this is
+            self._arguments = args, kwargs
+        init(self, *args, **kwargs)
+
+    return remembering
 
 
 class PipelineStrategy(CheckpointingStrategy):
@@ -117,6 +130,7 @@ class PipelineStrategy(CheckpointingStrategy):
     strategy_name = "pipeline"
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
+    @_remembering
     def __init__(
         self,
         *,
@@ -180,10 +194,10 @@ class PipelineStrategy(CheckpointingStrategy):
         self._set_up_for: tuple[LightningModule, int] | None = None
         self._told_replicas: int | None = None  # before the topology was known
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> PipelineStrategy:
-        made = super().__new__(cls)
-        made._arguments = args, kwargs
-        return made
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _remembering(cls.__init__)  # type: ignore[method-assign]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what comes out of a pickle, was asked for the same and has not been set up: connections belong to
@@ -676,6 +690,15 @@ def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[st
     for name, value in given_later.items():
         setattr(made, name, value)
     return made
+
+
+def made_by_name(**options: Any) -> PipelineStrategy:
+    """What ``Trainer(strategy="pipeline")`` uses.
+
+    Args:
+        options: that the name stands for; others come from the environment.
+    """
+    return PipelineStrategy(**{**options_in_environment(PipelineStrategy, _GIVEN_BY_TRAINER), **options})
 
 
 def pipeline_of(trainer: Trainer) -> PipelineStrategy | None:
