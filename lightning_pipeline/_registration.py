@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_pipeline._names import LIGHTNING, PYTORCH_LIGHTNING, Names, installed, names_of
 
@@ -40,17 +40,19 @@ def _register_with(names: Names) -> bool:
     if not hasattr(sys.modules.get(_connector(names)), "_AcceleratorConnector"):
         return False
     strategies, accelerators = (sys.modules[f"{names.pytorch}.{one}"] for one in ("strategies", "accelerators"))
+    fabrics = sys.modules[f"{names.fabric}.strategies"]
     for name, options in REGISTERED.items():
         if name not in strategies.StrategyRegistry:
             make = partial(_make, names, "strategy.pipeline", "made_by_name")
             strategies.StrategyRegistry.register(name, make, description="Pipeline parallelism", **options)
+            fabrics.STRATEGY_REGISTRY.register(name, refuse_fabric, override=True)
     if "npu" not in accelerators.AcceleratorRegistry:
         accelerators.AcceleratorRegistry.register("npu", _NPU(names), description="Ascend NPUs", required=True)
         make = partial(_make, names, "accelerators.single_npu", "SingleNPUStrategy")
         strategies.StrategyRegistry.register("single_npu", make, description="One Ascend NPU")
     import_module("lightning_pipeline.accelerators.availability").read_files_of_npus()
     for strategy in _introduced:
-        strategies.ParallelStrategy.register(strategy)
+        _vouch_for(strategy)
     return True
 
 
@@ -85,10 +87,15 @@ _introduced: list[Any] = []
 def introduce(strategy: type) -> None:
     """Let Trainers of all names take a PipelineStrategy that was made for one: it becomes their own (`adopted_by`)."""
     _introduced.append(strategy)
+    _vouch_for(strategy)
+
+
+def _vouch_for(strategy: Any) -> None:
     for names in (LIGHTNING, PYTORCH_LIGHTNING):
-        base = getattr(sys.modules.get(f"{names.pytorch}.strategies"), "ParallelStrategy", None)
-        if base is not None:
-            base.register(strategy)
+        for package, base in ((names.pytorch, "ParallelStrategy"), (names.fabric, "Strategy")):
+            found = getattr(sys.modules.get(f"{package}.strategies"), base, None)
+            if found is not None:
+                found.register(strategy)
 
 
 def is_pipeline(strategy: object) -> bool:
@@ -102,6 +109,8 @@ def adopted_by(strategy: type, accelerator: Any) -> Any:
     Raises:
         TypeError: it is a class of the user's, made for the other name.
     """
+    if accelerator is None:
+        return None
     for names in installed():
         kind = getattr(sys.modules.get(f"{names.pytorch}.accelerators"), "Accelerator", None)
         if kind is not None and isinstance(accelerator, kind):
@@ -115,6 +124,17 @@ def adopted_by(strategy: type, accelerator: Any) -> Any:
                 f"{own.__name__}, or take the Trainer and the module from the package that it is made for"
             )
     return None
+
+
+_NO_FABRIC = (
+    "Fabric leaves forward and backward to a loop of yours, and a pipeline runs both for many micro-batches at a time: "
+    "put the loop's body into a LightningModule's training_step and use Trainer(strategy=\"pipeline\")"
+)
+
+
+def refuse_fabric(**options: Any) -> NoReturn:
+    """Say what to use instead of Fabric, which takes a pipeline's strategy or name."""
+    raise TypeError(_NO_FABRIC)
 
 
 class _WhenImported:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline._registration import adopted_by, is_pipeline
+from lightning_pipeline._registration import adopted_by, is_pipeline, refuse_fabric
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
@@ -220,6 +220,10 @@ class PipelineStrategy(CheckpointingStrategy):
             self.__class__ = adopted
             self.__init__(*args, **kwargs)  # type: ignore[misc]
         self._accelerator = accelerator
+
+    @property
+    def _precision(self) -> NoReturn:
+        refuse_fabric()  # which alone asks for it
 
     @property
     def peak_live(self) -> int:
