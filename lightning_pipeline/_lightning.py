@@ -56,6 +56,7 @@ ParallelStrategy = _pytorch.strategies.ParallelStrategy
 SingleDeviceStrategy = _pytorch.strategies.SingleDeviceStrategy
 Strategy = _pytorch.strategies.Strategy
 StrategyRegistry = _pytorch.strategies.StrategyRegistry
+_MultiProcessingLauncher = _pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher
 _SubprocessScriptLauncher = _pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher
 call = _pytorch.trainer.call
 compile_of = _pytorch.utilities.compile

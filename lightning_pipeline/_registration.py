@@ -24,6 +24,7 @@ REGISTERED: dict[str, dict[str, str]] = {
     "pipeline_gpipe": {"schedule": "gpipe"},
     "pipeline_1f1b": {"schedule": "1f1b"},
     "pipeline_interleaved": {"schedule": "interleaved_1f1b"},
+    "pipeline_notebook": {"start_method": "fork"},
 }
 """Names for `Trainer(strategy=...)`, with the options that they stand for."""
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_pipeline.runtime.errors import Failure
 
-from .._lightning import ClusterEnvironment, Trainer, _SubprocessScriptLauncher
+from .._lightning import ClusterEnvironment, Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
 from .children import Children, start, watch_launcher
 from .lightning_private import share_threads
 
@@ -61,6 +61,22 @@ class PipelineLauncher(_SubprocessScriptLauncher):
             _forget(launched)
 
     @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Whether it may be used in a notebook or at a prompt: one process needs no script.
+
+        Raises:
+            RuntimeError: it may not; says what to use.
+        """
+        if self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
+            raise RuntimeError(
+                f"{self.num_processes * self.num_nodes} processes are started by running the script again, and a "
+                f"notebook or prompt is none: use strategy=\"pipeline_notebook\" (or PipelineStrategy(start_method="
+                f"\"fork\")), which forks them, or one stage with devices=1, or put the code into a script"
+            )
+        return True
+
+    @property
     def children(self) -> Children | None:
         """The processes that this one has started; None if it has started none."""
         return self._children
@@ -68,7 +84,8 @@ class PipelineLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
+        # One process alone leaves nothing in the environment, where the next Trainer would take it for a launcher's.
+        if self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
             if self.num_processes > 1:
                 _check_script()
             self._call_children_scripts()
@@ -123,6 +140,16 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         self.procs = list(started.values())
         if job is not None:
             PipelineLauncher._launched = _Launch(job, before, self.procs)
+
+
+class ForkLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher of forks, which also works after a run in this process."""
+
+    @override
+    def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        if dist.is_initialized():  # for that run; a fork would take the group for its own, and wait in it
+            dist.destroy_process_group()
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 def hydra_command(local_rank: int) -> list[str]:

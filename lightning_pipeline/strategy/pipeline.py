@@ -121,6 +121,8 @@ class PipelineStrategy(CheckpointingStrategy):
         save_distributed_checkpoint: checkpoints are folders in torch.distributed.checkpoint's format, which all ranks
             write at once, each what it holds. Both kinds load whatever this is.
         process_group_backend: default: what the device has, hccl for npu, nccl for cuda and gloo for cpu.
+        start_method: "popen" starts the machine's other processes by running the script again; "fork" forks this one,
+            for notebooks: after fit the module here has the trained weights.
         timeout: the longest that a stage waits for another.
 
     Raises:
@@ -148,6 +150,7 @@ class PipelineStrategy(CheckpointingStrategy):
         output_broadcast: bool = True,
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
+        start_method: str = "popen",
         timeout: timedelta | float = default_pg_timeout,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -162,6 +165,7 @@ class PipelineStrategy(CheckpointingStrategy):
             checkpoint_io,
             precision_plugin,
             process_group_backend=process_group_backend,
+            start_method=start_method,
             timeout=timeout,
         )
         self._choice = ScheduleChoice(schedule)

@@ -23,13 +23,20 @@ from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.store import BoundedStore
 from lightning_pipeline.runtime.topology import Topology
 
-from .._lightning import ClusterEnvironment, LightningModule, ParallelStrategy, Precision, ReduceOp, rank_zero_only
+from .._lightning import (
+    ClusterEnvironment,
+    LightningModule,
+    ParallelStrategy,
+    Precision,
+    ReduceOp,
+    rank_zero_only,
+)
 from ..accelerators.npu import warn_of_unused_npus
 from ..accelerators.precision import fit_to_device
 from ..accelerators.rank_table_environment import RankTableEnvironment, check_processes, with_rank_table
 from .dataloading import has_length
 from .facts import evaluation_of, settings_of, training_of, versions
-from .launcher import PipelineLauncher
+from .launcher import ForkLauncher, PipelineLauncher
 from .lightning_private import connect_processes, wait_for_data_within
 from .world_size import is_for_set_up
 
@@ -45,6 +52,8 @@ class ProcessStrategy(ParallelStrategy):
     Args, beside those of any strategy:
         process_group_backend: default: what the device has, hccl for npu, nccl for cuda and gloo for cpu (see
             `backend_for`).
+        start_method: how this machine's processes start: "popen" runs the script again for each, "fork" forks this
+            process, as a notebook has to.
         timeout: the longest that a collective waits.
     """
 
@@ -52,10 +61,12 @@ class ProcessStrategy(ParallelStrategy):
         self,
         *args: Any,
         process_group_backend: str | None,
+        start_method: str,
         timeout: timedelta | float,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.start_method = start_method
         self.process_group_backend = process_group_backend
         self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.topology: Topology | None = None
@@ -165,6 +176,10 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        if self.start_method == "fork":
+            if not self.cluster_environment.creates_processes_externally:
+                self._launcher = ForkLauncher(self, "fork")
+            return
         # Whoever starts the processes: the launcher also compares the Trainer's devices and nodes with theirs.
         self._launcher = PipelineLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 

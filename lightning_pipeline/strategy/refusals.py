@@ -50,6 +50,8 @@ def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
     """
     if asked.loss_reduction not in ("mean", "sum"):
         raise ValueError(f'loss_reduction is "mean" or "sum", got {asked.loss_reduction!r}')
+    if asked.start_method not in ("popen", "fork"):
+        raise ValueError(f'start_method is "popen" or "fork", got {asked.start_method!r}')
     if asked.data_parallel not in ("replicate", "fsdp"):
         raise ValueError(f'data_parallel is "replicate" or "fsdp", got {asked.data_parallel!r}')
     if asked.data_parallel == "fsdp" and asked.opt_shard:
