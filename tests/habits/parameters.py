@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import torch
@@ -468,3 +469,31 @@ class ParametersCounted(Evaluated):
     def on_train_end(self) -> None:
         self.look()
         self.shapes.append(round(sum(float(p.sum()) for p in self.parameters()), 9))
+
+
+@habit(observed=["found"])
+class LooksAtDevices(Layers):
+    """Steps and hooks ask parameters where they are, move the module there, and copy and pickle it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def look(self, when: str) -> torch.device:
+        tensors = [*self.parameters(), *self.buffers()]
+        if len({tensor.device for tensor in tensors}) > 1:
+            raise ValueError("Module tensors on multiple devices")
+        self.found.append((when, str(next(self.parameters()).device), sorted({tensor.is_cuda for tensor in tensors})))
+        return next(self.parameters()).device
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        device = self.look("in a step")
+        x, y = batch
+        return super().training_step((x.to(device).to(self.head.weight.device), y.to(self.device)), batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        device = self.look("in a hook")
+        self.cpu()
+        self.to(device)
+        for copied in (copy.deepcopy(self.layers), pickle.loads(pickle.dumps(self.layers))):
+            self.found += [float(parameter.detach().norm()) for parameter in copied.parameters()]
