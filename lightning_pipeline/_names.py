@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 
@@ -14,11 +13,13 @@ class Names(NamedTuple):
 
     Attributes:
         pytorch, fabric: its packages.
+        distribution: what pip calls it.
         floor: the package in which what is made for a Trainer of it is imported.
     """
 
     pytorch: str
     fabric: str
+    distribution: str
     floor: str
 
     @property
@@ -27,12 +28,14 @@ class Names(NamedTuple):
 
     def public(self, name: str) -> Any:
         """One of the names that `lightning_pipeline` exports, for this one."""
-        where = "accelerators.npu" if name == "NPUAccelerator" else "strategy"
+        where = "accelerators.single_npu" if name == "NPUAccelerator" else "strategy"
         return getattr(import_module(f"{self.floor}.{where}"), name)
 
 
-LIGHTNING = Names("lightning.pytorch", "lightning.fabric", "lightning_pipeline")
-PYTORCH_LIGHTNING = Names("pytorch_lightning", "lightning_fabric", "lightning_pipeline.pytorch_lightning")
+LIGHTNING = Names("lightning.pytorch", "lightning.fabric", "lightning", "lightning_pipeline")
+PYTORCH_LIGHTNING = Names(
+    "pytorch_lightning", "lightning_fabric", "pytorch-lightning", "lightning_pipeline.pytorch_lightning"
+)
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
@@ -43,10 +46,17 @@ def installed() -> tuple[Names, ...]:
     Raises:
         ImportError: none can.
     """
+    from importlib.util import find_spec  # not for every `import torch`
+
     found = [names for names in (LIGHTNING, PYTORCH_LIGHTNING) if find_spec(names.pytorch.partition(".")[0])]
     if not found:
         raise ImportError("lightning_pipeline needs Lightning: pip install lightning, or pip install pytorch-lightning")
     return (found[0]._replace(floor=LIGHTNING.floor), *found[1:])
+
+
+def names_of(pytorch: str) -> Names:
+    """The installed one with this package."""
+    return next(one for one in installed() if one.pytorch == pytorch)
 
 
 def used() -> Names:

@@ -1,57 +1,106 @@
-"""Registers the strategies with Lightning as soon as Lightning is there, by each of its names.
+"""Makes the strategies and the accelerator known to Lightning, by each of its names, without importing any of them.
 
-`import lightning_pipeline.schedules` has to work, and be quick, where neither torch nor Lightning is installed. So
-this package does not import Lightning: where it is already imported the names are registered at once, else when it is.
+`import lightning_pipeline.schedules` has to work, and be quick, where neither torch nor Lightning is installed, and
+`import torch` imports this package in every program (its entry point is among `torch.backends`, so that
+``Trainer(strategy="pipeline")`` needs no import). So what a name stands for is imported once a Trainer asks for it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_pipeline._names import LIGHTNING, PYTORCH_LIGHTNING, Names, installed
+from lightning_pipeline._names import LIGHTNING, PYTORCH_LIGHTNING, Names, installed, names_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+REGISTERED: dict[str, dict[str, str]] = {
+    "pipeline": {},
+    "pipeline_gpipe": {"schedule": "gpipe"},
+    "pipeline_1f1b": {"schedule": "1f1b"},
+    "pipeline_interleaved": {"schedule": "interleaved_1f1b"},
+}
+"""Names for `Trainer(strategy=...)`, with the options that they stand for."""
 
 
 def register() -> None:
-    """Make `strategy="pipeline"` and its relatives known to the Trainer, now or when Lightning is imported."""
-    waiting = []
-    for names in (LIGHTNING, PYTORCH_LIGHTNING):
-        if hasattr(sys.modules.get(names.pytorch), "Trainer"):
-            _register_now(names)
-        else:
-            waiting.append(names)
+    """Make the names known to the Trainer, now or when Lightning is imported. Calling it again does nothing."""
+    waiting = [names for names in (LIGHTNING, PYTORCH_LIGHTNING) if not _register_with(names)]
     if waiting and not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WhenImported(waiting))
 
 
-def _register_now(names: Names) -> None:
-    # It registers as its last act, also where it is what imports Lightning.
-    import_module(f"{next(one.floor for one in installed() if one.pytorch == names.pytorch)}.strategy")
+def _register_with(names: Names) -> bool:
+    """Whether Lightning was there, and knows them now."""
+    if not hasattr(sys.modules.get(_connector(names)), "_AcceleratorConnector"):
+        return False
+    strategies, accelerators = (sys.modules[f"{names.pytorch}.{one}"] for one in ("strategies", "accelerators"))
+    fabrics = sys.modules[f"{names.fabric}.strategies"]
+    for name, options in REGISTERED.items():
+        if name not in strategies.StrategyRegistry:
+            make = partial(_make, names, "strategy.pipeline", "made_by_name")
+            strategies.StrategyRegistry.register(name, make, description="Pipeline parallelism", **options)
+            fabrics.STRATEGY_REGISTRY.register(name, refuse_fabric, override=True)
+    if "npu" not in accelerators.AcceleratorRegistry:
+        accelerators.AcceleratorRegistry.register("npu", _NPU(names), description="Ascend NPUs", required=True)
+        make = partial(_make, names, "accelerators.single_npu", "SingleNPUStrategy")
+        strategies.StrategyRegistry.register("single_npu", make, description="One Ascend NPU")
+    import_module("lightning_pipeline.accelerators.availability").read_files_of_npus()
+    for strategy in _introduced:
+        _vouch_for(strategy)
+    return True
 
 
-_introduced: list[tuple[Any, Any, Any]] = []
+def _connector(names: Names) -> str:
+    """What is imported with any Trainer, after the registries."""
+    return f"{names.pytorch}.trainer.connectors.accelerator_connector"
 
 
-def introduce(strategy: type, base: type, accelerator: type) -> None:
-    """Let Trainers of both names take strategies that were made for the other: these become their own (`adopted_by`).
+def _make(names: Names, module: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(import_module(f"{names_of(names.pytorch).floor}.{module}"), name)(*args, **kwargs)
 
-    Args:
-        strategy: the one for a name, with that name's `base` of strategies and of accelerators.
-    """
-    for other, others_base, _ in _introduced:
-        others_base.register(strategy)
-        base.register(other)  # type: ignore[attr-defined]
-    _introduced.append((strategy, base, accelerator))
+
+class _NPU:
+    """Stands for the accelerator in Lightning's registry."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+
+    def __call__(self, **options: Any) -> Any:
+        return _make(self._names, "accelerators.single_npu", "NPUAccelerator", **options)
+
+    @staticmethod
+    def is_available() -> bool:
+        from lightning_pipeline.accelerators.availability import why_unavailable
+
+        return why_unavailable() is None
+
+
+_introduced: list[Any] = []
+
+
+def introduce(strategy: type) -> None:
+    """Let Trainers of all names take a PipelineStrategy that was made for one: it becomes their own (`adopted_by`)."""
+    _introduced.append(strategy)
+    _vouch_for(strategy)
+
+
+def _vouch_for(strategy: Any) -> None:
+    for names in (LIGHTNING, PYTORCH_LIGHTNING):
+        for package, base in ((names.pytorch, "ParallelStrategy"), (names.fabric, "Strategy")):
+            found = getattr(sys.modules.get(f"{package}.strategies"), base, None)
+            if found is not None:
+                found.register(strategy)
 
 
 def is_pipeline(strategy: object) -> bool:
     """Whether a strategy is a PipelineStrategy, for whichever name."""
-    return isinstance(strategy, tuple(each for each, *_ in _introduced))
+    return isinstance(strategy, tuple(_introduced))
 
 
 def adopted_by(strategy: type, accelerator: Any) -> Any:
@@ -60,27 +109,44 @@ def adopted_by(strategy: type, accelerator: Any) -> Any:
     Raises:
         TypeError: it is a class of the user's, made for the other name.
     """
-    for other, _, kind in _introduced:
-        if isinstance(accelerator, kind) and not issubclass(strategy, other):
-            if strategy not in [each for each, *_ in _introduced]:
-                raise TypeError(
-                    f"{strategy.__name__} was made for a Trainer of another name: derive it from {other.__module__}."
-                    f"{other.__name__}, or take the Trainer and the module from the package that it is made for"
-                )
-            return other
+    if accelerator is None:
+        return None
+    for names in installed():
+        kind = getattr(sys.modules.get(f"{names.pytorch}.accelerators"), "Accelerator", None)
+        if kind is not None and isinstance(accelerator, kind):
+            own = names.public("PipelineStrategy")
+            if issubclass(strategy, own):
+                return None
+            if strategy in _introduced:
+                return own
+            raise TypeError(
+                f"{strategy.__name__} was made for a Trainer of another name: derive it from {own.__module__}."
+                f"{own.__name__}, or take the Trainer and the module from the package that it is made for"
+            )
     return None
 
 
-class _WhenImported(MetaPathFinder):
-    """Finds Lightning as usual, and registers the strategies once it has been executed."""
+_NO_FABRIC = (
+    "Fabric leaves forward and backward to a loop of yours, and a pipeline runs both for many micro-batches at a time: "
+    "put the loop's body into a LightningModule's training_step and use Trainer(strategy=\"pipeline\")"
+)
+
+
+def refuse_fabric(**options: Any) -> NoReturn:
+    """Say what to use instead of Fabric, which takes a pipeline's strategy or name."""
+    raise TypeError(_NO_FABRIC)
+
+
+class _WhenImported:
+    """Finds Lightning as usual, and registers with it once it has been executed."""
 
     def __init__(self, waiting: list[Names]) -> None:
-        self._waiting = waiting
+        self._waiting = {_connector(names): names for names in waiting}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        names = next((one for one in self._waiting if one.pytorch == fullname), None)
+        names = self._waiting.get(fullname)
         if names is None:
             return None
         spec = None
@@ -91,14 +157,12 @@ class _WhenImported(MetaPathFinder):
                 break
         if spec is None or spec.loader is None:
             return spec
-        loader = spec.loader
-        execute = loader.exec_module
+        execute = spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
-            if names in self._waiting:  # and not before: who asks for a spec need not import
-                self._waiting.remove(names)
             execute(module)
-            _register_now(names)
+            _register_with(names)
+            self._waiting.pop(fullname, None)  # and not before: who asks for a spec need not import
 
-        loader.exec_module = execute_and_register
+        spec.loader.exec_module = execute_and_register
         return spec

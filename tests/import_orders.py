@@ -118,6 +118,33 @@ def both_take_each_others_strategies() -> None:
         raise AssertionError("a class of the user's was taken for another")
 
 
+def needs_no_import() -> None:
+    """Torch imports this package by its entry point, while Lightning is being imported."""
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    assert "torch" not in sys.modules
+    import lightning.pytorch
+
+    assert "lightning_pipeline" in sys.modules, "pip install -e . makes the entry point known"
+    assert "lightning_pipeline.strategy" not in sys.modules
+    takes("lightning.pytorch", "pipeline_gpipe")
+    assert "npu" in lightning.pytorch.accelerators.AcceleratorRegistry
+
+
+def fabric_is_told_what_to_use() -> None:
+    import lightning
+
+    import lightning_pipeline
+
+    for strategy in ("pipeline", lightning_pipeline.PipelineStrategy(num_stages=2)):
+        try:
+            lightning.Fabric(strategy=strategy, devices=2, accelerator="cpu")
+        except TypeError as error:
+            assert 'use Trainer(strategy="pipeline")' in str(error), error
+        else:
+            raise AssertionError("Fabric took a strategy that has no loop for it")
+    takes("lightning.pytorch", "pipeline_gpipe")
+
+
 def every_module_can_be_walked() -> None:
     """Also those that exist once more by other names, and not for ever."""
     import pkgutil
@@ -130,7 +157,8 @@ def every_module_can_be_walked() -> None:
 
 
 if __name__ == "__main__":
-    passed = [in_a_fork(imports_neither_torch_nor_lightning)]
+    passed = [in_a_fork(imports_neither_torch_nor_lightning), in_a_fork(needs_no_import)]
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     import torch._dynamo  # noqa: F401
     import torchmetrics  # noqa: F401
 
@@ -139,5 +167,6 @@ if __name__ == "__main__":
     passed.append(in_a_fork(registers_where_only_one_is_installed, "pytorch_lightning", "lightning"))
     passed.append(in_a_fork(registers_where_only_one_is_installed, "lightning.pytorch", "pytorch_lightning"))
     passed.append(in_a_fork(both_take_each_others_strategies))
+    passed.append(in_a_fork(fabric_is_told_what_to_use))
     passed.append(in_a_fork(every_module_can_be_walked))
     sys.exit(not all(passed))

@@ -123,12 +123,6 @@ class NPUAccelerator(Accelerator):
     def name() -> str:
         return DEVICE
 
-    @classmethod
-    @override
-    def register_accelerators(cls, accelerator_registry: Any) -> None:
-        if cls.name() not in accelerator_registry:
-            accelerator_registry.register(cls.name(), cls, description="Ascend NPUs", required=True)
-
     @staticmethod
     def _free_memory() -> None:
         npu_module().empty_cache()

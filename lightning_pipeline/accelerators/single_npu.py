@@ -16,6 +16,8 @@ from lightning_pipeline.accelerators.random_state import add_random_state, resto
 from lightning_pipeline.partition.devices import free_memory
 
 from .._lightning import Accelerator, CheckpointIO, Precision, SingleDeviceStrategy
+from .lightning_private import choose_strategy_of_one_device
+from .npu import NPUAccelerator
 from .precision import fit_to_device
 
 
@@ -100,8 +102,5 @@ class SingleNPUStrategy(SingleDeviceStrategy):
     def on_validation_end(self) -> None:
         restore_random_state(self._before_check, self.root_device)
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="One Ascend NPU")
+
+choose_strategy_of_one_device(NPUAccelerator, SingleNPUStrategy)

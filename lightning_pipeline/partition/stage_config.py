@@ -22,6 +22,8 @@ MAX_PLAN_BYTES = 2**18
 
 # With a bound on the digits the search stays linear in a key from a file.
 _SLICE = re.compile(r"(?P<container>.*?)\.?(?P<start>[0-9]{0,18}):(?P<stop>[0-9]{0,18})", re.DOTALL)
+# A stage after the last colon, as names of slices have one of their own.
+_KEY = re.compile(r"""\s*["']?(?P<name>[\w.:-]+?)["']?\s*[:=]\s*(?P<stage>[0-9]{1,9})\s*""")
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ StageConfig = Mapping[str, int] | str | PathLike[str]
 def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> dict[str, int]:
     """The keys in force: `config`, else `module.stage_config`, else the `pipeline_stage` attributes of its modules.
 
-    Empty where the cut is to be found automatically: "auto", or nothing says anything. A path is that of a saved plan.
+    Empty where the cut is to be found automatically: "auto", or nothing says anything. Text may hold the keys itself
+    (``"layers.4:1,head:2"``); else it is the path of a saved plan.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -82,7 +85,7 @@ def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> d
     if isinstance(config, (str, PathLike)):
         if config == AUTO:
             return {}
-        config = _read_file(Path(config))
+        config = (_keys_in(config) if isinstance(config, str) else None) or _read_file(Path(config))
     if config is None:
         config = {
             name: sub.pipeline_stage
@@ -98,6 +101,13 @@ def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> d
             raise ValueError(f"stage_config has the key {shown(key)}, which is no name of a module")
         _check_stage(key, stage)
     return {str(key): value for key, value in config.items()}
+
+
+def _keys_in(text: str) -> dict[str, int] | None:
+    """Keys as one line, for command lines and configs that pass text: ``layers.4:1,head:2``. None for other text."""
+    parts = text.strip().removeprefix("{").removesuffix("}").split(",")
+    keys = [_KEY.fullmatch(part) for part in parts]
+    return {key["name"]: int(key["stage"]) for key in keys if key is not None} if all(keys) else None
 
 
 def _check_stage(key: object, stage: object) -> None:
@@ -120,7 +130,8 @@ def _read_file(path: Path) -> Mapping[str, int]:
     """The stage_config in a YAML file, by itself or under that key, as `StagePlan.save` writes it."""
     if not path.is_file():
         raise FileNotFoundError(
-            f'stage_config={str(path)!r} is no file: give "auto", a mapping, or the path of a plan that was saved'
+            f'stage_config={str(path)!r} is no file: give "auto", a mapping, keys such as "layers.4:1", or the path '
+            f"of a plan that was saved"
         )
     text = read_text(path, kind="a plan", most=MAX_PLAN_BYTES)
     try:

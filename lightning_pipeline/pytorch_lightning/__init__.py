@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning_pipeline
-from lightning_pipeline._names import PYTORCH_LIGHTNING, installed
+from lightning_pipeline._names import PYTORCH_LIGHTNING, names_of
 
 if TYPE_CHECKING:
     from lightning_pipeline import *  # noqa: F403
@@ -23,6 +23,5 @@ __path__ = [str(Path(__file__).parents[1])] if __name__ == PYTORCH_LIGHTNING.flo
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        [names] = [one for one in installed() if one.pytorch == PYTORCH_LIGHTNING.pytorch]
-        return names.public(name)
+        return names_of(PYTORCH_LIGHTNING.pytorch).public(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

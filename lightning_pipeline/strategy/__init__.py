@@ -1,10 +1,8 @@
 """Lightning's side: the strategy, its clipping, logged values, metrics and checkpoints."""
 
-from lightning_pipeline._registration import introduce
+from lightning_pipeline._registration import introduce, register
 from lightning_pipeline.runtime.reducer import PipelineGradReducer
 
-from .._lightning import Accelerator, ParallelStrategy, StrategyRegistry
-from ..accelerators.registration import register_npu
 from .lightning_private import say_which_import
 from .pipeline import PipelineStrategy, sync_pipeline_shared_parameters
 from .rebalance import PipelineRebalance
@@ -18,7 +16,6 @@ __all__ = [
     "sync_pipeline_shared_parameters",
 ]
 
-introduce(PipelineStrategy, ParallelStrategy, Accelerator)
-PipelineStrategy.register_strategies(StrategyRegistry)
-register_npu()
+register()
+introduce(PipelineStrategy)
 say_which_import()

@@ -10,7 +10,7 @@ from importlib.metadata import version
 import torch
 from torch.optim import Optimizer
 
-from .._lightning import LightningModule, Trainer
+from .._lightning import NAMES, LightningModule, Trainer
 
 SETTINGS = (
     "num_nodes",
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
     """Of what the ranks' messages depend on."""
     return {
         "lightning_pipeline": version("lightning-pipeline"),
-        "lightning": version("lightning"),
+        "lightning": version(NAMES.distribution),
         "torch": torch.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }

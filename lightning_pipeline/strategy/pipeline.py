@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline._registration import adopted_by, is_pipeline
+from lightning_pipeline._registration import adopted_by, is_pipeline, refuse_fabric
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
@@ -45,6 +45,7 @@ from .checkpointing import CheckpointingStrategy
 from .copies import copies_of
 from .cutting import Cut, Cutting, num_stages_for
 from .dataloading import AnnouncedLoader, FollowingLoader
+from .environment_options import options_in_environment
 from .facts import parts_of
 from .held_module import take_initial_values
 from .hooks import apart, follow_hooks, has_hook, knows_no_others, look_at_batches
@@ -69,16 +70,20 @@ from .stage_runner import StageRunner
 from .tensor_parallel import TensorGroup
 from .weights import Weights
 
-REGISTERED = {
-    "pipeline": "1f1b",
-    "pipeline_gpipe": "gpipe",
-    "pipeline_1f1b": "1f1b",
-    "pipeline_interleaved": "interleaved_1f1b",
-}
-"""Names for `Trainer(strategy=...)`, with their schedules."""
-
 _GIVEN_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 """What a Trainer gives a strategy that was made without."""
+
+
+def _remembering(init: Callable[..., None]) -> Callable[..., None]:
+    """An `__init__` that keeps what it is given, for copies. (`__new__` would hide from Lightning's CLI what it is.)"""
+
+    @functools.wraps(init)
+    def remembering(self: PipelineStrategy, *args: Any, **kwargs: Any) -> None:
+        if "_arguments" not in vars(self):  # of a class derived from the one whose `__init__` this is
+            self._arguments = args, kwargs
+        init(self, *args, **kwargs)
+
+    return remembering
 
 
 class PipelineStrategy(CheckpointingStrategy):
@@ -125,6 +130,7 @@ class PipelineStrategy(CheckpointingStrategy):
     strategy_name = "pipeline"
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
+    @_remembering
     def __init__(
         self,
         *,
@@ -186,11 +192,12 @@ class PipelineStrategy(CheckpointingStrategy):
         self._cutting: Cutting | None = None
         self._seed = 0
         self._set_up_for: tuple[LightningModule, int] | None = None
+        self._told_replicas: int | None = None  # before the topology was known
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> PipelineStrategy:
-        made = super().__new__(cls)
-        made._arguments = args, kwargs
-        return made
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _remembering(cls.__init__)  # type: ignore[method-assign]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what comes out of a pickle, was asked for the same and has not been set up: connections belong to
@@ -213,6 +220,10 @@ class PipelineStrategy(CheckpointingStrategy):
             self.__class__ = adopted
             self.__init__(*args, **kwargs)  # type: ignore[misc]
         self._accelerator = accelerator
+
+    @property
+    def _precision(self) -> NoReturn:
+        refuse_fabric()  # which alone asks for it
 
     @property
     def peak_live(self) -> int:
@@ -242,6 +253,15 @@ class PipelineStrategy(CheckpointingStrategy):
     def settings(self) -> dict[str, str]:
         asked = {name: str(getattr(self, name)) for name in refusals.ALIKE}
         return {**super().settings(), **asked, "schedule": self._choice.label}
+
+    @override
+    def _num_replicas(self, world_size: int) -> int:
+        if self.topology is not None:
+            return self.topology.data_parallel_size
+        config = read_stage_config(self._module, self.stage_config)
+        num_stages = self.num_stages or num_stages_for(config, self._choice, world_size)
+        self._told_replicas = max(1, world_size // (num_stages * self.tensor_parallel_size))
+        return self._told_replicas
 
     def _topology(self, num_stages: int) -> Topology:
         return Topology(
@@ -330,6 +350,12 @@ class PipelineStrategy(CheckpointingStrategy):
             self._advisor = Advisor(**sizes, max_live_microbatches=self.max_live_microbatches)
         schedules = self._advisor.first if self._advisor is not None else self._choice.bind(**sizes)
         self.topology = topology = self._topology(num_stages).along(schedules.placement)
+        told, self._told_replicas = self._told_replicas, None
+        if told is not None and told != topology.data_parallel_size:
+            raise ValueError(
+                f"a hook that sets data up was told of {told} replicas (trainer.world_size), and stage_config, which "
+                f"came after it, makes {topology.data_parallel_size}: give PipelineStrategy num_stages={num_stages}"
+            )
         if self.world_size > 1:
             warn_of_placement(num_stages)
         if self.root_device.type == "cpu":
@@ -661,15 +687,6 @@ class PipelineStrategy(CheckpointingStrategy):
         self.checkpoint_io.teardown()
         self.cluster_environment.teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, schedule in REGISTERED.items():
-            if name not in strategy_registry:
-                strategy_registry.register(
-                    name, cls, description=f"Pipeline parallelism, {schedule} schedule", schedule=schedule
-                )
-
 
 def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[str, Any]) -> PipelineStrategy:
     args, kwargs = arguments
@@ -677,6 +694,15 @@ def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[st
     for name, value in given_later.items():
         setattr(made, name, value)
     return made
+
+
+def made_by_name(**options: Any) -> PipelineStrategy:
+    """What ``Trainer(strategy="pipeline")`` uses.
+
+    Args:
+        options: that the name stands for; others come from the environment.
+    """
+    return PipelineStrategy(**{**options_in_environment(PipelineStrategy, _GIVEN_BY_TRAINER), **options})
 
 
 def pipeline_of(trainer: Trainer) -> PipelineStrategy | None:

@@ -31,6 +31,7 @@ from .dataloading import has_length
 from .facts import evaluation_of, settings_of, training_of, versions
 from .launcher import PipelineLauncher
 from .lightning_private import connect_processes, wait_for_data_within
+from .world_size import is_for_set_up
 
 EVEN = (
     "give all ranks the same seed, data, checkpoint and optimizers; replicas that read data of their own may need "
@@ -118,9 +119,37 @@ class ProcessStrategy(ParallelStrategy):
         self._precision_plugin = precision_plugin
 
     @property
+    @override
+    def world_size(self) -> int:
+        """Number of processes; of replicas, to the user's hooks that set data up."""
+        size = super().world_size
+        return self._num_replicas(size) if size > 1 and is_for_set_up("world_size") else size
+
+    @property
     def num_processes(self) -> int:
-        """Number of processes on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+        """Number of processes on this machine; of replicas, to the user's hooks that set data up."""
+        number = len(self.parallel_devices) if self.parallel_devices is not None else 0
+        return self._num_replicas_here(number) if number > 1 and is_for_set_up("num_processes") else number
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Those of this machine's processes; one for each replica, to ``trainer.num_devices`` in such a hook."""
+        devices = self._parallel_devices
+        if devices is not None and len(devices) > 1 and is_for_set_up("device_ids", "num_devices"):
+            return devices[: self._num_replicas_here(len(devices))]
+        return devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = devices
+
+    def _num_replicas(self, world_size: int) -> int:
+        """As many as there will be, as far as it is known before the pipeline is set up."""
+        raise NotImplementedError
+
+    def _num_replicas_here(self, num_processes: int) -> int:
+        return max(1, num_processes * self._num_replicas(super().world_size) // super().world_size)
 
     @property
     def is_distributed(self) -> bool:

@@ -29,7 +29,7 @@ from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import Work
 
-from .._lightning import LightningModule, rank_zero_warn
+from .._lightning import LightningModule, rank_zero_info, rank_zero_warn
 from .cutting import Cut
 from .held_module import HeldModule
 from .logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
@@ -37,6 +37,7 @@ from .losses import backward_of, is_sum_over_samples, loss_in, mean_loss
 from .outputs import combine
 from .schedule_choice import Schedules
 from .signals import Signals, merge
+from .summary import batch_norms_of, summary_of
 from .tensor_parallel import TensorGroup, place_gradients
 
 _SINGLE_SAMPLE = "more than 1 value per channel"
@@ -96,6 +97,8 @@ class StageRunner:
         self._logged = LoggedValues(module)
         self._has_looked_at_loss = not loss_mean
         self._is_alone = topology.world_size == 1
+        self._topology = topology
+        self._has_told = False
         self._on_released = on_released
         self._sharded: FullySharded | None = None
         self._is_settled = False
@@ -199,6 +202,7 @@ class StageRunner:
         )
         states, numbers = self._run(work, args[0], lambda: [float(is_sum)])
         self.peak_live = max(self.peak_live, self.pipeline.peak_live)
+        self._tell_once(states, accumulate)
         losses = [(state.loss.detach(), state.num_samples) for state in states if state.loss is not None]
         is_skipped_by_all = not self._heed(numbers, training=True, has_loss=bool(losses))
         if any(is_sum for is_sum, *_ in numbers):
@@ -279,6 +283,7 @@ class StageRunner:
             override(self._module, "log", log)
             self._gradients.gather()
             states, numbers = self._run(work, args[0])
+        self._tell_once(states, 1)
         self._heed(numbers, training=True)
         self._log(states, numbers)
         self._take_in_uses(training=True)
@@ -423,6 +428,13 @@ class StageRunner:
         if state.even:
             return loss / (state.num_microbatches * accumulate)
         return loss * (state.weight / accumulate)
+
+    def _tell_once(self, states: list[Microbatch], accumulate: int) -> None:
+        if not self._has_told:
+            self._has_told = True
+            rank_zero_info(summary_of(self._topology, states, accumulate))
+            if batch_norms := batch_norms_of(self._module, states):
+                rank_zero_info(batch_norms)
 
     def _warn_of_sum(self) -> None:
         rank_zero_warn(

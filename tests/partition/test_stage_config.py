@@ -219,3 +219,22 @@ def test_keys_need_not_name_the_compilers_wrappers() -> None:
         assert list(resolve(module, {key: 1}, 2).exact) == names
     leaves = find_leaves(module, resolve(module, {"head": 1}, 2))
     assert [leaf.name for leaf in leaves] == ["net", "head"]
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("layers.2:1", {"layers.2": 1}),
+        ("{layers.2: 1, head=2}", {"layers.2": 1, "head": 2}),
+        ("layers.0:12:0,layers.12:=1", {"layers.0:12": 0, "layers.12:": 1}),
+        ("'a.b' : 3", {"a.b": 3}),
+    ],
+)
+def test_keys_may_come_as_one_line(text: str, keys: dict[str, int]) -> None:
+    assert read_stage_config(nn.Module(), text) == keys
+
+
+@pytest.mark.parametrize("text", ["layers.2", "plan.yaml", "layers.2:one", "layers.2:1;head:2"])
+def test_other_text_is_a_path(text: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r'keys such as "layers\.4:1"'):
+        read_stage_config(nn.Module(), text)
