@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.partition.placeholder import Placeholder, become
+
 MAX_ITEMS = 1000
 """Longer lists, dictionaries and sets are tables, not what a step collects: their content is not looked after."""
 
@@ -35,8 +37,11 @@ def left_as_it_was(root: nn.Module) -> Iterator[None]:
                 if content is not None:
                     _fill(value, content)
         with torch.no_grad():
-            for tensor, values in kept.values():  # batch norm's kernels do not count their writes as versions
-                tensor.copy_(values)
+            for tensor, values in kept.values():
+                if type(tensor) is Placeholder:  # a step that was recorded has written into it
+                    become(tensor, values)
+                else:  # batch norm's kernels do not count their writes as versions
+                    tensor.copy_(values)
 
 
 def _contents(home: dict[str, Any], kept: dict[int, tuple[Tensor, Tensor]]) -> dict[str, tuple[Any, Any]]:

@@ -18,6 +18,7 @@ from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
 from lightning_pipeline.partition.plan import EFFORT, StagePlan, plan_stages, ranked_plans
 from lightning_pipeline.partition.plan_table import print_plan
 from lightning_pipeline.partition.stage_config import AUTO, StageMap, count_stages, resolve
+from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.runtime.executor import RECEIVES_AHEAD
 from lightning_pipeline.runtime.link import measure_link
 from lightning_pipeline.runtime.overhead import measure_overhead
@@ -234,12 +235,15 @@ class Cutting:
         microbatches = restored(self._everybody(lambda: described(self._microbatches(batch))), self._device)
         step = loss_step(self._module, name, tuple(others), context, self._device)
         with unnoticed(self._module, self._device):
-            costs = self._costs_on_all(name, step, microbatches, transport)
+            # Ranks measure more or less often, and the first one alone records: trials set out from the same module.
+            with left_as_it_was(self._module):
+                costs = self._costs_on_all(name, step, microbatches, transport)
 
             def ranked(most: int) -> list[StagePlan]:
                 if isinstance(costs, Exception):
                     raise costs
-                return self._plans(costs, step, microbatches, optimizers, self._counts(batch), most)
+                with left_as_it_was(self._module):
+                    return self._plans(costs, step, microbatches, optimizers, self._counts(batch), most)
 
             if name != "training_step":
                 return self._everybody(lambda: ranked(1)[0])

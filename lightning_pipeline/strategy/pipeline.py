@@ -206,7 +206,9 @@ class PipelineStrategy(CheckpointingStrategy):
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what comes out of a pickle, was asked for the same and has not been set up: connections belong to
         this process, and its stages to this module."""
-        given_later = {name: getattr(self, name) for name in _GIVEN_BY_TRAINER}
+        # What a Trainer has not given yet is not its properties' default: the next Trainer may give it.
+        own = {name: vars(self).get(f"_{name}", vars(self).get(name)) for name in _GIVEN_BY_TRAINER}
+        given_later = {name: getattr(self, name) for name, value in own.items() if value is not None}
         return _asked_for, (type(self), self._arguments, given_later)
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 
 import pytest
 import torch
@@ -31,9 +33,12 @@ def computed(pairs: bool) -> list[float]:
         sync_over(module, groups[rank // 2] if pairs else None, override)
         module.mean.update(float(rank))
         module.several.update(float(rank))
-        found = [float(module.mean.compute()), float(module.several.compute()["sum"])]
-    assert module.mean.process_group is None
-    assert module.mean.distributed_available_fn is MeanMetric().distributed_available_fn
+        kept = pickle.loads(pickle.dumps(module.mean))  # as hyper-parameters in a checkpoint
+        copied = copy.deepcopy(module.mean)
+        found = [float(copied.compute()), float(module.mean.compute()), float(module.several.compute()["sum"])]
+    for metric in (module.mean, kept):
+        assert metric.process_group is None and metric.dist_sync_fn is None
+        assert metric.distributed_available_fn is MeanMetric().distributed_available_fn
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found
@@ -42,5 +47,9 @@ def computed(pairs: bool) -> list[float]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("pairs", [True, False])
 def test_metrics_go_over_replicas_alone(pairs: bool) -> None:
-    expected = [[0.5, 1.0], [0.5, 1.0], [2.5, 5.0], [2.5, 5.0]] if pairs else [[float(k)] * 2 for k in range(4)]
+    expected = (
+        [[0.5, 0.5, 1.0], [0.5, 0.5, 1.0], [2.5, 2.5, 5.0], [2.5, 2.5, 5.0]]
+        if pairs
+        else [[float(k)] * 3 for k in range(4)]
+    )
     assert launch(computed, pairs, world=4) == expected

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
 from lightning_pipeline.partition.costs import StepCosts
@@ -305,6 +306,30 @@ def layers_left_out(world: int) -> dict[str, Any]:
     return {"losses": losses.values, "cut": trainer.strategy.plan and trainer.strategy.plan.stage_config}
 
 
+class Counts(LitTokens):
+    """Its loss comes out of a metric, is written into another one, and changes with the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.mean, self.sum = MeanMetric(), SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        loss = self.mean(super().training_step(batch, batch_idx)) * (1 + self.calls % 3)
+        self.sum.update(loss.detach())
+        return loss
+
+
+def state_of_the_module(world: int) -> list[float]:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = pipeline_trainer("auto" if world > 1 else {}, world=world, callbacks=[losses], max_epochs=1)  # type: ignore[arg-type]
+    module = Counts()
+    trainer.fit(module, token_loader(32, 8))
+    return [*losses.values, float(module.sum.sum_value)]
+
+
 def badly_cut(world: int) -> dict[str, Any]:
     """A run with an uneven cut is told of a better one, and goes on with its own."""
     if world == 1:
@@ -354,6 +379,7 @@ def others(world: int, folder: str) -> dict[str, Any]:
         "meta": on_meta(world),
         "out of memory": out_of_memory(world),
         "left out": layers_left_out(world),
+        "state": state_of_the_module(world),
         "unequal": unequal(world),
         "another": another_is_faster(world),
         "other ways": other_ways_between_ranks(world),
@@ -458,6 +484,13 @@ def test_layers_that_are_left_out_at_random(one: Any, ranks: Any) -> None:
     for rank in ranks:
         assert rank["left out"]["losses"] == one["left out"]["losses"]
         assert all(name.count(".") < 2 for name in rank["left out"]["cut"])
+
+
+def test_plans_are_tried_on_the_module_as_it_was(one: Any, ranks: Any) -> None:
+    """Though ranks have measured its step more or less often, and one of them has recorded it."""
+    assert len(one["state"]) == 5
+    for rank in ranks:
+        assert rank["state"] == one["state"]
 
 
 def test_a_slower_device_gets_less_to_do(ranks: Any) -> None:
