@@ -63,6 +63,7 @@ compile_of = _pytorch.utilities.compile
 _AcceleratorConnector = _connector._AcceleratorConnector
 TrainerFn = _pytorch.trainer.states.TrainerFn
 TrainerStatus = _pytorch.trainer.states.TrainerStatus
+MisconfigurationException = _fabric.utilities.exceptions.MisconfigurationException
 SIGTERMException = _pytorch.utilities.exceptions.SIGTERMException
 is_overridden = _pytorch.utilities.model_helpers.is_overridden
 rank_zero_info = _pytorch.utilities.rank_zero.rank_zero_info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,22 @@ def has_forward(module: nn.Module) -> bool:
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     """A module's hooks on its calls, by kind."""
     return [getattr(module, kind) for kind in HOOKS]
+
+
+class InPlaceOf:
+    """A function that an object has for a while in place of another one, which it is in a pickle of the object."""
+
+    def __init__(self, original: Any, function: Callable[..., Any]) -> None:
+        self._original, self._function = original, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InPlaceOf:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self._original,)  # which returns a function itself
 
 
 @contextmanager

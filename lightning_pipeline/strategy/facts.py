@@ -52,7 +52,8 @@ def settings_of(trainer: Trainer) -> dict[str, str]:
     together = [callback.state_key for callback in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)]
     return {
         "the Trainer's function": str(trainer.state.fn.value),
-        **{name: repr(getattr(trainer, name)) for name in SETTINGS},
+        # A Trainer that validates by the clock has no val_check_interval.
+        **{name: repr(getattr(trainer, name, None)) for name in SETTINGS},
         "callbacks": ", ".join(sorted(together)) or "none",
     }
 

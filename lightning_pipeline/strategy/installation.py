@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -17,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.fully_sharded import plain
 from lightning_pipeline.runtime.replicas import Replicas
@@ -66,31 +65,14 @@ def sync_over(module: nn.Module, replicas: dist.ProcessGroup | None, override: O
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.process_group is None:
             available, gather = metric.distributed_available_fn, metric.dist_sync_fn
-            override(metric, "distributed_available_fn", _InPlaceOf(available, lambda: replicas is not None))
+            override(metric, "distributed_available_fn", InPlaceOf(available, lambda: replicas is not None))
             if replicas is not None:
                 synced = partial(_gathered_over, gather or gather_all_tensors, replicas)
-                override(metric, "dist_sync_fn", _InPlaceOf(gather, synced))
+                override(metric, "dist_sync_fn", InPlaceOf(gather, synced))
 
 
 def _gathered_over(gather: Any, replicas: dist.ProcessGroup, tensor: Tensor, group: Any = None) -> Any:
     return gather(tensor, group=replicas)
-
-
-class _InPlaceOf:
-    """A function that a metric has for a while in place of another one, which it is in a pickle: a checkpoint's
-    hyper-parameters may have the metric among them."""
-
-    def __init__(self, original: Any, function: Callable[..., Any]) -> None:
-        self._original, self._function = original, function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _InPlaceOf:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self._original,)  # which returns a function itself
 
 
 def convert_batch_norms(

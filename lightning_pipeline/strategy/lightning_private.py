@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pipeline._names import LIGHTNING, PYTORCH_LIGHTNING
+from lightning_pipeline.partition.overrides import InPlaceOf
 from lightning_pipeline.runtime.backend_rules import warm_up
 from lightning_pipeline.runtime.backends import HOST, backend_for
 
@@ -164,7 +165,7 @@ def call_before_update(plugin: Precision, function: Callable[[Any], None], overr
         clip(model, optimizer)
         function(optimizer)
 
-    override(plugin, "_after_closure", clip_and_call)
+    override(plugin, "_after_closure", InPlaceOf(clip, clip_and_call))
 
 
 @contextmanager

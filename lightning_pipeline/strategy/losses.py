@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from lightning_pipeline.partition.engine import backward_from_loss
 
-from .._lightning import LightningModule
+from .._lightning import LightningModule, MisconfigurationException
 
 _SUM = "sum"
 _SCALED = "scaled"  # a sum times a constant, which may make it a mean
@@ -29,6 +29,10 @@ _NONE, _TOTAL = 0, 2  # reductions, as autograd has them
 _TERMS = {"Add", "Sub"}
 _SAME = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias"}
 _ELEMENTWISE = {"Pow", "Abs", "CtcLoss"}
+
+
+class NoLossError(MisconfigurationException, ValueError):
+    """A training step returned something without a loss; told in Lightning's words and ours."""
 
 
 def backward_of(module: LightningModule) -> tuple[Callable[..., None], bool]:
@@ -44,7 +48,7 @@ def loss_in(result: Any, module: str) -> Tensor:
         module: its class's name, for the error.
 
     Raises:
-        ValueError: there is none in it.
+        NoLossError: there is none in it.
     """
     loss = result
     if not isinstance(result, Tensor) and isinstance(result, Mapping):
@@ -52,12 +56,14 @@ def loss_in(result: Any, module: str) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()) if loss.dim() else loss
     what = type(result).__name__
+    rule = "In automatic optimization, `training_step` must return a Tensor, a dict, or None"
     if isinstance(result, Mapping):
         what = f"{what} {list(result)}"
+        rule = "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
     elif isinstance(result, Tensor):
         what = f"a tensor of shape {list(result.shape)}"
-    raise ValueError(
-        f"{module}.training_step returned {what}, and a pipeline needs the loss of every micro-batch: return a "
+    raise NoLossError(
+        f"{rule}: {module}.training_step returned {what}, and a pipeline needs the loss of every micro-batch: return a "
         f"tensor with one element, or a dictionary with one under 'loss', or None to skip the batch"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Callable, Generator
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline._registration import adopted_by, is_pipeline, refuse_fabric
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.lending import Lending
@@ -208,8 +209,8 @@ class PipelineStrategy(CheckpointingStrategy):
         this process, and its stages to this module."""
         # What a Trainer has not given yet is not its properties' default: the next Trainer may give it.
         own = {name: vars(self).get(f"_{name}", vars(self).get(name)) for name in _GIVEN_BY_TRAINER}
-        given_later = {name: getattr(self, name) for name, value in own.items() if value is not None}
-        return _asked_for, (type(self), self._arguments, given_later)
+        given = {name: _without_overrides(getattr(self, name)) for name, value in own.items() if value is not None}
+        return _asked_for, (type(self), self._arguments, given)
 
     @property
     @override
@@ -424,8 +425,10 @@ class PipelineStrategy(CheckpointingStrategy):
                 outside.states.optimizers = self._stage_optimizers.optimizers
                 outside.states.are_shared_out = self._stage_optimizers.are_shared_out
                 installed.enter_context(self.pipeline.recorder.patched())
-            override(plugin, "clip_grad_by_norm", functools.partial(self._clip, self._stage_optimizers.clip_by_norm))
-            override(plugin, "clip_grad_by_value", functools.partial(self._clip, self._stage_optimizers.clip_by_value))
+            by_norm = functools.partial(self._clip, self._stage_optimizers.clip_by_norm)
+            by_value = functools.partial(self._clip, self._stage_optimizers.clip_by_value)
+            override(plugin, "clip_grad_by_norm", InPlaceOf(plugin.clip_grad_by_norm, by_norm))
+            override(plugin, "clip_grad_by_value", InPlaceOf(plugin.clip_grad_by_value, by_value))
             call_before_update(plugin, self._stage_optimizers.before_update, override)
             if self.world_size > 1:
                 installed.enter_context(shared_statistics(module, self.replicas))
@@ -692,6 +695,17 @@ class PipelineStrategy(CheckpointingStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.cluster_environment.teardown()
+
+
+def _without_overrides(given: Any) -> Any:
+    """What a Trainer gave, without what stands for its methods in a run."""
+    overridden = [name for name in getattr(given, "__dict__", ()) if callable(getattr(type(given), name, None))]
+    if not overridden:
+        return given
+    plain = copy.copy(given)
+    for name in overridden:
+        del vars(plain)[name]
+    return plain
 
 
 def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[str, Any]) -> PipelineStrategy:

@@ -86,14 +86,16 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
     Raises:
         TypeError, ValueError: with the way out.
     """
+    for source in data_sources(trainer):
+        check_name(source)
+    if trainer.world_size == 1:
+        return
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if uses_dataloader_iter(module, step):
             raise ValueError(
                 f"{type(module).__name__}.{step} takes a dataloader_iter, and only the first stage has one; "
                 f"let it take (batch, batch_idx)"
             )
-    for source in data_sources(trainer):
-        check_name(source)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelPruning):
             raise ValueError(

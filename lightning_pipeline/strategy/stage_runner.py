@@ -347,7 +347,10 @@ class StageRunner:
         if self.pipeline.rank == 0:
             if self._tensor_group is not None:
                 batch = self._tensor_group.same(batch)
-            microbatches = microbatches_of(batch, self.pipeline.num_microbatches, self._module)
+            if self._is_alone and isinstance(batch, Iterator):  # of a dataloader_iter step, which takes batches itself
+                microbatches = [batch]
+            else:
+                microbatches = microbatches_of(batch, self.pipeline.num_microbatches, self._module)
         return self.pipeline.run(
             work,
             microbatches,
