@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-fuzz test-npu campaign lint clean
+.PHONY: help train test test-slow test-fuzz test-npu test-projects campaign lint clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
 
 train: $(VENV)/.stamp ## train the default example over two stages; pass overrides as ARGS="trainer.devices=4"
 	OMP_NUM_THREADS=1 $(BIN)/python examples/train.py $(ARGS)
@@ -26,6 +26,9 @@ test-fuzz: $(VENV)/.stamp ## read damaged files and arguments of any content for
 test-npu: ## run the tests over a simulated Ascend device, in an environment of their own, where g++ and torch_npu can be had
 	@PYTHON=$(PYTHON) tests/npu/run.sh $(ARGS)
 
+test-projects: ## train models of public packages on one and two stages, in environments of their own; ARGS="darts" for one
+	@PYTHON=$(PYTHON) tests/projects/run.sh $(ARGS)
+
 campaign: $(VENV)/.stamp ## let faults befall small runs, for hours; options as ARGS="--trials 200 --seed 1" (ARGS=-h lists them)
 	$(BIN)/python -m tests.campaign $(ARGS)
 
@@ -34,7 +37,7 @@ lint: $(VENV)/.stamp ## check style and types
 	$(BIN)/mypy
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .venv-npu build/cann .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-npu .projects build/cann .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch comes first and alone: pip then takes a build that it has at hand instead of whatever the extras ask for.
 $(VENV)/.stamp: pyproject.toml constraints.txt

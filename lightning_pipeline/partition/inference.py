@@ -56,11 +56,41 @@ class Result:
 NOTHING = Result(tree.Constant(None), (), (), ())
 
 
+_CONTIGUOUS_ON_CPU = frozenset(
+    (
+        torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten._native_batch_norm_legit.default,
+        torch.ops.aten._native_batch_norm_legit.no_stats,
+        torch.ops.aten.log_sigmoid_forward.default,
+        torch.ops.aten.log_sigmoid.default,
+    )
+)
+"""Their kernels for the CPU lay results out anew, where their fake implementations keep the strides of the input."""
+
+
+class _FakeTensorMode(FakeTensorMode):
+    """Knows the strides that results have on the CPU: what crosses a stage's boundary with others is summed in another
+    order there, and gradients end in other bits than on one stage."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func not in _CONTIGUOUS_ON_CPU or args[0].device.type != "cpu":
+            return found
+        if isinstance(found, Tensor):
+            return found.contiguous()
+        keeps = any(
+            args[0].dim() == dims and args[0].is_contiguous(memory_format=format)
+            for dims, format in ((4, torch.channels_last), (5, torch.channels_last_3d))
+        )
+        is_norm = "batch_norm" in func.name()
+        return found if keeps and is_norm else (found[0].contiguous(), *found[1:])
+
+
 class Inference:
     """Runs functions on fake tensors of one process. Autograd, autocast and the default dtype are as they are now."""
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _FakeTensorMode(allow_non_fake_inputs=True)
 
     def result(self, function: Any, call: Call, looks: Sequence[Look]) -> Result | None:
         """What `function` gives; None where only the data tells, or torch does not know.
