@@ -53,7 +53,7 @@ def fit(trainer_kwargs: dict[str, Any], dropout: float) -> Any:
 
 
 if __name__ == "__main__":
-    key = {"_backbone.transformer_blocks.1": 1}
+    key = {"_backbone.transformer_blocks.mha_block_1": 1}
     main(
         {
             "FT-Transformer": Case(lambda kwargs: fit(kwargs, 0.0), key=key, by_name=True),
