@@ -31,7 +31,7 @@ class InPlaceOf:
     """A function that an object has for a while in place of another one, which it is in a pickle of the object."""
 
     def __init__(self, original: Any, function: Callable[..., Any]) -> None:
-        self._original, self._function = original, function
+        self.original, self._function = original, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
@@ -40,7 +40,7 @@ class InPlaceOf:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self._original,)  # which returns a function itself
+        return copy.copy, (self.original,)  # which returns a function itself
 
 
 @contextmanager

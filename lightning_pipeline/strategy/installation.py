@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -60,19 +60,33 @@ def agree_on_overflow(scaler: GradScaler, device: torch.device, override: Overri
     override(scaler, "_unscale_grads_", all_gradients)
 
 
-def sync_over(module: nn.Module, replicas: dist.ProcessGroup | None, override: Override) -> None:
-    """Make the metrics in a module synchronise over the replicas of a stage, as all stages have the same states."""
+def sync_over(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+    """Make the metrics in a module synchronise over the replicas of a stage, as all stages have the same states.
+
+    It stays after the run, as the stages are connected still: a metric that is computed then is not to count them all.
+    """
+    world = id(dist.group.WORLD)
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.process_group is None:
-            available, gather = metric.distributed_available_fn, metric.dist_sync_fn
-            override(metric, "distributed_available_fn", InPlaceOf(available, lambda: replicas is not None))
+            available, gather = map(_original, (metric.distributed_available_fn, metric.dist_sync_fn))
+            has_replicas = partial(_has_replicas, available, world, replicas is not None)
+            metric.distributed_available_fn = InPlaceOf(available, has_replicas)
             if replicas is not None:
-                synced = partial(_gathered_over, gather or gather_all_tensors, replicas)
-                override(metric, "dist_sync_fn", InPlaceOf(gather, synced))
+                synced = partial(_gathered_over, gather or gather_all_tensors, world, replicas)
+                metric.dist_sync_fn = InPlaceOf(gather, synced)
 
 
-def _gathered_over(gather: Any, replicas: dist.ProcessGroup, tensor: Tensor, group: Any = None) -> Any:
-    return gather(tensor, group=replicas)
+def _original(function: Any) -> Any:
+    return function.original if isinstance(function, InPlaceOf) else function
+
+
+def _has_replicas(available: Callable[[], bool], world: int, answer: bool) -> bool:
+    """What is to be told while these processes are connected, and then what `available` does."""
+    return answer if id(dist.group.WORLD) == world else available()
+
+
+def _gathered_over(gather: Any, world: int, replicas: dist.ProcessGroup, tensor: Tensor, group: Any = None) -> Any:
+    return gather(tensor, group=replicas if id(dist.group.WORLD) == world else group)
 
 
 def convert_batch_norms(

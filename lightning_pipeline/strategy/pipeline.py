@@ -435,7 +435,7 @@ class PipelineStrategy(CheckpointingStrategy):
                 self._signals.install(module.trainer, override, has_replicas=self.replicas is not None)
                 if (scaler := getattr(plugin, "scaler", None)) is not None:
                     agree_on_overflow(scaler, self.root_device, override)
-                sync_over(module, self.replicas.group if self.replicas is not None else None, override)
+                sync_over(module, self.replicas.group if self.replicas is not None else None)
             if not (self.topology.is_first_stage or self._shares_batches):
                 skip_before_transfer(module, override)
             if not self.output_broadcast and self.pipeline.rank != self.pipeline.last_rank:

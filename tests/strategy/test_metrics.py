@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.strategy.installation import sync_over
 from tests.launching import launch
 
@@ -29,18 +28,18 @@ def computed(pairs: bool) -> list[float]:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=4)
     groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     module = Metrics()
-    with overridden() as override:
-        sync_over(module, groups[rank // 2] if pairs else None, override)
-        module.mean.update(float(rank))
-        module.several.update(float(rank))
-        kept = pickle.loads(pickle.dumps(module.mean))  # as hyper-parameters in a checkpoint
-        copied = copy.deepcopy(module.mean)
-        found = [float(copied.compute()), float(module.mean.compute()), float(module.several.compute()["sum"])]
-    for metric in (module.mean, kept):
-        assert metric.process_group is None and metric.dist_sync_fn is None
-        assert metric.distributed_available_fn is MeanMetric().distributed_available_fn
+    for _ in range(2):  # as in one run after another
+        sync_over(module, groups[rank // 2] if pairs else None)
+    module.mean.update(float(rank))
+    module.several.update(float(rank))
+    kept = pickle.loads(pickle.dumps(module.mean))  # as hyper-parameters in a checkpoint
+    copied = copy.deepcopy(module.mean)
+    found = [float(copied.compute()), float(module.mean.compute()), float(module.several.compute()["sum"])]
+    assert kept.process_group is None and kept.dist_sync_fn is None
+    assert kept.distributed_available_fn is MeanMetric().distributed_available_fn
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    assert not module.mean.distributed_available_fn()
     return found
 
 
