@@ -31,7 +31,7 @@ _SAME = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy",
 _ELEMENTWISE = {"Pow", "Abs", "CtcLoss"}
 
 
-class NoLossError(MisconfigurationException, ValueError):
+class LossValueError(MisconfigurationException, ValueError):
     """A training step returned something without a loss; told in Lightning's words and ours."""
 
 
@@ -48,7 +48,7 @@ def loss_in(result: Any, module: str) -> Tensor:
         module: its class's name, for the error.
 
     Raises:
-        NoLossError: there is none in it.
+        LossValueError: there is none in it.
     """
     loss = result
     if not isinstance(result, Tensor) and isinstance(result, Mapping):
@@ -62,7 +62,7 @@ def loss_in(result: Any, module: str) -> Tensor:
         rule = "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
     elif isinstance(result, Tensor):
         what = f"a tensor of shape {list(result.shape)}"
-    raise NoLossError(
+    raise LossValueError(
         f"{rule}: {module}.training_step returned {what}, and a pipeline needs the loss of every micro-batch: return a "
         f"tensor with one element, or a dictionary with one under 'loss', or None to skip the batch"
     )
