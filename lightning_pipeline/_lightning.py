@@ -60,6 +60,7 @@ _MultiProcessingLauncher = _pytorch.strategies.launchers.multiprocessing._MultiP
 _SubprocessScriptLauncher = _pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher
 call = _pytorch.trainer.call
 compile_of = _pytorch.utilities.compile
+trainer_of = _pytorch.trainer.trainer
 _AcceleratorConnector = _connector._AcceleratorConnector
 TrainerFn = _pytorch.trainer.states.TrainerFn
 TrainerStatus = _pytorch.trainer.states.TrainerStatus

@@ -3,7 +3,7 @@
 from lightning_pipeline._registration import introduce, register
 from lightning_pipeline.runtime.reducer import PipelineGradReducer
 
-from .lightning_private import say_which_import
+from .lightning_private import let_modules_be_compiled, say_which_import
 from .pipeline import PipelineStrategy, sync_pipeline_shared_parameters
 from .rebalance import PipelineRebalance
 from .timeline import PipelineTimeline
@@ -19,3 +19,4 @@ __all__ = [
 register()
 introduce(PipelineStrategy)
 say_which_import()
+let_modules_be_compiled()

@@ -57,7 +57,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         local = _local(path)
         if storage_options is not None or local is None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         local.parent.mkdir(parents=True, exist_ok=True)
         try:

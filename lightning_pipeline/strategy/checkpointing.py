@@ -57,6 +57,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._stage_optimizers = StageOptimizers(())
         self._signals = Signals()
         self._background = BackgroundSave()
+        self._is_in_parts = False  # the checkpoint that was read last
 
     @property
     def ownership(self) -> Ownership | None:
@@ -73,9 +74,21 @@ class CheckpointingStrategy(ProcessStrategy):
     def _outside(self) -> Outside | None:
         return self._runner.outside if self._runner is not None else None
 
+    @property
+    @override
+    def _needs_group(self) -> bool:
+        return self.save_distributed_checkpoint
+
+    @property
+    def _leaves_files_to_lightning(self) -> bool:
+        """Whether a checkpoint is what one process writes, and not in parts."""
+        return self._is_alone and not self.save_distributed_checkpoint
+
     @override
     @apart
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._leaves_files_to_lightning:
+            return super().lightning_module_state_dict()
         self._check_alive()
         if self.save_distributed_checkpoint:
             return module_state_in_parts(self._module)
@@ -100,17 +113,20 @@ class CheckpointingStrategy(ProcessStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        self._check_alive()
         add_random_state(checkpoint, self.root_device)
         if self.plan is not None:  # for information: nothing reads it
             checkpoint["pipeline_plan"] = self.plan.as_dict()
+        if self._leaves_files_to_lightning:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        self._check_alive()
         if self.save_distributed_checkpoint:
             self._save_folder(checkpoint, filepath, storage_options)
             return
         if self._is_replica:
             return
         checkpoint = filled_from_owners(checkpoint, self._running.held.ownership, self.transport)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
         if storage_options is not None:
@@ -151,10 +167,13 @@ class CheckpointingStrategy(ProcessStrategy):
         free_memory(self.root_device)
         plain = super().load_checkpoint
         given = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
+        self._is_in_parts = is_folder(checkpoint_path)
+        if self._is_alone and not self._is_in_parts:
+            return plain(checkpoint_path, **given)
         usual = getattr(innermost(self.checkpoint_io), "weights_only", None)
 
         def read() -> dict[str, Any]:
-            if is_folder(checkpoint_path):
+            if self._is_in_parts:
                 checkpoint = read_folder(checkpoint_path, usual if weights_only is None else weights_only)
             else:
                 checkpoint = plain(checkpoint_path, **given)
@@ -166,6 +185,9 @@ class CheckpointingStrategy(ProcessStrategy):
     @override
     @apart
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._is_alone and not self._is_in_parts:
+            super().load_model_state_dict(checkpoint, strict=strict)
+            return
         module = self._module
         # The first thing that a load changes, and the user's on_load_checkpoint has run.
         layouts = list(self._stage_optimizers) if module.trainer.state.fn == TrainerFn.FITTING else None
@@ -176,6 +198,8 @@ class CheckpointingStrategy(ProcessStrategy):
     @override
     @apart
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._leaves_files_to_lightning:
+            return super().optimizer_state(optimizer)
         self._check_alive()
         self._stage_optimizers.follow(self.optimizers, self._module)
         if self.save_distributed_checkpoint:
@@ -186,7 +210,10 @@ class CheckpointingStrategy(ProcessStrategy):
     @override
     @apart
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._stage_optimizers.load_state(checkpoint["optimizer_states"])
+        if self._is_alone and not self._is_in_parts:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            self._stage_optimizers.load_state(checkpoint["optimizer_states"])
         restore_random_state(checkpoint, self.root_device)
 
     @property

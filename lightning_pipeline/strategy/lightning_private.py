@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pipeline._names import LIGHTNING, PYTORCH_LIGHTNING
+from lightning_pipeline._registration import is_pipeline
 from lightning_pipeline.partition.overrides import InPlaceOf
 from lightning_pipeline.runtime.backend_rules import warm_up
 from lightning_pipeline.runtime.backends import HOST, backend_for
@@ -47,6 +48,7 @@ from .._lightning import (
     compile_of,
     data_connector,
     rank_zero_warn,
+    trainer_of,
 )
 
 Override = Callable[[Any, str, Any], None]
@@ -98,9 +100,9 @@ def check_name(instance: object) -> None:
     if bases and not any(base.__module__.startswith(f"{own}.") for base in bases):
         name = bases[0].__qualname__
         raise TypeError(
-            f"You passed a `{other}` object ({type(instance).__qualname__}, which derives from {name}) to a `{own}` "
-            f"Trainer. Take both from one of them: change the import of {name} to `from {own} import {name}`, or take "
-            f"the Trainer from {other}"
+            f"You passed a `{other}` object ({type(instance).__qualname__}) to a `{own}` Trainer. Take both from one "
+            f"of them: change the import of {name}, from which it derives, to `from {own} import {name}`, or take the "
+            f"Trainer from {other}"
         )
 
 
@@ -110,6 +112,29 @@ def say_which_import() -> None:
     strategy has a say before.
     """
     compile_of._check_mixed_imports = check_name
+
+
+def let_modules_be_compiled() -> None:
+    """Let a Trainer with this strategy take a LightningModule that is compiled as a whole, which Lightning allows for
+    strategies of a list.
+    """
+    verify = trainer_of._verify_strategy_supports_compile
+
+    def verify_others(model: LightningModule, strategy: Any) -> None:
+        if not is_pipeline(strategy):
+            verify(model, strategy)
+
+    trainer_of._verify_strategy_supports_compile = verify_others
+
+
+def leave_module_uncompiled(module: LightningModule) -> None:
+    """Have a LightningModule that is compiled as a whole run as it was written: it lies on several stages."""
+    if getattr(module, "_compiler_ctx", None) is not None:
+        compile_of.to_uncompiled(module)
+        rank_zero_warn(
+            f"{type(module).__name__} is compiled as a whole, and lies on several stages: it runs as it was written, "
+            f"not compiled; compile parts of it that lie on one stage each, as with layer.compile()"
+        )
 
 
 def share_threads(num_processes: int) -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.suspended import BACKWARD, Meeting, running_step
 
-from .._lightning import LightningModule, LightningOptimizer
+from .._lightning import LightningModule, LightningOptimizer, Precision
 from .lightning_private import lightning_optimizers
 from .stage_optimizers import inner
 
@@ -214,6 +214,33 @@ def _backwards_given_to(take: Callable[..., None], *, in_step: bool = False) -> 
         yield
     finally:
         torch.Tensor.backward, torch.autograd.backward = of_tensor, of_tensors  # type: ignore[method-assign]
+
+
+def backwards_met(plugin: Precision, go_back: Callable[..., None], override: Override) -> None:
+    """Let micro-batches meet where their step calls manual_backward, which ends at the precision plugin.
+
+    Args:
+        go_back: called for other backwards with the plugin's own function and its arguments.
+    """
+    before, backward, after = plugin.pre_backward, plugin.backward, plugin.post_backward
+
+    def pre_backward(loss: Tensor, module: LightningModule) -> Tensor:
+        return before(loss, module) if running_step() is None else loss
+
+    def run_backward(
+        loss: Tensor, module: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        if running_step() is None:
+            go_back(backward, loss, module, optimizer, *args, **kwargs)
+        else:
+            meet_backward(loss, *args, **kwargs)
+
+    def post_backward(loss: Tensor, module: LightningModule) -> Tensor:
+        return after(loss, module) if running_step() is None else loss
+
+    override(plugin, "pre_backward", InPlaceOf(before, pre_backward))
+    override(plugin, "backward", InPlaceOf(backward, run_backward))
+    override(plugin, "post_backward", InPlaceOf(after, post_backward))
 
 
 def meet_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,6 @@ from lightning_pipeline.runtime.lending import Lending
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.shared import spread_from_owner
-from lightning_pipeline.runtime.suspended import running_step
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 
@@ -56,6 +55,7 @@ from .lightning_private import (
     Override,
     call_before_update,
     compare_parameters_by_identity,
+    leave_module_uncompiled,
     leave_modules_unnamed,
     let_steps_be_skipped,
     note_mesh,
@@ -63,13 +63,14 @@ from .lightning_private import (
     skip_before_transfer,
     total_batches,
 )
-from .manual import Closure, batch_calls_met, meet_backward
+from .manual import Closure, backwards_met, batch_calls_met
 from .optimizers import OptimizerLayout
 from .schedule_choice import ScheduleArgument, ScheduleChoice
 from .stage_optimizers import StageOptimizers, inner, zeroed_unseen
 from .stage_runner import StageRunner
 from .tensor_parallel import TensorGroup
 from .weights import Weights
+from .whole_batch import WholeBatch
 
 _GIVEN_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 """What a Trainer gives a strategy that was made without."""
@@ -198,6 +199,8 @@ class PipelineStrategy(CheckpointingStrategy):
         self._seed = 0
         self._set_up_for: tuple[LightningModule, int] | None = None
         self._told_replicas: int | None = None  # before the topology was known
+        self._whole_batch: WholeBatch | None = None
+        """The training step that runs, or ran last, if it was Lightning's own."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -245,7 +248,8 @@ class PipelineStrategy(CheckpointingStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return True
+        # One process restores as it would without a pipeline, unless its module has no memory yet to restore into.
+        return not self._is_alone or any(tensor.is_meta for tensor in self._module.parameters())
 
     @override
     def setup_environment(self) -> None:
@@ -286,12 +290,15 @@ class PipelineStrategy(CheckpointingStrategy):
         self.accelerator.setup(trainer)
         module = self._module
         refusals.check_module(module, trainer)
-        refusals.check_precision(self.precision_plugin)
-        leave_modules_unnamed(trainer)
+        refusals.check_precision(self.precision_plugin, is_alone=self._is_alone)
+        if not self._is_alone:
+            leave_modules_unnamed(trainer)
+            leave_module_uncompiled(module)
         self.precision_plugin.convert_module(module)
         self._set_up_pipeline(module)
         self.model_to_device()
-        self._shares_batches = look_at_batches(module, trainer)  # before schedulers ask for the loaders' length
+        # Before schedulers ask for the loaders' length.
+        self._shares_batches = not self._is_alone and look_at_batches(module, trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._stage_optimizers = StageOptimizers(
@@ -419,18 +426,19 @@ class PipelineStrategy(CheckpointingStrategy):
         with ExitStack() as installed:
             override: Override = installed.enter_context(overridden())
             let_steps_be_skipped(module.trainer, override)
-            installed.enter_context(compare_parameters_by_identity())
             if outside is not None:
+                installed.enter_context(compare_parameters_by_identity())
                 follow_hooks(module, outside, override)
                 outside.states.optimizers = self._stage_optimizers.optimizers
                 outside.states.are_shared_out = self._stage_optimizers.are_shared_out
                 installed.enter_context(self.pipeline.recorder.patched())
-            by_norm = functools.partial(self._clip, self._stage_optimizers.clip_by_norm)
-            by_value = functools.partial(self._clip, self._stage_optimizers.clip_by_value)
-            override(plugin, "clip_grad_by_norm", InPlaceOf(plugin.clip_grad_by_norm, by_norm))
-            override(plugin, "clip_grad_by_value", InPlaceOf(plugin.clip_grad_by_value, by_value))
-            call_before_update(plugin, self._stage_optimizers.before_update, override)
-            if self.world_size > 1:
+            backwards_met(plugin, self._go_back, override)
+            if not self._is_alone:
+                by_norm = functools.partial(self._clip, self._stage_optimizers.clip_by_norm)
+                by_value = functools.partial(self._clip, self._stage_optimizers.clip_by_value)
+                override(plugin, "clip_grad_by_norm", InPlaceOf(plugin.clip_grad_by_norm, by_norm))
+                override(plugin, "clip_grad_by_value", InPlaceOf(plugin.clip_grad_by_value, by_value))
+                call_before_update(plugin, self._stage_optimizers.before_update, override)
                 installed.enter_context(shared_statistics(module, self.replicas))
                 self._signals.install(module.trainer, override, has_replicas=self.replicas is not None)
                 if (scaler := getattr(plugin, "scaler", None)) is not None:
@@ -458,9 +466,9 @@ class PipelineStrategy(CheckpointingStrategy):
     @override
     @apart
     def process_dataloader(self, dataloader: object) -> object:
-        assert self.topology is not None
-        if self.world_size == 1:
+        if self._is_alone:
             return dataloader
+        assert self.topology is not None
         self.agree_on_loader(dataloader)
         # Only in training do replicas wait for one another.
         replicas = self.replicas if self._module.trainer.training else None
@@ -487,16 +495,27 @@ class PipelineStrategy(CheckpointingStrategy):
         self._stage_optimizers.follow(self.optimizers, self._module)
         trainer = self._module.trainer
         arguments = (*args, *kwargs.values())
-        if not self._module.automatic_optimization:
-            return self._train_by_hand(arguments)
         self._cut_before_step("training_step", arguments, self.precision_plugin.train_step_context)
+        microbatches = self._running.split(arguments[0])
+        self._whole_batch = None
+        if self._is_alone and microbatches is not None and len(microbatches) == 1:
+            with observed(self._running.pipeline, *self.observers):
+                observe = self._running.pipeline.observe
+            self._whole_batch = self._running.whole_training_batch(
+                number=total_batches(trainer), accumulate=trainer.accumulate_grad_batches, observe=observe
+            )
+            with self._whole_batch.running():
+                return super().training_step(*microbatches, *arguments[1:])
+        if not self._module.automatic_optimization:
+            return self._train_by_hand(arguments, microbatches)
         assert self.pipeline is not None
         is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         scaler = getattr(self.precision_plugin, "scaler", None)
         advising = nullcontext() if self._advisor is None else self._advisor.watching(self.pipeline, self.transport)
         with observed(self.pipeline, *self.observers), advising:
             result = self._running.train(
-                arguments,
+                arguments[1:],
+                microbatches,
                 number=total_batches(trainer),
                 accumulate=trainer.accumulate_grad_batches,
                 is_first=is_first,
@@ -508,9 +527,8 @@ class PipelineStrategy(CheckpointingStrategy):
             )
         return SKIPPED if result is None else result
 
-    def _train_by_hand(self, arguments: tuple[Any, ...]) -> Any:
+    def _train_by_hand(self, arguments: tuple[Any, ...], microbatches: list[Any] | None) -> Any:
         module, plugin = self._module, self.precision_plugin
-        self._cut_before_step("training_step", arguments, plugin.train_step_context)
         assert self.pipeline is not None
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None:
@@ -543,7 +561,8 @@ class PipelineStrategy(CheckpointingStrategy):
         )
         with observed(self.pipeline, *self.observers), calls:
             result = self._running.train_by_hand(
-                arguments,
+                arguments[1:],
+                microbatches,
                 number=total_batches(module.trainer),
                 context=plugin.train_step_context,
                 scale=scaler.scale if scaler is not None else None,
@@ -556,15 +575,18 @@ class PipelineStrategy(CheckpointingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, (*args, *kwargs.values()))
+        context = self.precision_plugin.val_step_context
+        return self._evaluate("validation_step", super().validation_step, context, (*args, *kwargs.values()))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, (*args, *kwargs.values()))
+        context = self.precision_plugin.test_step_context
+        return self._evaluate("test_step", super().test_step, context, (*args, *kwargs.values()))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
+        context = self.precision_plugin.predict_step_context
+        return self._evaluate("predict_step", super().predict_step, context, (*args, *kwargs.values()))
 
     @override
     @apart
@@ -599,21 +621,26 @@ class PipelineStrategy(CheckpointingStrategy):
     on_test_end = on_predict_end
 
     @apart
-    def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        self._cut_before_step(name, args, context)
-        return self._running.evaluate(name, args, context)
+    def _evaluate(
+        self, name: str, plain: Callable[..., Any], context: Callable[[], Any], arguments: tuple[Any, ...]
+    ) -> Any:
+        """Run an evaluation step. `plain`: Lightning's own, of one process with the whole batch."""
+        self._cut_before_step(name, arguments, context)
+        microbatches = self._running.split(arguments[0])
+        if self._is_alone and microbatches is not None and len(microbatches) == 1:
+            with self._running.whole_evaluation_batch(name, arguments[1:]).running():
+                return plain(*microbatches, *arguments[1:])
+        return self._running.evaluate(name, arguments[1:], microbatches, context)
 
-    @override
-    @apart
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """The schedule has run the backwards; here their gradients appear, between the hooks that expect them."""
-        if running_step() is not None:  # manual_backward
-            meet_backward(closure_loss, *args, **kwargs)
-            return closure_loss
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        self._running.publish_gradients()
-        self._stage_optimizers.replace(self._running.shard())
-        return self.precision_plugin.post_backward(closure_loss, self._module)
+    def _go_back(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Where a precision plugin runs a backward: the schedule has run it, and its gradients appear."""
+        if self._whole_batch is not None:
+            with self._whole_batch.going_back():
+                backward(loss, *args, **kwargs)
+            return
+        with nullcontext() if self._outside is None else self._outside.aside():
+            self._running.publish_gradients()
+            self._stage_optimizers.replace(self._running.shard())
 
     @override
     def optimizer_step(

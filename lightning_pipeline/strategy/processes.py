@@ -85,19 +85,35 @@ class ProcessStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    # A hook that asks may do something else on each rank.
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is one process, which can leave most of what a run is to Lightning."""
+        return self.num_nodes == 1 and self._parallel_devices is not None and len(self._parallel_devices) == 1
+
+    @property
+    def _needs_group(self) -> bool:
+        """Whether a process that is alone needs a process group, too."""
+        return False
+
+    # Of ranks, SLURM's environment knows only where srun has started the process; one that is alone need not ask. A hook
+    # that asks may do something else on each rank.
 
     @property
     @override
     def global_rank(self) -> int:
         in_hook.note_rank()
-        return super().global_rank
+        return 0 if self._is_alone else super().global_rank
 
     @property
     @override
     def local_rank(self) -> int:
         in_hook.note_rank()
-        return super().local_rank
+        return 0 if self._is_alone else super().local_rank
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return 0 if self._is_alone else super().node_rank
 
     @property
     @override
@@ -133,7 +149,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def world_size(self) -> int:
         """Number of processes; of replicas, to the user's hooks that set data up."""
-        size = super().world_size
+        size = 1 if self._is_alone else super().world_size
         return self._num_replicas(size) if size > 1 and is_for_set_up("world_size") else size
 
     @property
@@ -185,7 +201,7 @@ class ProcessStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell an environment that does not know it from others this process's rank; a Trainer asks for it early."""
-        if self.cluster_environment is not None:
+        if self.cluster_environment is not None and not self._is_alone:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = _NotedRank(self.global_rank)  # type: ignore[attr-defined]
@@ -205,7 +221,10 @@ class ProcessStrategy(ParallelStrategy):
             self._watch_over(store)
         self._started = set()
         trainer = self._module.trainer
-        self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings(), **table})
+        if store is not None:
+            self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings(), **table})
+        if store is None and not self._needs_group:
+            return
         with nullcontext() if store is None else store.asked(), waiting_for("all ranks to connect"):
             self.process_group_backend = connect_processes(
                 environment,
@@ -252,6 +271,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         self._failed = True
         if self._agreement is not None:
             self._agreement.decline(exception)

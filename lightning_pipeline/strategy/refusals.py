@@ -160,12 +160,17 @@ def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tenso
         )
 
 
-def check_precision(precision: Precision) -> None:
+def check_precision(precision: Precision, *, is_alone: bool) -> None:
     """Raise for a precision whose sharding or conversion the pipeline does not do.
+
+    Args:
+        is_alone: there is one process, which takes any that leaves the backward to Lightning.
 
     Raises:
         ValueError: with the way out.
     """
+    if is_alone and type(precision).backward is Precision.backward:
+        return
     if type(precision) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
         raise ValueError(
             f"precision={precision.precision!r} is not supported by the pipeline strategy; use '32-true', "

@@ -17,6 +17,8 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.random import mix
 from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.draws import Draws
+from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.runtime.fully_sharded import FullySharded
 from lightning_pipeline.runtime.gradients import Gradients
 from lightning_pipeline.runtime.microbatch import Microbatch
@@ -39,6 +41,7 @@ from .schedule_choice import Schedules
 from .signals import Signals, merge
 from .summary import batch_norms_of, summary_of
 from .tensor_parallel import TensorGroup, place_gradients
+from .whole_batch import WholeBatch
 
 _SINGLE_SAMPLE = "more than 1 value per channel"
 """In the error of torch's batch norms."""
@@ -99,6 +102,7 @@ class StageRunner:
         self._is_alone = topology.world_size == 1
         self._topology = topology
         self._has_told = False
+        self._draws = Draws(device)
         self._on_released = on_released
         self._sharded: FullySharded | None = None
         self._is_settled = False
@@ -148,9 +152,38 @@ class StageRunner:
         """Whether parameters may be DTensors, of which each rank has a slice."""
         return self._sharded is not None or self._tensor_group is not None
 
+    def split(self, batch: Any) -> list[Any] | None:
+        """The micro-batches of a batch, on the first rank; None on the others."""
+        if self.pipeline.rank != 0:
+            return None
+        if self._is_alone and isinstance(batch, Iterator):  # of a dataloader_iter step, which takes batches itself
+            return [batch]
+        if self._tensor_group is not None:
+            batch = self._tensor_group.same(batch)
+        return microbatches_of(batch, self.pipeline.num_microbatches, self._module)
+
+    def whole_training_batch(
+        self, *, number: int, accumulate: int, observe: Callable[[Span], None] | None
+    ) -> WholeBatch:
+        """A training step of one process with one micro-batch, which Lightning runs.
+
+        Args:
+            number, accumulate: as for `train`.
+            observe: gets its actions.
+        """
+        self._tell_once(None, accumulate)
+        self.peak_live = max(self.peak_live, 1)
+        actions = self.pipeline.program(training=True, num_microbatches=1).actions
+        return WholeBatch(self._draws, self._training_seed(number), actions, observe)
+
+    def whole_evaluation_batch(self, name: str, args: tuple[Any, ...]) -> WholeBatch:
+        """Likewise the evaluation step of this name; `args`: what it takes beside the batch."""
+        return WholeBatch(self._draws, self._evaluation_seed(name, _numbers(args)), (), None)
+
     def train(
         self,
         args: tuple[Any, ...],
+        microbatches: list[Any] | None,
         *,
         number: int,
         accumulate: int,
@@ -165,7 +198,8 @@ class StageRunner:
         the step's dictionary with it.
 
         Args:
-            args: as the user's training_step takes them, the batch first.
+            args: what the user's training_step takes beside the batch.
+            microbatches: as `split` has given them.
             number: number of the batch since training began.
             accumulate: number of batches over which gradients are accumulated.
             is_first: the batch begins an accumulation window.
@@ -193,16 +227,16 @@ class StageRunner:
         run_backward, is_plain = backward_of(self._module)
         work = Work(
             kind=("train", self._module.training),
-            step=self._step_function(self._module.training_step, args[1:], context, has_loss=True),
+            step=self._step_function(self._module.training_step, args, context, has_loss=True),
             loss_of=loss_of,
             run_backward=run_backward,
             after_backward=self._after_backward,
             can_split=is_plain,
-            seed=mix(self._seed, 0, number),
+            seed=self._training_seed(number),
         )
-        states, numbers = self._run(work, args[0], lambda: [float(is_sum)])
+        states, numbers = self._run(work, microbatches, lambda: [float(is_sum)])
         self.peak_live = max(self.peak_live, self.pipeline.peak_live)
-        self._tell_once(states, accumulate)
+        self._tell_once([state.num_samples for state in states], accumulate)
         losses = [(state.loss.detach(), state.num_samples) for state in states if state.loss is not None]
         is_skipped_by_all = not self._heed(numbers, training=True, has_loss=bool(losses))
         if any(is_sum for is_sum, *_ in numbers):
@@ -222,6 +256,7 @@ class StageRunner:
     def train_by_hand(
         self,
         args: tuple[Any, ...],
+        microbatches: list[Any] | None,
         *,
         number: int,
         context: Callable[[], AbstractContextManager[Any]],
@@ -233,7 +268,7 @@ class StageRunner:
         """One training step that optimizes by itself. Returns what it does, put together over micro-batches.
 
         Args:
-            args, number, context, scale, observe_buckets: as for `train`.
+            args, microbatches, number, context, scale, observe_buckets: as for `train`.
             published: called when the gradients of a backward have been added to those in ``.grad``.
             needs_losses: with the loss that it was called on.
         """
@@ -247,7 +282,7 @@ class StageRunner:
         def step(state: Microbatch, batch: Any) -> tuple[Any, Any]:
             states_of[running_step()] = state
             with context(), _single_sample_told(state):
-                return self._module.training_step(batch, *args[1:]), None
+                return self._module.training_step(batch, *args), None
 
         def log(*logged: Any, **options: Any) -> None:
             state = states_of.get(running_step())
@@ -270,7 +305,7 @@ class StageRunner:
             loss_of=loss_of,
             run_backward=run_backward,
             after_backward=self._after_backward,
-            seed=mix(self._seed, 0, number),
+            seed=self._training_seed(number),
             batch=_ByHand(
                 self._gradients,
                 partial(self._take_in_uses, training=True),
@@ -282,25 +317,35 @@ class StageRunner:
         with overridden() as override:
             override(self._module, "log", log)
             self._gradients.gather()
-            states, numbers = self._run(work, args[0])
-        self._tell_once(states, 1)
+            states, numbers = self._run(work, microbatches)
+        self._tell_once([state.num_samples for state in states], 1)
         self._heed(numbers, training=True)
         self._log(states, numbers)
         self._take_in_uses(training=True)
         self._end_what_is_profiled()
         return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
 
-    def evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]) -> Any:
-        """The validation, test or predict step of this name. Returns its output, put together over micro-batches."""
-        numbers = [arg for arg in args[1:] if isinstance(arg, int)]
+    def evaluate(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        microbatches: list[Any] | None,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> Any:
+        """The validation, test or predict step of this name. Returns its output, put together over micro-batches.
+
+        Args:
+            args, microbatches, context: as for `train`.
+        """
+        numbers = _numbers(args)
         work = Work(
             kind=(name, self._module.training, *numbers[1:]),
-            step=self._step_function(getattr(self._module, name), args[1:], context),
+            step=self._step_function(getattr(self._module, name), args, context),
             results_on=None if self._output_broadcast else self.pipeline.last_rank,
             waits=name != "predict_step",  # the first stages go on with the next batch
-            seed=mix(self._seed, zlib.crc32(name.encode()), *numbers),
+            seed=self._evaluation_seed(name, numbers),
         )
-        states, numbers_of_all = self._run(work, args[0])
+        states, numbers_of_all = self._run(work, microbatches)
         if numbers_of_all:
             self._heed(numbers_of_all, training=False)
         self._log(states, numbers_of_all)
@@ -339,18 +384,16 @@ class StageRunner:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
+    def _training_seed(self, number: int) -> int:
+        return mix(self._seed, 0, number)
+
+    def _evaluation_seed(self, name: str, numbers: Sequence[int]) -> int:
+        return mix(self._seed, zlib.crc32(name.encode()), *numbers)
+
     def _run(
-        self, work: Work, batch: Any, extra: Callable[[], list[float]] = list
+        self, work: Work, microbatches: list[Any] | None, extra: Callable[[], list[float]] = list
     ) -> tuple[list[Microbatch], list[list[float]]]:
         """Run a step. Returns its micro-batches, and of every rank `extra`, what is logged, and what has arrived."""
-        microbatches = None
-        if self.pipeline.rank == 0:
-            if self._tensor_group is not None:
-                batch = self._tensor_group.same(batch)
-            if self._is_alone and isinstance(batch, Iterator):  # of a dataloader_iter step, which takes batches itself
-                microbatches = [batch]
-            else:
-                microbatches = microbatches_of(batch, self.pipeline.num_microbatches, self._module)
         return self.pipeline.run(
             work,
             microbatches,
@@ -432,11 +475,12 @@ class StageRunner:
             return loss / (state.num_microbatches * accumulate)
         return loss * (state.weight / accumulate)
 
-    def _tell_once(self, states: list[Microbatch], accumulate: int) -> None:
+    def _tell_once(self, sizes: list[int] | None, accumulate: int) -> None:
+        """`sizes`: as for `summary_of`."""
         if not self._has_told:
             self._has_told = True
-            rank_zero_info(summary_of(self._topology, states, accumulate))
-            if batch_norms := batch_norms_of(self._module, states):
+            rank_zero_info(summary_of(self._topology, sizes, accumulate))
+            if sizes is not None and (batch_norms := batch_norms_of(self._module, sizes)):
                 rank_zero_info(batch_norms)
 
     def _warn_of_sum(self) -> None:
@@ -546,6 +590,11 @@ def _single_sample_told(state: Microbatch) -> Iterator[None]:
                 f"batches two samples or more, as with DataLoader(drop_last=True) ({error})"
             ) from error
         raise
+
+
+def _numbers(args: Sequence[Any]) -> list[int]:
+    """Those of the batch and its loader, in what a step takes beside the batch."""
+    return [arg for arg in args if isinstance(arg, int)]
 
 
 def _token(value: Any, state: Microbatch) -> Any:
