@@ -20,9 +20,17 @@ from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.transport import Transport
 
-from .._lightning import AsyncCheckpointIO, CheckpointIO, LightningModule, TrainerFn, TrainerStatus
+from .._lightning import (
+    AsyncCheckpointIO,
+    CheckpointIO,
+    DoublePrecision,
+    HalfPrecision,
+    LightningModule,
+    TrainerFn,
+    TrainerStatus,
+)
 from .checkpoint import gather_module_state, help_to_gather, load_module_state
-from .checkpoint_check import check_checkpoint, check_format, with_one_outcome
+from .checkpoint_check import check_checkpoint, check_format, check_optimizers, with_one_outcome
 from .checkpoint_folder import is_folder, read_folder
 from .checkpoint_io import AtomicCheckpointIO
 from .copies import filled_from_owners, gather_module
@@ -73,11 +81,6 @@ class CheckpointingStrategy(ProcessStrategy):
     @property
     def _outside(self) -> Outside | None:
         return self._runner.outside if self._runner is not None else None
-
-    @property
-    @override
-    def _needs_group(self) -> bool:
-        return self.save_distributed_checkpoint
 
     @property
     def _leaves_files_to_lightning(self) -> bool:
@@ -132,6 +135,8 @@ class CheckpointingStrategy(ProcessStrategy):
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is for one plain file: leave it out")
         self._background.wait()
+        if not dist.is_initialized():
+            self._connect()
         in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer = FolderWriter(
             module=self._module,
@@ -185,12 +190,15 @@ class CheckpointingStrategy(ProcessStrategy):
     @override
     @apart
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if isinstance(self.precision_plugin, (DoublePrecision, HalfPrecision)):
+            self.precision_plugin.convert_module(self._module)  # or what is saved would be rounded to what it was
         if self._is_alone and not self._is_in_parts:
             super().load_model_state_dict(checkpoint, strict=strict)
             return
         module = self._module
         # The first thing that a load changes, and the user's on_load_checkpoint has run.
-        layouts = list(self._stage_optimizers) if module.trainer.state.fn == TrainerFn.FITTING else None
+        is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        layouts = list(self._stage_optimizers) if is_fit and self.restore_checkpoint_after_setup else None
         path = module.trainer.ckpt_path
         with_one_outcome(lambda: check_checkpoint(checkpoint, module, layouts, strict=strict, path=path))
         load_module_state(module, checkpoint["state_dict"], strict=strict)
@@ -213,6 +221,9 @@ class CheckpointingStrategy(ProcessStrategy):
         if self._is_alone and not self._is_in_parts:
             super().load_optimizer_state_dict(checkpoint)
         else:
+            if not self.restore_checkpoint_after_setup:  # so that they were not there when weights were loaded
+                module = self._module
+                check_optimizers(checkpoint, module, list(self._stage_optimizers), path=module.trainer.ckpt_path)
             self._stage_optimizers.load_state(checkpoint["optimizer_states"])
         restore_random_state(checkpoint, self.root_device)
 

@@ -248,8 +248,9 @@ class PipelineStrategy(CheckpointingStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # One process restores as it would without a pipeline, unless its module has no memory yet to restore into.
-        return not self._is_alone or any(tensor.is_meta for tensor in self._module.parameters())
+        # One process restores as it would without a pipeline, unless set-up is what gives the module its memory.
+        is_made = self.weights is None and not any(tensor.is_meta for tensor in self._module.parameters())
+        return not (self._is_alone and is_made)
 
     @override
     def setup_environment(self) -> None:

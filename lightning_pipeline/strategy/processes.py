@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_pipeline.partition.placeholder import in_hook
 from lightning_pipeline.runtime import backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.all_gather import all_gather
+from lightning_pipeline.runtime.backends import backend_for
 from lightning_pipeline.runtime.failure import FailureNotice, waiting_for
 from lightning_pipeline.runtime.meeting import meet
 from lightning_pipeline.runtime.replicas import Replicas
@@ -90,13 +91,8 @@ class ProcessStrategy(ParallelStrategy):
         """Whether there is one process, which can leave most of what a run is to Lightning."""
         return self.num_nodes == 1 and self._parallel_devices is not None and len(self._parallel_devices) == 1
 
-    @property
-    def _needs_group(self) -> bool:
-        """Whether a process that is alone needs a process group, too."""
-        return False
-
-    # Of ranks, SLURM's environment knows only where srun has started the process; one that is alone need not ask. A hook
-    # that asks may do something else on each rank.
+    # SLURM's environment knows of ranks only where srun has started the process; one that is alone need not ask.
+    # A hook that asks may do something else on each rank.
 
     @property
     @override
@@ -223,18 +219,11 @@ class ProcessStrategy(ParallelStrategy):
         trainer = self._module.trainer
         if store is not None:
             self.agree("the start of the run", {**versions(), **settings_of(trainer), **self.settings(), **table})
-        if store is None and not self._needs_group:
-            return
-        with nullcontext() if store is None else store.asked(), waiting_for("all ranks to connect"):
-            self.process_group_backend = connect_processes(
-                environment,
-                self.root_device,
-                self.process_group_backend,
-                self.timeout,
-                store=None if store is None else store.torch,
-            )
         if store is None:
+            backend_for(self.root_device, self.process_group_backend)  # which may be none
             return
+        with store.asked(), waiting_for("all ranks to connect"):
+            self._connect(store)
 
         @contextmanager
         def told() -> Iterator[None]:
@@ -242,6 +231,17 @@ class ProcessStrategy(ParallelStrategy):
                 yield
 
         wait_for_data_within(trainer, told)
+
+    def _connect(self, store: BoundedStore | None = None) -> None:
+        """Make the default process group, which one process needs for folders of checkpoints only."""
+        assert self.cluster_environment is not None
+        self.process_group_backend = connect_processes(
+            self.cluster_environment,
+            self.root_device,
+            self.process_group_backend,
+            self.timeout,
+            store=None if store is None else store.torch,
+        )
 
     # -- agreement --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from lightning_pipeline.partition.random import mix
 from lightning_pipeline.runtime.draws import Counted, Draws
 from lightning_pipeline.runtime.executor import Span
 from lightning_pipeline.schedules import Action, Kind
@@ -28,22 +29,22 @@ class WholeBatch:
         self, draws: Draws, seed: int, actions: Sequence[Action], observe: Callable[[Span], None] | None
     ) -> None:
         self._draws = draws
-        self._seed = seed
-        self._counted = Counted(draws, seed)
+        self._seed = mix(seed, 0)  # of the first micro-batch
+        self._counted = Counted(draws, self._seed)
         self._actions = actions
         self._observe = observe
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        with self._told(is_forward=True), self._counted.running():
+        with self._told(is_forward=True), self._draws.kept(), self._counted.running():
             yield
 
     @contextmanager
     def going_back(self) -> Iterator[None]:
         """While a backward runs, in which hooks may draw."""
-        self._draws.seed(self._seed, self._counted.number)
-        with self._told(is_forward=False):
+        with self._told(is_forward=False), self._draws.kept():
+            self._draws.seed(self._seed, self._counted.number)
             yield
 
     @contextmanager
