@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Checkpointed = Callable[[bool], AbstractContextManager[None]]
 """Entered around a checkpointed function; told whether computing it again may stop when all is there."""
+_SINCE_2_14 = "_checkpoint_without_reentrant_generator_impl"
+_GENERATOR = _SINCE_2_14 if hasattr(torch_checkpoint, _SINCE_2_14) else "_checkpoint_without_reentrant_generator"
+"""What torch's function calls, with the options by name (since 2.14) or in order."""
 
 
 @contextmanager
@@ -28,7 +31,7 @@ def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
     everywhere = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
 
     def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
-        given = dict(zip(options, args, strict=False))
+        given = {**dict(zip(options, args, strict=False)), **kwargs}
         now, _ = given.get("context_fn", torch_checkpoint.noop_context_fn)()
         stops = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", everywhere)
         with ExitStack() as stack:
@@ -52,14 +55,14 @@ def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
 @cache
 def _options() -> list[str]:
     """Names of what torch's function takes, in order."""
-    plain = signature(torch_checkpoint._checkpoint_without_reentrant_generator)
+    plain = signature(getattr(torch_checkpoint, _GENERATOR))
     return [p.name for p in plain.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 @contextmanager
 def checkpoints_wrapped(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """While entered, `wrapped` makes of a checkpointed function the one that computes it again."""
-    plain, reentrant = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    plain, reentrant = getattr(torch_checkpoint, _GENERATOR), torch_checkpoint.CheckpointFunction
 
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
         return plain(wrapped(function), *args, **kwargs)
@@ -85,11 +88,11 @@ def _first(function: Callable[..., Any], then: Callable[..., Any]) -> Callable[.
 
 @contextmanager
 def _replaced(generator: Any, reentrant: Any) -> Iterator[None]:
-    before = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
-    torch_checkpoint._checkpoint_without_reentrant_generator = generator
+    before = getattr(torch_checkpoint, _GENERATOR), torch_checkpoint.CheckpointFunction
+    setattr(torch_checkpoint, _GENERATOR, generator)
     torch_checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
     try:
         yield
     finally:
-        torch_checkpoint._checkpoint_without_reentrant_generator = before[0]
+        setattr(torch_checkpoint, _GENERATOR, before[0])
         torch_checkpoint.CheckpointFunction = before[1]  # type: ignore[misc]

@@ -74,16 +74,21 @@ class _FakeTensorMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.native_group_norm.default and (kept := _channels_last_of(args[0])) is not None:
+            return found[0].contiguous(memory_format=kept), *found[1:]  # contiguous since torch 2.14
         if func not in _CONTIGUOUS_ON_CPU or args[0].device.type != "cpu":
             return found
         if isinstance(found, Tensor):
             return found.contiguous()
-        keeps = any(
-            args[0].dim() == dims and args[0].is_contiguous(memory_format=format)
-            for dims, format in ((4, torch.channels_last), (5, torch.channels_last_3d))
-        )
         is_norm = "batch_norm" in func.name()
-        return found if keeps and is_norm else (found[0].contiguous(), *found[1:])
+        return found if is_norm and _channels_last_of(args[0]) is not None else (found[0].contiguous(), *found[1:])
+
+
+def _channels_last_of(tensor: Tensor) -> torch.memory_format | None:
+    """The format in which its channels are last; None if they are not."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    format = formats.get(tensor.dim())
+    return format if format is not None and tensor.is_contiguous(memory_format=format) else None
 
 
 class Inference:

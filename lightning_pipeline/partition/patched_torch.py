@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _patched_for: list[Recorder] = []
 """Recorders whose runs need the patches."""
 _patches = ExitStack()
+_APPLY = vars(torch._C._FunctionBase)["apply"]
 _AS_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Of scripted functions, and classes of autograd functions, one function each, by which events know their calls."""
 
@@ -79,8 +80,12 @@ def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 @contextmanager
 def _function_apply_seen() -> Iterator[None]:
     """While entered, modes see calls of `torch.autograd.Function.apply`."""
-    # Where `Function.apply` goes on, which the user may have taken hold of before (`relu = ReLU.apply`).
+    # The user may have taken hold of it before (`relu = ReLU.apply`). Until torch 2.13 that is a function of Python's,
+    # which goes on to the one that a base class has; since then it is the one of C++ (see `Placeholder` for those).
     owner: Any = torch.autograd.function._SingleLevelFunction
+    plain = vars(torch.autograd.Function)["apply"]
+    if plain is _APPLY:
+        owner = torch.autograd.Function
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
         called = _AS_FUNCTIONS.get(cls)
@@ -92,11 +97,14 @@ def _function_apply_seen() -> Iterator[None]:
     try:
         yield
     finally:
-        del owner.apply
+        if plain is _APPLY:
+            owner.apply = plain
+        else:
+            del owner.apply
 
 
 def _applying(cls: type) -> Callable[..., Any]:
-    apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
+    apply = _APPLY.__get__(None, cls)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -70,6 +71,7 @@ def shared() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def connect(port: int) -> BoundedStore:
+    gc.collect()  # stores of tests before this one, which errors refer to, are connected to the same port
     patience = timedelta(seconds=PATIENCE_S)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
     return BoundedStore(store, rank=3, limit=patience)
