@@ -70,20 +70,26 @@ class _Thread(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="training_step", daemon=True)
-        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.start()
 
     def run(self) -> None:
-        while True:
-            call: Callable[[], None] | None = self.calls.get()
-            assert call is not None
+        while (call := self.calls.get()) is not None:
             call()
-            call = None  # or it would keep the step's tensors until the next one
+            del call  # or it would keep the step's tensors until the next one
 
 
 _idle: list[_Thread] = []
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)  # threads do not come along
+
+
+def end_idle_threads() -> None:
+    """After a run. Threads of steps that still wait end with their process."""
+    while _idle:
+        thread = _idle.pop()
+        thread.calls.put(None)
+        thread.join()
 
 
 class _ClosedError(BaseException):

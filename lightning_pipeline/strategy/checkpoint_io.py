@@ -88,6 +88,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if local is None:
             options = {} if weights_only is None else {"weights_only": weights_only}
             return super().load_checkpoint(path, map_location, **options)
+        if not local.exists():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
         return _read(local, map_location, _DEFAULT if weights_only is None else weights_only)
 
 
@@ -112,8 +114,6 @@ def _local(path: str | Path) -> Path | None:
 
 
 def _read(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if not path.is_file():
         raise CheckpointError(f"{path} is a folder, not a checkpoint file")
     checkpoint = load_torch_file(

@@ -25,6 +25,7 @@ from lightning_pipeline.runtime.lending import Lending
 from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.shared import spread_from_owner
+from lightning_pipeline.runtime.suspended import end_idle_threads
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 
@@ -395,6 +396,7 @@ class PipelineStrategy(CheckpointingStrategy):
             is_fully_sharded=self.data_parallel == "fsdp",
             loss_mean=self.loss_reduction == "mean",
             output_broadcast=self.output_broadcast,
+            must_split=self.num_microbatches is not None,
             on_released=lambda ownership: self._stage_optimizers.settle(ownership),
         )
         self.pipeline = self._runner.pipeline
@@ -703,6 +705,7 @@ class PipelineStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         self._installed.close()
+        end_idle_threads()
         if self._failed:
             self._background.abandon()
         self._background.wait()

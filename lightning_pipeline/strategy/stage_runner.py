@@ -63,6 +63,7 @@ class StageRunner:
         is_fully_sharded: parameters are sharded over replicas.
         loss_mean: the step's loss is the mean over micro-batches; else their sum.
         output_broadcast: outputs of evaluation steps reach every stage; else they stay on the last.
+        must_split: one process, too, raises where a batch does not tell how to split it, and does not take it whole.
         on_released: called when ranks hold other tensors than before.
     """
 
@@ -83,6 +84,7 @@ class StageRunner:
         is_fully_sharded: bool,
         loss_mean: bool,
         output_broadcast: bool,
+        must_split: bool,
         on_released: Callable[[Ownership], None],
     ) -> None:
         self.peak_live = 0
@@ -96,6 +98,7 @@ class StageRunner:
         self._signals = signals
         self._mean = loss_mean
         self._output_broadcast = output_broadcast
+        self._must_split = must_split
         self._seed = mix(seed, replicas.topology.replica) if replicas is not None else seed
         self._logged = LoggedValues(module)
         self._has_looked_at_loss = not loss_mean
@@ -160,7 +163,12 @@ class StageRunner:
             return [batch]
         if self._tensor_group is not None:
             batch = self._tensor_group.same(batch)
-        return microbatches_of(batch, self.pipeline.num_microbatches, self._module)
+        try:
+            return microbatches_of(batch, self.pipeline.num_microbatches, self._module)
+        except ValueError:
+            if self._is_alone and not self._must_split:
+                return [batch]
+            raise
 
     def whole_training_batch(
         self, *, number: int, accumulate: int, observe: Callable[[Span], None] | None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
+import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, ModelPruning, OnExceptionCheckpoint, Timer
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,11 +33,19 @@ DATA = TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(
 
 class Net(L.LightningModule):
     options: dict[str, Any] = {}
+    of_strategy: dict[str, Any] = {"num_microbatches": 1}
+    folder: Path
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         self.batch_size = 4
+        self.seen: list[Any] = []
+
+    def run(self, trainer_of: Callable[[], L.Trainer]) -> L.Trainer:
+        trainer = trainer_of()
+        trainer.fit(self, val_dataloaders=DataLoader(DATA, batch_size=4))
+        return trainer
 
     def loss(self, batch: Any) -> Tensor:
         return self.layers(batch[0]).pow(2).mean()
@@ -108,8 +122,6 @@ class FindsBatchSize(Net):
 
 
 class Fails(Net):
-    folder: Path
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == 3:
             raise ArithmeticError("at step 3")
@@ -139,24 +151,154 @@ class LoadsAgain(Net):
         self.load_state_dict(self.state_dict(), strict=True)
 
 
+class NotesHooks(Net):
+    """In a run and in the one that goes on from its checkpoint."""
+
+    options = {"max_epochs": 1}
+    NAMES = [
+        name
+        for name in (*vars(ModelHooks), *vars(CheckpointHooks), *vars(DataHooks), "configure_optimizers", "backward")
+        if name.startswith(("on_", "configure_model", "configure_optimizers", "setup", "teardown", "backward"))
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.NAMES:
+            setattr(self, name, self.noted(name, getattr(self, name)))
+
+    def noted(self, name: str, hook: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = [one.requires_grad for one in args if isinstance(one, Tensor)]
+            grads = [parameter.grad is not None for parameter in self.parameters()]
+            self.seen.append([name, given, grads, torch.is_inference_mode_enabled()])
+            return hook(*args, **kwargs)
+
+        return call
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def run(self, trainer_of: Callable[[], L.Trainer]) -> L.Trainer:
+        super().run(trainer_of).save_checkpoint(self.folder / "first.ckpt")
+        trainer = trainer_of()
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(self, ckpt_path=self.folder / "first.ckpt")
+        return trainer
+
+
+class KeepsObjects(Net):
+    """In its checkpoint, which is trusted."""
+
+    def run(self, trainer_of: Callable[[], L.Trainer]) -> L.Trainer:
+        self.save_hyperparameters({"where": Version("1.2")})
+        self._log_hyperparams = False
+        super().run(trainer_of).save_checkpoint(self.folder / "first.ckpt")
+        trainer = trainer_of()
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(self, ckpt_path=self.folder / "first.ckpt", weights_only=False)
+        return trainer
+
+
+class LoadsStrictlyOnce(Net):
+    def run(self, trainer_of: Callable[[], L.Trainer]) -> L.Trainer:
+        super().run(trainer_of).save_checkpoint(self.folder / "first.ckpt")
+        trainer = trainer_of()
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(self, ckpt_path=self.folder / "first.ckpt")
+        return trainer
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append(kwargs)
+        return super().load_state_dict(*args, **kwargs)
+
+
+class ByHand(Net):
+    """Looks at gradients between backwards and updates, and gives these closures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        weight = self.layers[0].weight
+        assert weight.grad is None
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss)
+        self.seen.append(float(weight.grad.sum()))  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert weight.grad is None
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            again = self.loss(batch)
+            self.manual_backward(again)
+            return again
+
+        optimizer.step(closure=closure)
+        optimizer.zero_grad()
+        return loss
+
+
+class IsCompiled(Net):
+    def run(self, trainer_of: Callable[[], L.Trainer]) -> L.Trainer:
+        trainer = trainer_of()
+        trainer.fit(torch.compile(self, backend="eager"))  # type: ignore[arg-type]
+        return trainer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+class OutsideOfSrun(Net):
+    options = {"plugins": [SLURMEnvironment(auto_requeue=False)]}
+
+
+class HasNoSamples(Net):
+    """In its batches, of which there is nothing to split."""
+
+    of_strategy = {}
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.layers(torch.full((1, 8), float(batch["text"][0]))).pow(2).mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([{"text": "3", "of": {1, 2}}] * 4, batch_size=None)  # type: ignore[arg-type]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", float(len(batch)), batch_size=1)
+
+
 KINDS = [
     *(SkipsAll, ReturnsNumber, ReturnsNoLoss, TakesIterator, ValidatesByIterator, NoOptimizer, Pickles, Prunes),
-    *(FindsBatchSize, Fails, IsTimed, ValidatesByTheClock, ClipsByPlugin, LoadsAgain),
+    *(FindsBatchSize, Fails, IsTimed, ValidatesByTheClock, ClipsByPlugin, LoadsAgain, NotesHooks, KeepsObjects),
+    *(LoadsStrictlyOnce, ByHand, IsCompiled, OutsideOfSrun, HasNoSamples),
 ]
 
 
-def outcome(kind: type[Net], strategy: Any, folder: Path) -> dict[str, Any]:
+def outcome(kind: type[Net], strategy_of: Callable[[], Any], folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     net = kind()
     net.folder = folder
-    options = {**QUIET, "enable_checkpointing": kind is Fails, **kind.options}
-    trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=2, default_root_dir=folder, **options)
+    options = {**QUIET, "max_epochs": 2, "enable_checkpointing": kind is Fails, **kind.options}
+    made = []
+
+    def trainer_of() -> L.Trainer:
+        made.append(L.Trainer(strategy=strategy_of(), devices=1, default_root_dir=folder, **options))
+        return made[-1]
+
     found: dict[str, Any] = {"error": ""}
     try:
-        trainer.fit(net, val_dataloaders=DataLoader(DATA, batch_size=4))
+        net.run(trainer_of)
     except Exception as error:
         # What Lightning says comes first in ours.
         found["error"] = [str(error).partition(" (")[0].partition(": ")[0], *map(str, type(error).__mro__[-3:])]
+    trainer = made[-1]
+    found["seen"] = net.seen
+    found["threads"] = [thread.name for thread in threading.enumerate() if thread.name == "training_step"]
     found["weights"] = {name: value.tolist() for name, value in net.state_dict().items()}
     found["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     found["counts"] = [trainer.global_step, trainer.current_epoch, net.batch_size]
@@ -169,10 +311,11 @@ def outcomes(folder: Path) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for kind in KINDS:
         pair = []
-        for number, strategy in enumerate(("auto", PipelineStrategy(num_stages=1, num_microbatches=1))):
+        ours = functools.partial(PipelineStrategy, num_stages=1, **kind.of_strategy)
+        for number, strategy_of in enumerate((lambda: "auto", ours)):
             own = folder / f"{kind.__name__}{number}"
             own.mkdir()
-            pair.append(outcome(kind, strategy, own))
+            pair.append(outcome(kind, strategy_of, own))
         found[kind.__name__] = pair
     return found
 
