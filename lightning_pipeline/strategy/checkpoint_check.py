@@ -102,26 +102,30 @@ def _is_optimizer_state(state: Any) -> bool:
 def check_checkpoint(
     checkpoint: Mapping[str, Any],
     module: LightningModule,
-    layouts: Sequence[OptimizerLayout] | None,
     *,
     strict: bool,
+    goes_on: bool,
     path: str | Path | None,
 ) -> None:
-    """Raise if loading a checkpoint would fail half-way. Changes neither weights nor optimizers.
+    """Raise if loading a checkpoint's weights would fail half-way. Changes nothing.
 
     Shapes are those of the whole model, known on every stage, so the outcome is the same on all.
 
     Args:
-        layouts: the optimizers that are to go on; None where only weights are loaded.
+        goes_on: training is to go on, and not only weights are loaded.
         strict: every name in the module is to be in the checkpoint, and the other way round.
         path: names the file in messages.
 
     Raises:
         CheckpointError: names some of the entries that do not fit, with both values, and the way out.
     """
-    _check_weights(checkpoint, module, strict, "the checkpoint" if path is None else str(path))
-    if layouts is not None:
-        check_optimizers(checkpoint, module, layouts, path=path)
+    name = "the checkpoint" if path is None else str(path)
+    _check_weights(checkpoint, module, strict, name)
+    if goes_on and not {"optimizer_states", "lr_schedulers"} <= checkpoint.keys():
+        raise CheckpointError(
+            f"{name} holds weights only (save_weights_only=True), so that fit cannot go on from it: start a new run "
+            f"with trainer.fit({type(module).__name__}.load_from_checkpoint(path)), without ckpt_path"
+        )
 
 
 def _check_weights(checkpoint: Mapping[str, Any], module: LightningModule, strict: bool, name: str) -> None:
@@ -194,13 +198,15 @@ def check_optimizers(
     *,
     path: str | Path | None,
 ) -> None:
-    """The part of `check_checkpoint` about optimizers."""
+    """Raise if loading a checkpoint's states of optimizers would fail half-way. Changes nothing.
+
+    Args:
+        layouts: the optimizers that are to go on, with the groups that callbacks have added.
+
+    Raises:
+        CheckpointError: as `check_checkpoint`.
+    """
     name = "the checkpoint" if path is None else str(path)
-    if not {"optimizer_states", "lr_schedulers"} <= checkpoint.keys():
-        raise CheckpointError(
-            f"{name} holds weights only (save_weights_only=True), so that fit cannot go on from it: start a new run "
-            f"with trainer.fit({type(module).__name__}.load_from_checkpoint(path)), without ckpt_path"
-        )
     states = checkpoint["optimizer_states"]
     way_out = "resume with the configure_optimizers that wrote it, or load the weights only"
     if isinstance(states, list) and len(states) != len(layouts):

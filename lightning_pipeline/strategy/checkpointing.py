@@ -65,6 +65,8 @@ class CheckpointingStrategy(ProcessStrategy):
         self._stage_optimizers = StageOptimizers(())
         self._signals = Signals()
         self._background = BackgroundSave()
+        self.weights_only: bool | None = None
+        """What the Trainer's function was given, which Lightning passes on only where it restores before setup."""
         self._is_in_parts = False  # the checkpoint that was read last
 
     @property
@@ -171,6 +173,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self.agree("the loading of a checkpoint", {})
         free_memory(self.root_device)
         plain = super().load_checkpoint
+        weights_only = self.weights_only if weights_only is None else weights_only
         given = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
         self._is_in_parts = is_folder(checkpoint_path)
         if self._is_alone and not self._is_in_parts:
@@ -197,10 +200,9 @@ class CheckpointingStrategy(ProcessStrategy):
             return
         module = self._module
         # The first thing that a load changes, and the user's on_load_checkpoint has run.
-        is_fit = module.trainer.state.fn == TrainerFn.FITTING
-        layouts = list(self._stage_optimizers) if is_fit and self.restore_checkpoint_after_setup else None
+        goes_on = module.trainer.state.fn == TrainerFn.FITTING
         path = module.trainer.ckpt_path
-        with_one_outcome(lambda: check_checkpoint(checkpoint, module, layouts, strict=strict, path=path))
+        with_one_outcome(lambda: check_checkpoint(checkpoint, module, strict=strict, goes_on=goes_on, path=path))
         load_module_state(module, checkpoint["state_dict"], strict=strict)
 
     @override
@@ -221,9 +223,10 @@ class CheckpointingStrategy(ProcessStrategy):
         if self._is_alone and not self._is_in_parts:
             super().load_optimizer_state_dict(checkpoint)
         else:
-            if not self.restore_checkpoint_after_setup:  # so that they were not there when weights were loaded
-                module = self._module
-                check_optimizers(checkpoint, module, list(self._stage_optimizers), path=module.trainer.ckpt_path)
+            module, layouts = self._module, self._stage_optimizers
+            layouts.follow(self.optimizers, module)
+            path = module.trainer.ckpt_path
+            with_one_outcome(lambda: check_optimizers(checkpoint, module, list(layouts), path=path))
             self._stage_optimizers.load_state(checkpoint["optimizer_states"])
         restore_random_state(checkpoint, self.root_device)
 

@@ -1,5 +1,6 @@
 """Starts the processes of a run by running the script again; under Hydra, with the composed run."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -83,6 +84,7 @@ class PipelineLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        _pass_on_trust(function, args, trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # One process alone leaves nothing in the environment, where the next Trainer would take it for a launcher's.
         if self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
@@ -147,9 +149,17 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        _pass_on_trust(function, args, trainer)
         if dist.is_initialized():  # for that run; a fork would take the group for its own, and wait in it
             dist.destroy_process_group()
         return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+def _pass_on_trust(function: Callable, args: tuple[Any, ...], trainer: Trainer | None) -> None:
+    """Tell the strategy of the ``weights_only`` that the Trainer's function was given (since Lightning 2.6)."""
+    if trainer is not None:
+        given: Any = trainer.strategy
+        given.weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
 
 
 def hydra_command(local_rank: int) -> list[str]:

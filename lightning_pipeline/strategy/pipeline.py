@@ -200,6 +200,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._seed = 0
         self._set_up_for: tuple[LightningModule, int] | None = None
         self._told_replicas: int | None = None  # before the topology was known
+        self._restores_late: bool | None = None  # in this run, once somebody has asked
         self._whole_batch: WholeBatch | None = None
         """The training step that runs, or ran last, if it was Lightning's own."""
 
@@ -249,13 +250,17 @@ class PipelineStrategy(CheckpointingStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # One process restores as it would without a pipeline, unless set-up is what gives the module its memory.
-        is_made = self.weights is None and not any(tensor.is_meta for tensor in self._module.parameters())
-        return not (self._is_alone and is_made)
+        # Before, hooks and callbacks find what they do without a pipeline; after, where set-up is what gives the module
+        # its memory, each rank reads what it holds. Set-up may take memory away, too, and Lightning asks on both sides.
+        if self._restores_late is None:
+            is_made = not any(parameter.is_meta for parameter in self._module.parameters())
+            self._restores_late = not self.reduce_boolean_decision(is_made and self.weights is None)
+        return self._restores_late
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._restores_late = None
         if self.tensor_parallel_size > 1:
             assert self.num_stages is not None
             mesh = refusals.check_one_replica(self._topology(self.num_stages)).mesh(self.root_device.type)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format
+from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, check_optimizers
 from lightning_pipeline.strategy.checkpoint_folder import convert_checkpoint, read_folder, replace_stored
 from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
 from lightning_pipeline.strategy.folder_metadata import _OPCODES, read_metadata
@@ -37,7 +37,8 @@ def load(path: Path) -> None:
     layout = OptimizerLayout(torch.optim.Adam(module.parameters()), module)
     checkpoint = read_folder(path) if path.is_dir() else AtomicCheckpointIO(weights_only=True).load_checkpoint(path)
     check_format(checkpoint, path)
-    check_checkpoint(checkpoint, module, [layout], strict=True, path=path)
+    check_checkpoint(checkpoint, module, strict=True, goes_on=True, path=path)
+    check_optimizers(checkpoint, module, [layout], path=path)
     replace_stored(checkpoint)
 
 

@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, with_one_outcome
+from lightning_pipeline.strategy.checkpoint_check import (
+    check_checkpoint,
+    check_format,
+    check_optimizers,
+    with_one_outcome,
+)
 from lightning_pipeline.strategy.checkpoint_io import CheckpointError
 from lightning_pipeline.strategy.optimizers import OptimizerLayout
 
@@ -81,7 +86,8 @@ def problem(checkpoint: dict[str, Any], stage: int, *, strict: bool = True, kind
     before = snapshot(module, layout)
     given = repr(checkpoint)
     try:
-        check_checkpoint(checkpoint, module, [layout], strict=strict, path="folder/x.ckpt")
+        check_checkpoint(checkpoint, module, strict=strict, goes_on=True, path="folder/x.ckpt")
+        check_optimizers(checkpoint, module, [layout], path="folder/x.ckpt")
         message = ""
     except CheckpointError as error:
         message = str(error)
@@ -164,9 +170,9 @@ def test_strict_loading_is_the_modules_choice() -> None:
 
 def test_weights_need_no_optimizer() -> None:
     checkpoint = other(lambda c: c.pop("optimizer_states"))
-    check_checkpoint(checkpoint, make(), None, strict=True, path=None)
+    check_checkpoint(checkpoint, make(), strict=True, goes_on=False, path=None)
     with pytest.raises(CheckpointError, match=r"^the checkpoint is of another model"):
-        check_checkpoint(other(rename), make(), None, strict=True, path=None)
+        check_checkpoint(other(rename), make(), strict=True, goes_on=False, path=None)
 
 
 @pytest.mark.parametrize(

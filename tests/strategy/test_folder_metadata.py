@@ -186,7 +186,7 @@ def test_no_code_runs(attack: Any, words: str, read: Any, folder: Path, tmp_path
 def test_the_way_out_is_named(folder: Path, tmp_path: Path) -> None:
     write(folder, in_planner_data(metadata_of(folder), tmp_path / "mark"))
     for read, words in (
-        (load_into_memory, "AtomicCheckpointIO(weights_only=False)"),
+        (load_into_memory, "fit weights_only=False"),
         (load_as_weights, "dcp_to_torch_save(folder, other)"),
         (convert, "--no-weights-only"),
     ):
