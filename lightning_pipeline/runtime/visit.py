@@ -382,8 +382,10 @@ def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> T
 
 
 def written_into(leaf: Tensor) -> Tensor:
-    """A leaf of autograd's as a tensor that may be written into, which no view of a leaf may be. It has its memory."""
-    return torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    """A leaf of autograd's as a tensor that may be written into, which no view of a leaf may be. It has its memory, but
+    where a view would have other strides along dimensions of one element, by which convolutions go."""
+    view = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    return view if view.stride() == leaf.stride() else leaf.clone()
 
 
 def _gradients_of(state: Microbatch, visit: int) -> str:
