@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
@@ -18,9 +19,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.functions import function_name
+from lightning_pipeline.partition.functions import function_name, written_by
 from lightning_pipeline.partition.operation import Call, TensorSlot, put_together
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.tree import Layout
@@ -73,9 +75,18 @@ _CONTIGUOUS_ON_CPU = frozenset(
 
 class _FakeTensorMode(FakeTensorMode):
     """Knows the strides that results have on the CPU: what crosses a stage's boundary with others is summed in another
-    order there, and gradients end in other bits than on one stage."""
+    order there, and gradients end in other bits than on one stage.
+
+    Attributes:
+        written: tensors that have been written into.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.written: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.written += written_by(func, args, kwargs or {})
         found: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func not in _CONTIGUOUS_ON_CPU or args[0].device.type != "cpu":
             return found
@@ -108,11 +119,23 @@ _LAID_OUT_OTHERWISE = frozenset(
 """Functions whose results have other strides on the CPU than fake ones, by name."""
 
 
+class _NotingWrites(TorchDispatchMode):
+    """Notes what is written into, of real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.written += written_by(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 class Inference:
     """Runs functions on fake tensors of one process. Autograd, autocast and the default dtype are as they are now."""
 
     def __init__(self) -> None:
-        self.mode = _FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _FakeTensorMode()
 
     def result(self, function: Any, call: Call, looks: Sequence[Look]) -> Result | None:
         """What `function` gives; None where only the data tells, or torch does not know.
@@ -127,7 +150,7 @@ class Inference:
             fakes = [_made(look) for look in looks]
         try:
             with self.mode:
-                found = _run(function, call, fakes, looks)
+                found = _run(function, call, fakes, looks, self.mode)
             return self._laid_out(found, function, call, looks)
         except CallError:
             raise
@@ -138,7 +161,9 @@ class Inference:
                 return None
             return self._on_zeros(function, call, looks)
 
-    def _on_zeros(self, function: Any, call: Call, looks: Sequence[Look], num_stored: int = 0) -> Result | None:
+    def _on_zeros(
+        self, function: Any, call: Call, looks: Sequence[Look], num_stored: int = 0, *, as_ever: bool = False
+    ) -> Result | None:
         """What `function` gives where its fake implementation is stricter than the real one, or where there is none, as
         for sparse tensors; None where data matters.
 
@@ -146,11 +171,13 @@ class Inference:
 
         Args:
             num_stored: elements that sparse tensors store, on which some results depend.
+            as_ever: without looking for writes to tensors in lists, as poolings go other ways while somebody looks on.
         """
         try:
             with torch.no_grad():
                 zeros = [_made(look, 0) if look.stride is not None else _sparse(look, num_stored) for look in looks]
-            return _run(function, call, zeros, looks)
+            with nullcontext(_NotingWrites()) if as_ever else _NotingWrites() as noted:
+                return _run(function, call, zeros, looks, noted)
         except Exception:
             return None
 
@@ -171,12 +198,12 @@ class Inference:
             return found
         before = torch.default_generator.get_state()
         try:
-            real = self._on_zeros(function, call, looks)
+            real = self._on_zeros(function, call, looks, as_ever=True)
         finally:
             torch.default_generator.set_state(before)
         if real is None or _without_strides(real) != _without_strides(found):
             return found
-        return replace(real, draws=found.draws)
+        return replace(found, tensors=real.tensors, shares=real.shares)
 
     def fake(self, look: Look) -> Tensor:
         """A fake tensor of this look."""
@@ -187,7 +214,8 @@ class Inference:
         """What `function` gives on this data, which is not changed. `looks` are those that it has in the step."""
         with torch.no_grad():
             tensors = [_made(look, tensor) for look, tensor in zip(looks, data, strict=True)]
-        return _run(function, call, tensors, looks)
+        with _NotingWrites() as noted:
+            return _run(function, call, tensors, looks, noted)
 
 
 def _made(look: Look, content: Tensor | float | None = None) -> Tensor:
@@ -243,11 +271,7 @@ def _is_of_torch(function: Any) -> bool:
 
 
 def _without_strides(result: Result) -> Any:
-    def anywhere(look: Look | int) -> Any:
-        return look.but(stride=None) if isinstance(look, Look) else look
-
-    writes = [(slot, anywhere(one)) for slot, one in result.writes]
-    return result.layout, [anywhere(one) for one in result.tensors], writes
+    return result.layout, [one.but(stride=None) if isinstance(one, Look) else one for one in result.tensors]
 
 
 def _sparse(look: Look, num_stored: int) -> Tensor:
@@ -261,14 +285,20 @@ def _sparse(look: Look, num_stored: int) -> Tensor:
     return _made(look, made if look.layout is torch.sparse_coo else made.to_sparse(layout=look.layout))
 
 
-def _run(function: Any, call: Call, tensors: Sequence[Tensor], looks: Sequence[Look]) -> Result:
-    """What `function` gives on these tensors, which it may write into."""
+def _run(
+    function: Any, call: Call, tensors: Sequence[Tensor], looks: Sequence[Look], noted: _FakeTensorMode | _NotingWrites
+) -> Result:
+    """What `function` gives on these tensors, which it may write into, as is `noted`."""
+    noted.written.clear()
     storages = [_storage(tensor) for tensor in tensors]
     versions = [tensor._version for tensor in tensors]
     found = function(
         *put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers)
     )
-    return _result(found, tensors, storages, versions, looks, writes_beside(function, call))
+    ids = set(map(id, noted.written))
+    noted.written.clear()
+    written = {number for number, tensor in enumerate(tensors) if id(tensor) in ids}
+    return _result(found, tensors, storages, versions, looks, written | writes_beside(function, call))
 
 
 def _result(
@@ -277,7 +307,7 @@ def _result(
     storages: Sequence[int | None],
     versions: Sequence[int],
     looks: Sequence[Look],
-    written: frozenset[int],
+    written: Set[int],
 ) -> Result:
     made, layout = tree.flatten(found)
     numbers = {id(argument): number for number, argument in enumerate(arguments)}
