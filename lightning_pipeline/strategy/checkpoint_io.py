@@ -21,9 +21,9 @@ COPIED_BY_LOADING = ("state_dict", "optimizer_states", "current_model_state", "a
 """Entries of a checkpoint whose tensors are copied on loading; the last two are Lightning's WeightAveraging's."""
 
 TRUST_IT = (
-    "If you trust the file, give Trainer(plugins=[AtomicCheckpointIO(weights_only=False)]), from "
-    "lightning_pipeline.strategy.checkpoint_io (Lightning does not pass fit(weights_only=False) on to a strategy that "
-    "loads after setup), or allow the classes with torch.serialization.add_safe_globals([...]). Files to come need "
+    "If you trust the file, give fit, validate, test or predict weights_only=False (or "
+    "Trainer(plugins=[AtomicCheckpointIO(weights_only=False)]), from lightning_pipeline.strategy.checkpoint_io, which "
+    "holds for all of them), or allow the classes with torch.serialization.add_safe_globals([...]). Files to come need "
     "neither if hyperparameters and callbacks' states are builtins and tensors"
 )
 
@@ -39,7 +39,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     that what nobody copies is not read.
 
     Args:
-        weights_only: what holds where a load does not say, as the Trainer's do with strategies that load after setup.
+        weights_only: what holds where a load does not say.
             None is torch's default, True: a file may hold tensors, builtins and classes that
             ``torch.serialization.add_safe_globals`` allows. False takes anything, from a file that you trust.
     """

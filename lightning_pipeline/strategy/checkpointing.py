@@ -53,6 +53,8 @@ class CheckpointingStrategy(ProcessStrategy):
         """Where the module was cut automatically, and what is expected of it."""
         self.transport: Transport | None = None
         """The connection between the stages; None with one stage, or before setup."""
+        self.weights_only: bool | None = None
+        """What the Trainer's function that runs was told of loading."""
         self._runner: StageRunner | None = None
         self._stage_optimizers = StageOptimizers(())
         self._signals = Signals()
@@ -150,6 +152,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self.agree("the loading of a checkpoint", {})
         free_memory(self.root_device)
         plain = super().load_checkpoint
+        weights_only = self.weights_only if weights_only is None else weights_only
         given = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
         usual = getattr(innermost(self.checkpoint_io), "weights_only", None)
 

@@ -18,7 +18,7 @@ from lightning_pipeline.runtime.errors import Failure
 
 from .._lightning import ClusterEnvironment, Trainer, _MultiProcessingLauncher, _SubprocessScriptLauncher
 from .children import Children, start, watch_launcher
-from .lightning_private import share_threads
+from .lightning_private import share_threads, weights_only_of
 
 # What a launch leaves in this process's environment. The next job of a sweep must not find it: with LOCAL_RANK set,
 # Lightning takes the processes as started by somebody else.
@@ -83,6 +83,7 @@ class PipelineLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        _tell_what_to_load(trainer, function, args, kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # One process alone leaves nothing in the environment, where the next Trainer would take it for a launcher's.
         if self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
@@ -147,6 +148,7 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        _tell_what_to_load(trainer, function, args, kwargs)
         if dist.is_initialized():  # for that run; a fork would take the group for its own, and wait in it
             dist.destroy_process_group()
         return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -259,3 +261,8 @@ def _forget(launched: _Launch) -> None:
         else:
             os.environ[name] = value
     PipelineLauncher._launched = None
+
+
+def _tell_what_to_load(trainer: Trainer | None, function: Callable, args: Any, kwargs: Any) -> None:
+    if trainer is not None:
+        trainer.strategy.weights_only = weights_only_of(function, args, kwargs)  # type: ignore[attr-defined]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import atexit
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -357,3 +358,12 @@ def configured_optimizers(module: LightningModule) -> list[Optimizer]:
     """What `configure_optimizers` makes, in whatever form it returns it; the public way needs a strategy."""
     returned: Any = module.configure_optimizers()
     return _configure_optimizers(returned)[0] if returned is not None else []
+
+
+def weights_only_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
+    """What the user has told `fit` or another of the Trainer's functions, by what it runs through the launcher: it is
+    not passed on to a strategy that restores after setup."""
+    try:
+        return signature(function).bind(*args, **kwargs).arguments.get("weights_only")
+    except (TypeError, ValueError):  # none of the Trainer's
+        return None
