@@ -209,17 +209,24 @@ class TrialSteps:
             torch.get_device_module(self._device).synchronize()
 
 
-def fault_of_cut(module: LightningModule, plan: StagePlan, step: Step, microbatch: object) -> str:
-    """What goes wrong when the step is recorded in the plan's stages; empty if nothing does."""
+def fault_of_cut(
+    module: LightningModule, plan: StagePlan, step: Step, microbatch: object, *, goes_back: bool = False
+) -> str:
+    """What goes wrong when the step is recorded in the plan's stages; empty if nothing does.
+
+    Args:
+        goes_back: the data may go back to an earlier stage.
+    """
     num_stages = len(plan.stages)
     used: set[int] = set()
     try:
         for seed in _SEEDS:
             program = _recorded(module, plan, step, microbatch, seed)
-            if len(program.visits) > num_stages:
+            if len(program.visits) > num_stages and not goes_back:
                 line = next(event.line for event in program.events if event.visit >= num_stages)
                 return f"the data goes back to an earlier stage ({line})"
-            used.update(event.visit for event in program.events if any(type(v) is int and v < 0 for v in event.inputs))
+            holding = (event for event in program.events if any(type(v) is int and v < 0 for v in event.inputs))
+            used.update(event.visit % num_stages for event in holding)
             if len(used) == num_stages:
                 return ""
     except Exception as error:  # whatever a user's code makes of tensors that are not there
