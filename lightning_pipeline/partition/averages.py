@@ -51,7 +51,8 @@ def average_in(events: Iterable[Event], tensors: Sequence[Tensor]) -> Average | 
             target = writes.behind(event.inputs[slot])
             if target is None:
                 continue
-            taken = [source for other, source in enumerate(sources) if other != slot]
+            several = len(event.writes) if event.name.startswith("_foreach_") else 1  # each takes in those of its place
+            taken = [one for other, one in enumerate(sources) if other != slot and other % several == slot % several]
             others: frozenset[int] = frozenset().union(*taken) - {target}
             alike = [other for other in sorted(others) if _is_parameter_like(tensors[other], tensors[target])]
             is_own_taken = event.name not in _REPLACING or any(target in one for one in taken)

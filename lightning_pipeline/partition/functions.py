@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -125,6 +125,18 @@ def _kind_by_name(name: str) -> Kind:
     if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"):
         return Kind.WRITES
     return Kind.COMPUTES
+
+
+def written_by(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors whose data one of aten's operations writes into: those in lists do not count it as a version."""
+    schema = operation._schema
+    if not schema.is_mutable or torch.Tag.inplace_view in operation.tags:
+        return
+    for place, argument in enumerate(schema.arguments):
+        if argument.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            several = given if isinstance(given, (list, tuple)) else [given]
+            yield from (one for one in several if isinstance(one, Tensor))
 
 
 def function_name(function: Any) -> str:

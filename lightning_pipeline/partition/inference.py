@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import types
+from collections.abc import Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -15,9 +19,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.functions import function_name
+from lightning_pipeline.partition.functions import function_name, written_by
 from lightning_pipeline.partition.operation import Call, TensorSlot, put_together
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.tree import Layout
@@ -70,9 +75,18 @@ _CONTIGUOUS_ON_CPU = frozenset(
 
 class _FakeTensorMode(FakeTensorMode):
     """Knows the strides that results have on the CPU: what crosses a stage's boundary with others is summed in another
-    order there, and gradients end in other bits than on one stage."""
+    order there, and gradients end in other bits than on one stage.
+
+    Attributes:
+        written: tensors that have been written into.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.written: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.written += written_by(func, args, kwargs or {})
         found: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func is torch.ops.aten.native_group_norm.default and (kept := _channels_last_of(args[0])) is not None:
             return found[0].contiguous(memory_format=kept), *found[1:]  # contiguous since torch 2.14
@@ -91,11 +105,42 @@ def _channels_last_of(tensor: Tensor) -> torch.memory_format | None:
     return format if format is not None and tensor.is_contiguous(memory_format=format) else None
 
 
+_SMALL, _LARGE = 1 << 18, 1 << 26
+"""Bytes of a call's tensors up to which its strides are found on real ones; the latter of `_LAID_OUT_OTHERWISE`."""
+
+_BUILT_IN = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    types.MethodWrapperType,
+)
+
+_LAID_OUT_OTHERWISE = frozenset(
+    (
+        *("roll", "one_hot", "max_pool1d", "max_pool1d_with_indices", "max_unpool1d", "max_unpool2d", "max_unpool3d"),
+        *("pad", "channel_shuffle", "native_channel_shuffle", "rrelu", "rrelu_", "nll_loss", "cross_entropy", "normal"),
+        *("copysign", "floor_divide", "__floordiv__", "__rfloordiv__", "div", "divide", "ldexp", "logaddexp"),
+        *("logaddexp2", "logical_and", "logical_or", "logical_xor", "heaviside", "xlogy", "xlog1py"),
+    )
+)
+"""Functions whose results have other strides on the CPU than fake ones, by name."""
+
+
+class _NotingWrites(TorchDispatchMode):
+    """Notes what is written into, of real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.written += written_by(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 class Inference:
     """Runs functions on fake tensors of one process. Autograd, autocast and the default dtype are as they are now."""
 
     def __init__(self) -> None:
-        self.mode = _FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _FakeTensorMode()
 
     def result(self, function: Any, call: Call, looks: Sequence[Look]) -> Result | None:
         """What `function` gives; None where only the data tells, or torch does not know.
@@ -110,7 +155,8 @@ class Inference:
             fakes = [_made(look) for look in looks]
         try:
             with self.mode:
-                return _run(function, call, fakes, looks)
+                found = _run(function, call, fakes, looks, self.mode)
+            return self._laid_out(found, function, call, looks)
         except CallError:
             raise
         except _UNKNOWN:
@@ -120,7 +166,9 @@ class Inference:
                 return None
             return self._on_zeros(function, call, looks)
 
-    def _on_zeros(self, function: Any, call: Call, looks: Sequence[Look], num_stored: int = 0) -> Result | None:
+    def _on_zeros(
+        self, function: Any, call: Call, looks: Sequence[Look], num_stored: int = 0, *, as_ever: bool = False
+    ) -> Result | None:
         """What `function` gives where its fake implementation is stricter than the real one, or where there is none, as
         for sparse tensors; None where data matters.
 
@@ -128,13 +176,39 @@ class Inference:
 
         Args:
             num_stored: elements that sparse tensors store, on which some results depend.
+            as_ever: without looking for writes to tensors in lists, as poolings go other ways while somebody looks on.
         """
         try:
             with torch.no_grad():
                 zeros = [_made(look, 0) if look.stride is not None else _sparse(look, num_stored) for look in looks]
-            return _run(function, call, zeros, looks)
+            with nullcontext(_NotingWrites()) if as_ever else _NotingWrites() as noted:
+                return _run(function, call, zeros, looks, noted)
         except Exception:
             return None
+
+    def _laid_out(self, found: Result, function: Any, call: Call, looks: Sequence[Look]) -> Result:
+        """What a function gives, with the strides that it has on the CPU: fake implementations come to others where
+        operands are permuted differently, along dimensions of one element, and where kernels have ways of their own.
+        Strides do not depend on data, so zeros show them, where they take no time."""
+        made = [look for look in found.tensors if isinstance(look, Look)]
+        if not any(len(look.shape) > 1 for look in made) or not _is_of_torch(function):
+            return found
+        if any(look.device.type != "cpu" or look.stride is None for look in (*looks, *made)):
+            return found
+        is_known = function_name(function) in _LAID_OUT_OTHERWISE
+        if not is_known and all(look.stride == _contiguous(look.shape) for look in (*looks, *made)):
+            return found
+        limit = _LARGE if is_known else _SMALL
+        if sum(look.num_bytes for look in (*looks, *made)) > limit:
+            return found
+        before = torch.default_generator.get_state()
+        try:
+            real = self._on_zeros(function, call, looks, as_ever=True)
+        finally:
+            torch.default_generator.set_state(before)
+        if real is None or _without_strides(real) != _without_strides(found):
+            return found
+        return replace(found, tensors=real.tensors, shares=real.shares)
 
     def fake(self, look: Look) -> Tensor:
         """A fake tensor of this look."""
@@ -145,7 +219,8 @@ class Inference:
         """What `function` gives on this data, which is not changed. `looks` are those that it has in the step."""
         with torch.no_grad():
             tensors = [_made(look, tensor) for look, tensor in zip(looks, data, strict=True)]
-        return _run(function, call, tensors, looks)
+        with _NotingWrites() as noted:
+            return _run(function, call, tensors, looks, noted)
 
 
 def _made(look: Look, content: Tensor | float | None = None) -> Tensor:
@@ -185,6 +260,25 @@ def _made(look: Look, content: Tensor | float | None = None) -> Tensor:
             return made_anew().copy_(made)
 
 
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    steps = accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1)
+    return tuple(steps)[::-1] if len(shape) else ()
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether it is one of torch's own functions, which does nothing but compute."""
+    if isinstance(function, types.FunctionType):
+        return function.__module__.startswith("torch.")
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return function.__module__ == "torch._ops.aten"
+    return isinstance(function, _BUILT_IN)
+
+
+def _without_strides(result: Result) -> Any:
+    return result.layout, [one.but(stride=None) if isinstance(one, Look) else one for one in result.tensors]
+
+
 def _sparse(look: Look, num_stored: int) -> Tensor:
     """A sparse tensor of zeros."""
     made = torch.sparse_coo_tensor(
@@ -196,14 +290,20 @@ def _sparse(look: Look, num_stored: int) -> Tensor:
     return _made(look, made if look.layout is torch.sparse_coo else made.to_sparse(layout=look.layout))
 
 
-def _run(function: Any, call: Call, tensors: Sequence[Tensor], looks: Sequence[Look]) -> Result:
-    """What `function` gives on these tensors, which it may write into."""
+def _run(
+    function: Any, call: Call, tensors: Sequence[Tensor], looks: Sequence[Look], noted: _FakeTensorMode | _NotingWrites
+) -> Result:
+    """What `function` gives on these tensors, which it may write into, as is `noted`."""
+    noted.written.clear()
     storages = [_storage(tensor) for tensor in tensors]
     versions = [tensor._version for tensor in tensors]
     found = function(
         *put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers)
     )
-    return _result(found, tensors, storages, versions, looks, writes_beside(function, call))
+    ids = set(map(id, noted.written))
+    noted.written.clear()
+    written = {number for number, tensor in enumerate(tensors) if id(tensor) in ids}
+    return _result(found, tensors, storages, versions, looks, written | writes_beside(function, call))
 
 
 def _result(
@@ -212,7 +312,7 @@ def _result(
     storages: Sequence[int | None],
     versions: Sequence[int],
     looks: Sequence[Look],
-    written: frozenset[int],
+    written: Set[int],
 ) -> Result:
     made, layout = tree.flatten(found)
     numbers = {id(argument): number for number, argument in enumerate(arguments)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,6 +105,7 @@ class Program:
         looks, homes: of each value, and the visit that makes it.
         visits: by number.
         functions: of visits, by number and the values that are kept, once they are made.
+        gradient_strides: of what goes back from a visit, by its number and the loss's; the runtime's.
         regions: the outermost checkpointed function of each event that is in one, by the event's number.
         foreign: by visit, places among what is captured of values of earlier micro-batches.
         leaves: places among what is captured of tensors that require gradients.
@@ -131,6 +132,7 @@ class Program:
         self.looks: dict[int, Look] = dict(enumerate(looks))
         self.homes: dict[int, int] = dict.fromkeys(range(len(looks)), 0)
         self.functions: dict[tuple[int, tuple[int, ...]], VisitFunction] = {}
+        self.gradient_strides: dict[tuple[int, int], Any] = {}
         self._wanted: dict[int, frozenset[int]] = {}
         self._returning: dict[tuple[int, int], list[Strand]] = {}
         last = max((event.visit for event in self.events), default=0)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.functions import Kind, kind_of
+from lightning_pipeline.partition.functions import Kind, kind_of, written_by
 from lightning_pipeline.partition.live_bytes import LiveBytes
 from lightning_pipeline.partition.memory import bytes_of, memory_of
 from lightning_pipeline.partition.observed_run import (
@@ -30,6 +30,7 @@ from lightning_pipeline.partition.observed_run import (
     run_backward,
     without_reentrant,
 )
+from lightning_pipeline.partition.untouched import about_to_write
 from lightning_pipeline.partition.work import DeviceSpeed, Work, work_of
 
 
@@ -135,7 +136,8 @@ class _Tracer(TorchFunctionMode):
         self._foreign = {id(tensor) for tensor in (*root.buffers(), *tree.leaves(batch))}
         self._batch = batch  # or an id might be given out again
         self._values: dict[int, tuple[Value, weakref.ref[Tensor]]] = {}
-        self._storages = set(map(memory_of, root.parameters()))
+        self._memory = {memory_of(parameter): parameter for parameter in root.parameters()}
+        self._storages = set(self._memory)
         self._live = LiveBytes(t for p in (*root.parameters(), *root.buffers()) for t in (p, p.grad) if t is not None)
         self._live.note(tree.leaves(batch))
 
@@ -201,6 +203,13 @@ class _Tracer(TorchFunctionMode):
             self.trace.kept[self._position] += bytes_of(tensor)
         return tensor.detach()
 
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Of an operation: it may write into a parameter."""
+        for tensor in written_by(func, args, kwargs):
+            parameter = self._memory.get(memory_of(tensor))
+            if parameter is not None:
+                about_to_write(parameter)
+
     def _use(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             key = id(tensor)
@@ -250,6 +259,7 @@ class _Operations(TorchDispatchMode):
         self._tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._tracer.before(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self._tracer.add(work_of(func, args, kwargs or {}, result, self._tracer.speed), result)
         return result

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -150,8 +150,13 @@ def flat(tensor: Tensor) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without holes or overlaps, in some order of the dimensions."""
+    return are_dense(tensor.shape, tensor.stride())
+
+
+def are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Likewise of a tensor's shape and strides."""
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
         if stride != expected:
             return False
         expected *= size

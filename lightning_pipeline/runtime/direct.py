@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition.placeholder import Look
-from lightning_pipeline.runtime.tensor_meta import conform, wire
+from lightning_pipeline.runtime.backend_rules import is_dense
+from lightning_pipeline.runtime.tensor_meta import conform, contiguous_strides, from_memory, laid_out, wire
 from lightning_pipeline.runtime.transport import Transport
 
 
@@ -58,7 +59,21 @@ class Direct:
         buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         if buffer.numel():
             self._transport.receive_on_control(buffer, peer, what)
-        return buffer.to(self._device)
+        return laid_out(buffer.to(self._device), look.stride)
+
+    def send_as_it_is(self, tensor: Tensor, peer: int) -> None:
+        """Send a tensor with its strides, which the receiver does not know."""
+        if tensor.layout is torch.strided:
+            self._transport.send_object(tensor.stride(), peer)
+            tensor = tensor if is_dense(tensor) else tensor.contiguous()
+        self.send(tensor, peer)
+
+    def receive_as_it_was(self, look: Look, peer: int, what: str) -> Tensor:
+        """The next tensor from a rank, with strides of its own."""
+        if look.stride is None:
+            return self.receive(look, peer, what)
+        stride = self._transport.recv_object(peer, what)
+        return from_memory(self.receive(look.but(stride=contiguous_strides(look.shape)), peer, what), stride)
 
     def spread(self, tensor: Tensor | None, look: Look, owner: int) -> Tensor:
         """One rank's tensor, on every rank."""

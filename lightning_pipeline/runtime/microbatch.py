@@ -78,6 +78,7 @@ class Inside:
     Attributes:
         arriving: what is on its way from the visit before, in the plan's order.
         arriving_gradients: likewise from the visit after.
+        arriving_strides: what precedes these, if anything does.
         received: leaves of the visit's graph.
         edges: where the gradients of what was sent enter the graph.
         kept_leaves, kept_edges: those that a later part of the step may come back to.
@@ -85,6 +86,7 @@ class Inside:
 
     arriving: list[Arriving] | None = None
     arriving_gradients: list[Arriving] | None = None
+    arriving_strides: Arriving | None = None
     received: dict[Strand, Tensor] = field(default_factory=dict)
     edges: dict[Strand, GradientEdge | Tensor] = field(default_factory=dict)
     gradients: list[Tensor] = field(default_factory=list)

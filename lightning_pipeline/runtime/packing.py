@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.backend_rules import flat
-from lightning_pipeline.runtime.tensor_meta import conform, wire
+from lightning_pipeline.runtime.tensor_meta import conform, laid_out, wire
 
 _ALIGNMENT = 8
 """Bytes; every dtype can view what begins at a multiple of them."""
@@ -35,9 +35,9 @@ def as_bytes(tensor: Tensor, look: Look) -> Tensor:
 
 
 def from_bytes(content: Tensor, look: Look) -> Tensor:
-    """The value in a part of a message, on the host. It shares the message's memory."""
+    """The value in a part of a message, on the host. It shares the message's memory, where that is laid out alike."""
     meta = wire(look)
-    return content.view(meta.dtype).as_strided(meta.shape, meta.stride)
+    return laid_out(content.view(meta.dtype).as_strided(meta.shape, meta.stride), look.stride)
 
 
 def _padded(look: Look) -> int:

@@ -483,8 +483,7 @@ class Pipeline:
             if self.placement[visit - 1] == self.rank:
                 transfer.sent = state.on(visit - 1).kept_edges[strand]
             if self.placement[visit] == self.rank:
-                transfer.arrived = state.on(visit).kept_leaves[strand]
-                transfer.arrived.grad = None
+                transfer.arrive(state.on(visit).kept_leaves[strand])
             carried.transfers.add(transfer)
         carried.crossing = []
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition.placeholder import Look
-from lightning_pipeline.runtime.backend_rules import is_dense
+from lightning_pipeline.runtime.backend_rules import are_dense, is_dense
 
 EVERYWHERE_BYTES = 1 << 16
 """Up to this size a tensor goes to every rank, which then computes with it what takes no parameters."""
@@ -35,7 +35,13 @@ def wire_layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape = tuple(tensor.shape)
     if tensor.is_contiguous() or is_dense(tensor):
         return shape, tensor.stride()
-    return shape, torch.empty(shape, device="meta").stride()
+    return shape, contiguous_strides(shape)
+
+
+@cache
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 @cache
@@ -62,6 +68,36 @@ def conform(tensor: Tensor, look: Look) -> Tensor:
             f"{list(look.shape)} and {look.dtype}"
         )
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device).copy_(tensor.detach())
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """What has come in dense memory, with the strides that it has where it was made, be there holes or repetitions:
+    operations add up in an order that depends on them. Where memory overlaps in other ways, it is left as it is."""
+    if stride is None or tensor.stride() == stride or not tensor.numel() or not _can_be_filled(tensor.shape, stride):
+        return tensor
+    repeated = [step == 0 for step in stride]
+    sizes = [1 if one else size for one, size in zip(repeated, tensor.shape, strict=True)]
+    with torch.no_grad():
+        made = tensor.new_empty_strided(sizes, stride)
+        made.copy_(tensor[tuple(slice(0, 1) if one else slice(None) for one in repeated)])
+        return made.as_strided(tensor.shape, stride)
+
+
+def from_memory(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """What has come into contiguous memory from a tensor of these strides."""
+    if are_dense(tensor.shape, stride):
+        return tensor.as_strided(tensor.shape, stride)
+    return laid_out(tensor, stride)
+
+
+def _can_be_filled(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether no two elements share memory but for those along dimensions that repeat one."""
+    extent = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if step and size > 1):
+        if step <= extent:
+            return False
+        extent += step * (size - 1)
+    return True
 
 
 def zeros_like(look: Look) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_pipeline.partition.engine import Caught
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.tensor_meta import conform
@@ -23,6 +24,7 @@ class Transfer:
     Attributes:
         sent: on the sender, where its gradient enters the graph.
         arrived: on the receiver, the leaf.
+        caught: what comes to it in backward.
         is_merged: its gradient travels with that of the next use.
         is_gone: a backward has been here, and has let go of the graph.
     """
@@ -32,8 +34,13 @@ class Transfer:
     destination: int
     sent: Any = None
     arrived: Tensor | None = None
+    caught: Caught | None = None
     is_merged: bool = False
     is_gone: bool = False
+
+    def arrive(self, leaf: Tensor) -> None:
+        """It is on the receiver."""
+        self.arrived, self.caught = leaf, Caught(leaf)
 
 
 class Transfers:
@@ -97,7 +104,7 @@ class Transfers:
         if arrived is None:
             return None
         if returns:
-            transfer.arrived = arrived.requires_grad_()
+            transfer.arrive(arrived.requires_grad_())
             arrived = written_into(arrived)
         return arrived
 
@@ -116,8 +123,9 @@ class Transfers:
             transfer.sent = get_gradient_edge(torch.ops.aten.alias.default(own))
         if there is None:
             return None
-        transfer.arrived = there.detach().requires_grad_()
-        return written_into(transfer.arrived)
+        leaf = there.detach().requires_grad_()
+        transfer.arrive(leaf)
+        return written_into(leaf)
 
     def leaves(self, value: int, destination: int) -> list[Tensor]:
         """What a value is on a visit that it has come to, on the rank of that: a leaf for each use, in order."""
@@ -167,17 +175,16 @@ class Transfers:
             gradient = self._merged(transfer)
             if gradient is None:
                 gradient = torch.zeros_like(transfer.arrived)
-            gradient = conform(gradient, look)
             if not is_repeated:
-                transfer.arrived = None
+                transfer.arrived = transfer.caught = None
             if sender == receiver:
                 return gradient
             assert self._direct is not None
-            self._direct.send(gradient, sender)
+            self._direct.send_as_it_is(gradient, sender)
             return None
         if sender == self._rank:
             assert self._direct is not None
-            return self._direct.receive(look, receiver, f"a gradient of micro-batch {self._microbatch}")
+            return self._direct.receive_as_it_was(look, receiver, f"a gradient of micro-batch {self._microbatch}")
         return None
 
     def end_backward(self, transfers: Sequence[Transfer], *, is_repeated: bool) -> None:
@@ -189,11 +196,11 @@ class Transfers:
         if is_repeated:
             for one in transfers:
                 one.is_merged = False
-                if one.arrived is not None:
-                    one.arrived.grad = None
+                if one.caught is not None:
+                    one.caught.clear()
             return
         for one in transfers:
-            one.is_gone, one.sent, one.arrived = True, None, None
+            one.is_gone, one.sent, one.arrived, one.caught = True, None, None, None
 
     def let_go(self) -> None:
         """The micro-batch is done with."""
@@ -206,14 +213,14 @@ class Transfers:
 
     def _merged(self, transfer: Transfer) -> Tensor | None:
         """The gradient of a use, and of those that travel with it."""
-        assert transfer.arrived is not None
-        total = transfer.arrived.grad
+        assert transfer.caught is not None
+        total = transfer.caught.gradient
         uses = [one for _, one in self._uses.get(transfer.value, ()) if one is not None]
         index = next((place for place, one in enumerate(uses) if one is transfer), 0)
         while index > 0 and uses[index - 1].is_merged:
             index -= 1
-            leaf = uses[index].arrived
-            gradient = leaf.grad if leaf is not None else None
+            caught = uses[index].caught
+            gradient = caught.gradient if caught is not None else None
             if gradient is not None:
                 total = gradient if total is None else total + gradient
         return total

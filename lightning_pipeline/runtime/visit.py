@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_pipeline.partition.engine import backward_from
+from lightning_pipeline.partition.engine import backward_from, caught
 from lightning_pipeline.partition.execution import visit_function
 from lightning_pipeline.partition.split_backward import SplitBackward
 from lightning_pipeline.runtime.ahead import AheadOfPython
 from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
+from lightning_pipeline.runtime.gradient_strides import GradientStrides
 from lightning_pipeline.runtime.microbatch import Here, Inside, Microbatch
 from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.site import Site
-from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, wire, zeros_like
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, from_memory, laid_out, wire, zeros_like
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.work import LiveCount, Work
 
@@ -194,8 +195,8 @@ class Visit:
         use = []
         assert state.program is not None
         for strand, arriving in zip(self._receives(state), inside.arriving or (), strict=True):
-            tensor = arriving.wait(what)
             look = state.program.looks[strand.value]
+            tensor = laid_out(arriving.wait(what), look.stride)
             if self._training and look.requires_grad:
                 inside.received[strand] = tensor.requires_grad_()
                 tensor = written_into(tensor)
@@ -230,25 +231,39 @@ class Visit:
             return True
         if state.program is None:
             return False
-        inside = state.on(self.visit)
+        inside, known = state.on(self.visit), self._strides(state, self.visit + 1)
         if not inside.are_gradients_posted:
+            if not known.can_post():
+                return False
             inside.are_gradients_posted = True
-            assert self._transport is not None
-            inside.arriving_gradients = [
-                self._transport.recv(_meta(state, strand.value), self._site.rank_after, Channel.BACKWARD)
-                for strand in state.program.returning(self.visit + 1, state.loss_value)
-            ]
+            inside.arriving_strides = known.post(self._receive_back)
+            inside.arriving_gradients = [self._receive_back(meta) for meta in known.metas]
         return True
 
     def receive_backward(self, microbatch: int) -> None:
-        self.post_backward(microbatch)
+        state = self._microbatches[microbatch]
+        if not self.post_backward(microbatch) and state.program is not None:
+            self._strides(state, self.visit + 1).hear(_gradients_of(state, self.visit))
+            self.post_backward(microbatch)
+
+    def _receive_back(self, meta: TensorMeta) -> Any:
+        assert self._transport is not None
+        return self._transport.recv(meta, self._site.rank_after, Channel.BACKWARD)
+
+    def _strides(self, state: Microbatch, visit: int) -> GradientStrides:
+        """Of the gradients that go back from a visit."""
+        program, key = state.program, (visit, state.loss_value)
+        assert program is not None
+        found = program.gradient_strides.get(key)
+        if found is None:
+            looks = [program.looks[strand.value] for strand in program.returning(*key)]
+            found = program.gradient_strides[key] = GradientStrides(looks)
+        return found
 
     def _pass_over(self, state: Microbatch) -> None:
         """Only pass on messages."""
         inside = state.on(self.visit)
-        for arriving in inside.arriving_gradients or ():
-            arriving.wait(_gradients_of(state, self.visit))
-        inside.arriving_gradients = None
+        self._gradients(state, inside)
         assert state.program is not None
         self._pass_back(state, [None] * len(state.program.returning(self.visit, state.loss_value)))
 
@@ -261,13 +276,13 @@ class Visit:
             self._pass_over(state)
             return
         roots, gradients = self._roots(state)
-        if roots:
+        inside = state.on(self.visit)
+        with caught(self._leaves(state, inside)) as found:
             if gradients == [None]:
                 self._work.run_backward(roots[0])
-            else:
+            elif roots:
                 backward_from(roots, [_one(r) if g is None else g for r, g in zip(roots, gradients, strict=True)])
-        inside = state.on(self.visit)
-        self._pass_back(state, [leaf.grad for leaf in self._leaves(state, inside)])
+        self._pass_back(state, found)
         inside.received = {}
         self._finish_backward(state)
 
@@ -284,8 +299,8 @@ class Visit:
         roots, gradients = self._roots(state)
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if roots and not self._work.can_split:
-            self._work.run_backward(roots[0])
-            found = [leaf.grad for leaf in leaves]
+            with caught(leaves) as found:
+                self._work.run_backward(roots[0])
         elif roots:
             inside.split = SplitBackward(roots, gradients, [get_gradient_edge(leaf) for leaf in leaves])
             found = inside.split.input_gradients()
@@ -310,7 +325,9 @@ class Visit:
             return
         inside = state.on(self.visit)
         assert self._transport is not None
-        for gradient in inside.gradients:
+        strides = self._strides(state, self.visit)
+        message = strides.announce(inside.gradients)
+        for gradient in (*([] if message is None else [message]), *strides.to_send(inside.gradients)):
             self._transport.send(gradient, self._site.rank_before, Channel.BACKWARD)
         inside.gradients = []
 
@@ -319,15 +336,9 @@ class Visit:
         inside = state.on(self.visit)
         program = state.program
         assert program is not None
-        roots: list[Any] = []
-        gradients: list[Tensor | None] = []
-        returning = program.returning(self.visit + 1, state.loss_value)
-        if returning:
-            what = _gradients_of(state, self.visit)
-            for strand, arriving in zip(returning, inside.arriving_gradients or (), strict=True):
-                roots.append(inside.edges[strand])
-                gradients.append(arriving.wait(what))
-        inside.arriving_gradients, inside.edges = None, {}
+        roots: list[Any] = [inside.edges[strand] for strand in program.returning(self.visit + 1, state.loss_value)]
+        gradients: list[Tensor | None] = [*self._gradients(state, inside)]
+        inside.edges = {}
         if state.loss_tensor is not None and program.homes[state.loss_value] == self.visit:
             assert self._work.loss_of is not None
             loss, state.loss_tensor = state.loss_tensor, None
@@ -335,6 +346,16 @@ class Visit:
             gradients.append(None)
         self.ready_at = time.perf_counter()
         return roots, gradients
+
+    def _gradients(self, state: Microbatch, inside: Inside) -> list[Tensor]:
+        """What comes back of what was sent, once it is there."""
+        arriving, inside.arriving_gradients = inside.arriving_gradients or [], None
+        what = _gradients_of(state, self.visit)
+        if self.following is not None or not arriving:
+            return [one.wait(what) for one in arriving]
+        strides = self._strides(state, self.visit + 1).strides(inside.arriving_strides, what)
+        inside.arriving_strides = None
+        return [from_memory(one.wait(what), stride) for one, stride in zip(arriving, strides, strict=True)]
 
     def _leaves(self, state: Microbatch, inside: Inside) -> list[Tensor]:
         assert state.program is not None
@@ -345,8 +366,7 @@ class Visit:
         inside = state.on(self.visit)
         strands = state.program.returning(self.visit, state.loss_value)
         for strand, gradient in zip(strands, gradients, strict=True):
-            look = state.program.looks[strand.value]
-            inside.gradients.append(zeros_like(look) if gradient is None else conform(gradient, look))
+            inside.gradients.append(zeros_like(state.program.looks[strand.value]) if gradient is None else gradient)
         if self.preceding is not None:
             state.on(self.visit - 1).arriving_gradients = [Here(gradient) for gradient in inside.gradients]
             inside.gradients = []
@@ -362,8 +382,10 @@ def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> T
 
 
 def written_into(leaf: Tensor) -> Tensor:
-    """A leaf of autograd's as a tensor that may be written into, which no view of a leaf may be. It has its memory."""
-    return torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    """A leaf of autograd's as a tensor that may be written into, which no view of a leaf may be. It has its memory, but
+    where a view would have other strides along dimensions of one element, by which convolutions go."""
+    view = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    return view if view.stride() == leaf.stride() else leaf.clone()
 
 
 def _gradients_of(state: Microbatch, visit: int) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_pipeline.partition.apart import plan_of_modules
 from lightning_pipeline.partition.costs import StepCosts, between
 from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
-from lightning_pipeline.partition.plan import EFFORT, StagePlan, plan_stages, ranked_plans
+from lightning_pipeline.partition.plan import EFFORT, NothingToCutError, StagePlan, plan_stages, ranked_plans
 from lightning_pipeline.partition.plan_table import print_plan
 from lightning_pipeline.partition.stage_config import AUTO, StageMap, count_stages, resolve
 from lightning_pipeline.partition.untouched import left_as_it_was
@@ -291,8 +292,28 @@ class Cutting:
     ) -> list[StagePlan]:
         """The best one for each of these numbers of micro-batches, by its time, and after them others, `most` or so in
         all."""
-        few, many = counts[0], counts[-1]
+        few = counts[0]
         state_bytes = bytes_with_state(self._module, optimizers)
+        try:
+            return self._ranked(measured, step, microbatches, state_bytes, counts, most)
+        except NothingToCutError:
+            for schedule in self._schedules(few):
+                plan = plan_of_modules(measured[few], schedule, state_bytes)
+                if plan and not fault_of_cut(self._module, plan, step, microbatches[few], goes_back=True):
+                    return [plan]
+            raise
+
+    def _ranked(
+        self,
+        measured: Mapping[int, StepCosts],
+        step: SeededStep,
+        microbatches: Mapping[int, Any],
+        state_bytes: Callable[[str], float],
+        counts: Sequence[int],
+        most: int,
+    ) -> list[StagePlan]:
+        """As `_plans`, of steps that are cut where modules begin."""
+        few, many = counts[0], counts[-1]
         best: list[StagePlan] = []
         others: list[StagePlan] = []
         for count in counts:

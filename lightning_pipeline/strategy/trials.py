@@ -25,6 +25,7 @@ from lightning_pipeline.partition.program import Program
 from lightning_pipeline.partition.recorder import Recorder
 from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.stage_config import resolve
+from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.runtime.draws import Draws
 from lightning_pipeline.runtime.in_order import InOrder
 from lightning_pipeline.runtime.microbatch import Microbatch, Structure
@@ -193,11 +194,14 @@ class TrialSteps:
         if self._transport.stage == 0:
             own = tree.replace(self._batch, Tensor.clone)  # which the step may write into
             microbatches = microbatches_of(own, pipeline.num_microbatches, self._module)
-        self._synchronize()
-        began = time.perf_counter()
-        pipeline.run(self._work, microbatches)
-        self._synchronize()
-        found = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        # What a step writes into buffers is on the ranks that the plan has for them, and the next plan has others.
+        with left_as_it_was(self._module):
+            self._synchronize()
+            began = time.perf_counter()
+            pipeline.run(self._work, microbatches)
+            self._synchronize()
+            took = time.perf_counter() - began
+        found = torch.tensor([took], dtype=torch.float64)
         return float(self._transport.all_gather_vector(found, "a trial of a plan").max())
 
     def _synchronize(self) -> None:
@@ -205,17 +209,24 @@ class TrialSteps:
             torch.get_device_module(self._device).synchronize()
 
 
-def fault_of_cut(module: LightningModule, plan: StagePlan, step: Step, microbatch: object) -> str:
-    """What goes wrong when the step is recorded in the plan's stages; empty if nothing does."""
+def fault_of_cut(
+    module: LightningModule, plan: StagePlan, step: Step, microbatch: object, *, goes_back: bool = False
+) -> str:
+    """What goes wrong when the step is recorded in the plan's stages; empty if nothing does.
+
+    Args:
+        goes_back: the data may go back to an earlier stage.
+    """
     num_stages = len(plan.stages)
     used: set[int] = set()
     try:
         for seed in _SEEDS:
             program = _recorded(module, plan, step, microbatch, seed)
-            if len(program.visits) > num_stages:
+            if len(program.visits) > num_stages and not goes_back:
                 line = next(event.line for event in program.events if event.visit >= num_stages)
                 return f"the data goes back to an earlier stage ({line})"
-            used.update(event.visit for event in program.events if any(type(v) is int and v < 0 for v in event.inputs))
+            holding = (event for event in program.events if any(type(v) is int and v < 0 for v in event.inputs))
+            used.update(event.visit % num_stages for event in holding)
             if len(used) == num_stages:
                 return ""
     except Exception as error:  # whatever a user's code makes of tensors that are not there
@@ -232,7 +243,8 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
     given, layout = tree.flatten(microbatch)
     state = Microbatch(0, Structure("trial", layout, []), layout, 1, 1.0, 1, True, 0)
     data = _OnOneRank(state, tensors, num_stages, draws)
-    with torch.set_grad_enabled(module.training), draws.kept():
+    # What one recording leaves on the module, as a metric's sums, is nothing to the next.
+    with left_as_it_was(module), torch.set_grad_enabled(module.training), draws.kept():
         recording = Recording(recorder, recorder.beginning("trial", 0), data, lambda number: draws.seed(seed, number))
         state.recording = recording
         with recorder.patched(), recorder.installed(), recording.running():

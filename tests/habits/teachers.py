@@ -123,6 +123,21 @@ class FollowsByForeachLerp(WithTeacher):
         torch._foreach_lerp_(teacher, student, 1 - self.momentum)
 
 
+@habit(plain=False, without=STILL)
+class FollowsByForeachInStep(WithTeacher):
+    """The same in the step, where the teacher is on other stages than the student."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        teacher, student = list(self.teacher.parameters()), list(self.layers.parameters())
+        with torch.no_grad():
+            torch._foreach_mul_(teacher, self.momentum)
+            torch._foreach_add_(teacher, student, alpha=1 - self.momentum)
+        return super().training_step(batch, batch_idx)
+
+    def follow(self, teacher: list[Tensor], student: list[Tensor]) -> None:
+        pass
+
+
 @habit(plain=False, without={"interval": 1000})
 class FollowsByLoadStateDict(WithTeacher):
     """Every second step the student is copied into the teacher, as DQN's target network is."""

@@ -24,7 +24,8 @@ BY_DEFAULT = {
         TokensUnpadded KLFromSecondEpoch OwnEntriesInCheckpoint ListsForEpochEnd StatisticsOnFirstRank
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption FollowsByLerp SavedInStep SparseActivations
         LazilyConjugated GrowsInSecondEpoch OptimizerHooks AdamMomentsChanged OneCycle
-        WGANWithPenalty PlaysEpisodes ClipsByTorch BranchesOnItsRank
+        WGANWithPenalty PlaysEpisodes ClipsByTorch LaidOutAnew FollowsByForeachInStep
+        BranchesOnItsRank
     """,
     "2-zero_bubble": """
         PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo AdversarialAcrossStages

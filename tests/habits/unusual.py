@@ -298,6 +298,23 @@ class ChannelsLast(Layers):
 
 
 @habit()
+class LaidOutAnew(Layers):
+    """Layers give transposed values, slices and repetitions, whose gradients are laid out in other ways again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(6) for _ in range(self.depth)])
+        self.beside = {f"norms.{i}": f"layers.{i}" for i in range(self.depth)}
+
+    def features(self, x: Tensor) -> Tensor:
+        x = x[:, None].expand(-1, 6, -1)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x)).transpose(0, 1)
+            x = torch.cat([x, x.sin()], -1)[..., 3 : WIDTH + 3].transpose(0, 1)
+        return x.mean(1)
+
+
+@habit()
 class BFloat16Blocks(Layers):
     """Two layers in bfloat16."""
 

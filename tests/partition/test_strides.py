@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline.partition import inference, tree
+from lightning_pipeline.partition.functions import Kind, kind_of
 from lightning_pipeline.partition.inference import Inference
+from lightning_pipeline.partition.operation import take_apart
 from lightning_pipeline.partition.placeholder import Look
 
 INPUTS = {
@@ -44,3 +49,73 @@ def test_strides_are_those_of_the_cpu(name: str, layout: str, needs_grad: bool) 
     with inference.mode:
         found = FUNCTIONS[name](fake)
     assert found.stride() == FUNCTIONS[name](given).stride()
+
+
+CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
+    "roll": ("channels last", torch.roll, ((1, 2), (1, 3))),
+    "one hot": ("transposed", lambda x, n: F.one_hot(x.long() % n, n), (3,)),
+    "max pool": ("transposed", F.max_pool1d, (2,)),
+    "max unpool": ("channels last", lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), ()),
+    "reflected": ("channels last", F.pad, ((1, 1, 1, 1), "reflect")),
+    "shuffled": ("channels last", F.channel_shuffle, (2,)),
+    "divided": ("permuted", lambda x: torch.div(x, torch.tensor(2.0), rounding_mode="floor"), ()),
+    "logs of sums": ("transposed", lambda x: torch.logaddexp(x.mean(1, keepdim=True), x[0]), ()),
+    "both": ("transposed", lambda x: torch.logical_and(x[:, :1].contiguous(), x[0]), ()),
+    "x log y": ("permuted", lambda x: torch.xlogy(x, x[0]), ()),
+    "leaky at random": ("permuted", lambda x: F.rrelu(x, training=True), ()),
+    "no reduction": ("heads", lambda x: F.nll_loss(x, torch.zeros_like(x[:, 0]).long(), reduction="none"), ()),
+    "one pixel": ("one pixel", lambda x: x + x.contiguous(), ()),
+    "a sum of one pixel": ("one pixel", torch.add, (torch.ones(2, 4, 1, 1),)),
+}
+ONE_PIXEL = torch.randn(2, 4, 1, 1).to(memory_format=torch.channels_last)
+
+
+class _Inferred(TorchFunctionMode):
+    """Compares what is inferred of each call with what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inference = Inference()
+        self.compared: list[tuple[Any, tuple[int, ...], tuple[int, ...] | None]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = take_apart(func, args, kwargs or {})
+        if not call.tensors or kind_of(func) is Kind.DESCRIBES:
+            return func(*args, **(kwargs or {}))
+        result = self.inference.result(func, call, [Look.of(tensor) for tensor in call.tensors])
+        found = func(*args, **(kwargs or {}))
+        assert result is not None
+        for tensor, look in zip(tree.leaves(found), result.tensors, strict=True):
+            if isinstance(look, Look):
+                self.compared.append((func, tensor.stride(), look.stride))
+        return found
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_inferred_as_they_come_out(name: str, needs_grad: bool) -> None:
+    layout, function, arguments = CALLS[name]
+    given = (ONE_PIXEL if layout == "one pixel" else INPUTS[layout]).detach().requires_grad_(needs_grad)
+    before = torch.default_generator.get_state()
+    with _Inferred() as mode:
+        function(given, *arguments)
+    assert mode.compared
+    assert all(found == inferred for _, found, inferred in mode.compared), mode.compared
+    if name != "leaky at random":
+        assert torch.default_generator.get_state().equal(before)
+
+
+def test_nothing_is_drawn_to_infer() -> None:
+    before = torch.default_generator.get_state()
+    call = take_apart(F.rrelu, (INPUTS["dense"],), {"training": True})
+    Inference().result(F.rrelu, call, [Look.of(INPUTS["dense"])])
+    assert torch.default_generator.get_state().equal(before)
+
+
+def test_what_is_large_is_not_computed_to_infer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Inference, "_on_zeros", lambda *_: pytest.fail("computed"))
+    large = torch.empty(1024, 1024, device="meta")
+    look = Look.of(torch.empty(2, 2)).but(shape=large.shape, stride=large.stride())
+    assert look.num_bytes > inference._SMALL
+    result = Inference().result(F.relu, take_apart(F.relu, (large,), {}), [look])
+    assert result is not None and result.tensors == (look,)

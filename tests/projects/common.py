@@ -19,6 +19,8 @@ from lightning_pipeline.partition.placeholder import is_absent
 from tests.projects.configurations import CONFIGURATIONS
 
 NUM_MICROBATCHES = 4
+
+
 @dataclass(frozen=True)
 class Case:
     """A model of a package that trains, with the package's own means as far as it has them.
@@ -30,6 +32,7 @@ class Case:
             that one process without the strategy draws others.
         by_name: whether the strategy is named, with its options in the environment: Lightning refuses a strategy object
             that a Trainer has had, and some packages make one for training and one for predictions, or take plain data.
+        as_target: whether the strategy is given as configuration, `_target_` and its arguments.
         refused: of the automatic cut, what the error has to say where there is nothing to cut.
     """
 
@@ -37,6 +40,7 @@ class Case:
     key: Mapping[str, int] | None
     draws: bool = False
     by_name: bool = False
+    as_target: bool = False
     refused: str = ""
 
 
@@ -101,6 +105,8 @@ def _strategy(configuration: str, case: Case) -> dict[str, Any]:
     if case.by_name:
         os.environ.update({f"LIGHTNING_PIPELINE_{name.upper()}": str(value) for name, value in options.items()})
         return {"strategy": "pipeline", "devices": num_stages}
+    if case.as_target:
+        return {"strategy": {"_target_": "lightning_pipeline.PipelineStrategy", **options}, "devices": num_stages}
     return {"strategy": PipelineStrategy(**options), "devices": num_stages}
 
 

@@ -70,12 +70,7 @@ if __name__ == "__main__":
             "TFT": Case(tft, key={"multihead_attn": 1}),
             "TFT, dropout": Case(tft_with_dropout, key={"multihead_attn": 1}, draws=True),
             "N-HiTS": Case(nhits, key={"model.blocks.1": 1}),
-            "DeepAR": Case(
-                deepar,
-                key={"distribution_projector": 1},
-                draws=True,
-                refused="calls 1 modules that a stage can begin with",
-            ),
+            "DeepAR": Case(deepar, key={"distribution_projector": 1}, draws=True),
         },
         "lightning.pytorch",
     )

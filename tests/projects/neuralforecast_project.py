@@ -45,8 +45,8 @@ if __name__ == "__main__":
     blocks, layers = {"blocks.1": 1}, {"model.backbone.encoder.layers.1": 1}
     main(
         {
-            "NHITS": Case(nhits, key=blocks, by_name=True),
-            "NHITS, validation": Case(lambda kwargs: nhits(kwargs, True), key=blocks, by_name=True),
+            "NHITS": Case(nhits, key=blocks, draws=True, by_name=True),
+            "NHITS, validation": Case(lambda kwargs: nhits(kwargs, True), key=blocks, draws=True, by_name=True),
             "PatchTST": Case(patch_tst, key=layers, draws=True, by_name=True),
             "PatchTST, validation": Case(lambda kwargs: patch_tst(kwargs, True), key=layers, draws=True, by_name=True),
         },

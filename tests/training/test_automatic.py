@@ -306,6 +306,22 @@ def layers_left_out(world: int) -> dict[str, Any]:
     return {"losses": losses.values, "cut": trainer.strategy.plan and trainer.strategy.plan.stage_config}
 
 
+class Twice(LitTokens):
+    """Calls all of its modules twice, so that no stage can begin with one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, targets = batch
+        return super().training_step(batch, batch_idx) + self.loss((ids.flip(1), targets))
+
+
+def all_called_twice(world: int) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = pipeline_trainer("auto" if world > 1 else {}, world=world, callbacks=[losses], max_epochs=1)  # type: ignore[arg-type]
+    trainer.fit(Twice(), token_loader(32, 8))
+    return {"losses": losses.values, "cut": trainer.strategy.plan and trainer.strategy.plan.stage_config}
+
+
 class Counts(LitTokens):
     """Its loss comes out of a metric, is written into another one, and changes with the calls."""
 
@@ -379,6 +395,7 @@ def others(world: int, folder: str) -> dict[str, Any]:
         "meta": on_meta(world),
         "out of memory": out_of_memory(world),
         "left out": layers_left_out(world),
+        "twice": all_called_twice(world),
         "state": state_of_the_module(world),
         "unequal": unequal(world),
         "another": another_is_faster(world),
@@ -484,6 +501,12 @@ def test_layers_that_are_left_out_at_random(one: Any, ranks: Any) -> None:
     for rank in ranks:
         assert rank["left out"]["losses"] == one["left out"]["losses"]
         assert all(name.count(".") < 2 for name in rank["left out"]["cut"])
+
+
+def test_modules_that_are_called_twice_are_shared_out(one: Any, ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["twice"]["losses"] == one["twice"]["losses"]
+        assert {*rank["twice"]["cut"].values()} == {0, 1}
 
 
 def test_plans_are_tried_on_the_module_as_it_was(one: Any, ranks: Any) -> None:
