@@ -4,6 +4,9 @@ A gradient has whatever strides the operation gave it that made it, and what add
 on them. They follow from the program, so the first gradients of one are preceded by their strides, and later ones look
 alike. Where some have no dense memory, as what comes of a sum or a slice, strides precede them every time: a gradient
 whose elements all differ would not fit those of one that repeats a single element.
+
+That is for bits that equal one process's, which the CPU gives. On other devices, where to read a message is to wait for
+the device, gradients have the strides of the values.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.backend_rules import are_dense
 from lightning_pipeline.runtime.microbatch import Arriving
-from lightning_pipeline.runtime.tensor_meta import TensorMeta, contiguous_strides
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, contiguous_strides, wire
 
 Strides = tuple[int, ...]
 
@@ -34,7 +37,9 @@ class GradientStrides:
 
     def __init__(self, looks: Sequence[Look]) -> None:
         self._dims = [len(look.shape) for look in looks]
-        self._fixed: list[Strides] | None = None if any(self._dims) else [()] * len(looks)
+        self._fixed: list[Strides] | None = None
+        if not any(self._dims) or looks[0].device.type != "cpu":
+            self._fixed = [wire(look).stride for look in looks]
         self._is_known = False
         self._first: Arriving | None = None
         self.metas = [TensorMeta(look.shape, contiguous_strides(look.shape), look.dtype) for look in looks]

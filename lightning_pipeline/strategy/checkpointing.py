@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class CheckpointingStrategy(ProcessStrategy):
         self._background = BackgroundSave()
         self.weights_only: bool | None = None
         """What the Trainer's function was given, which Lightning passes on only where it restores before setup."""
+        self._put_off: Callable[[], Any] | None = None
+        self._awaits_setup = False  # in a run
         self._is_in_parts = False  # the checkpoint that was read last
 
     @property
@@ -203,7 +206,16 @@ class CheckpointingStrategy(ProcessStrategy):
         goes_on = module.trainer.state.fn == TrainerFn.FITTING
         path = module.trainer.ckpt_path
         with_one_outcome(lambda: check_checkpoint(checkpoint, module, strict=strict, goes_on=goes_on, path=path))
-        load_module_state(module, checkpoint["state_dict"], strict=strict)
+        self._put_off = functools.partial(load_module_state, module, checkpoint["state_dict"], strict=strict)
+        if self._is_alone or not self._awaits_setup:
+            self._load_put_off()
+
+    def _load_put_off(self) -> None:
+        """Load the weights of a checkpoint that was restored before set-up: a rank reads what it holds by now."""
+        self._awaits_setup = False
+        load, self._put_off = self._put_off, None
+        if load is not None:
+            load()
 
     @override
     @apart

@@ -253,14 +253,16 @@ class PipelineStrategy(CheckpointingStrategy):
         # Before, hooks and callbacks find what they do without a pipeline; after, where set-up is what gives the module
         # its memory, each rank reads what it holds. Set-up may take memory away, too, and Lightning asks on both sides.
         if self._restores_late is None:
-            is_made = not any(parameter.is_meta for parameter in self._module.parameters())
-            self._restores_late = not self.reduce_boolean_decision(is_made and self.weights is None)
+            is_empty = any(parameter.is_meta for parameter in self._module.parameters())
+            self._restores_late = is_empty or self.weights is not None
+            self.agree("the set-up of the pipeline", {"parameters without memory": str(is_empty)})
         return self._restores_late
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._restores_late = None
+        self._awaits_setup = True
         if self.tensor_parallel_size > 1:
             assert self.num_stages is not None
             mesh = refusals.check_one_replica(self._topology(self.num_stages)).mesh(self.root_device.type)
@@ -303,6 +305,7 @@ class PipelineStrategy(CheckpointingStrategy):
             leave_module_uncompiled(module)
         self.precision_plugin.convert_module(module)
         self._set_up_pipeline(module)
+        self._load_put_off()
         self.model_to_device()
         # Before schedulers ask for the loaders' length.
         self._shares_batches = not self._is_alone and look_at_batches(module, trainer)
