@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-fuzz test-npu test-projects campaign lint clean
+.PHONY: help train test test-slow test-fuzz test-npu test-projects test-versions campaign lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ test-npu: ## run the tests over a simulated Ascend device, in an environment of 
 test-projects: ## train models of public packages on one and two stages, in environments of their own; ARGS="darts" for one
 	@PYTHON=$(PYTHON) tests/projects/run.sh $(ARGS)
 
+test-versions: ## run the tests with the oldest and the newest versions, in environments of their own; ARGS="oldest" for one
+	@tests/versions/run.sh $(ARGS)
+
 campaign: $(VENV)/.stamp ## let faults befall small runs, for hours; options as ARGS="--trials 200 --seed 1" (ARGS=-h lists them)
 	$(BIN)/python -m tests.campaign $(ARGS)
 
@@ -37,7 +40,7 @@ lint: $(VENV)/.stamp ## check style and types
 	$(BIN)/mypy
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .venv-npu .projects build/cann .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-npu .projects .versions build/cann .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch comes first and alone: pip then takes a build that it has at hand instead of whatever the extras ask for.
 $(VENV)/.stamp: pyproject.toml constraints.txt

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -211,11 +212,37 @@ def _check_script() -> None:
 def _program() -> list[str]:
     import __main__  # only now is it surely the user's script
 
+    if __main__.__spec__ is not None and __main__.__spec__.name.startswith("joblib."):
+        return _sent_to_worker()
     if __main__.__spec__ is not None:
         return [sys.executable, "-m", __main__.__spec__.name]
     # Under Hydra the working directory may be another one by now.
     script = to_absolute_path(sys.argv[0]) if HydraConfig.initialized() else os.path.abspath(sys.argv[0])
     return [sys.executable, script]
+
+
+def _sent_to_worker() -> list[str]:
+    """The command of the script whose function runs here in a worker of joblib's, as under hydra/launcher=joblib. It
+    runs a module of joblib's, and the function has come with the globals of its script.
+
+    Raises:
+        RuntimeError: nothing that runs here is of a script.
+    """
+    frame = inspect.currentframe()
+    script: list[str] = []
+    while frame is not None:
+        names = frame.f_globals
+        if names.get("__name__") == "__main__" and names is not vars(sys.modules["__main__"]):
+            file, package = frame.f_code.co_filename, names.get("__package__")
+            path = to_absolute_path(file) if HydraConfig.initialized() else os.path.abspath(file)
+            script = [sys.executable, *(["-m", f"{package}.{Path(path).stem}"] if package else [path])]
+        frame = frame.f_back
+    if not script:
+        raise RuntimeError(
+            "the other processes of this run are started by running the script again, and in this worker of joblib's "
+            "nothing tells which one: call fit from a function of the script"
+        )
+    return script
 
 
 def _config_flags() -> list[str]:
