@@ -26,7 +26,7 @@ class Graphs:
         self.store = Store(self, {"x": x, "edges": edges, "graph": graph, "y": y})
 
     def __getattr__(self, name: str) -> Tensor:
-        if name == "store":
+        if name == "store" or name not in self.store.tensors:
             raise AttributeError(name)
         return self.store.tensors[name]
 
