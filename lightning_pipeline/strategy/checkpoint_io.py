@@ -21,9 +21,9 @@ COPIED_BY_LOADING = ("state_dict", "optimizer_states", "current_model_state", "a
 """Entries of a checkpoint whose tensors are copied on loading; the last two are Lightning's WeightAveraging's."""
 
 TRUST_IT = (
-    "If you trust the file, give fit, validate, test or predict weights_only=False (or "
+    "If you trust the file, say so where it is loaded, as in fit(ckpt_path=..., weights_only=False) (or with "
     "Trainer(plugins=[AtomicCheckpointIO(weights_only=False)]), from lightning_pipeline.strategy.checkpoint_io, which "
-    "holds for all of them), or allow the classes with torch.serialization.add_safe_globals([...]). Files to come need "
+    "holds for all loads), or allow the classes with torch.serialization.add_safe_globals([...]). Files to come need "
     "neither if hyperparameters and callbacks' states are builtins and tensors"
 )
 
