@@ -20,18 +20,19 @@ MOST = 16
 
 
 def plan_of_modules(costs: StepCosts, schedule: Schedule, state_bytes: Callable[[str], float]) -> StagePlan | None:
-    """Modules on stages, in the order of their first calls, as evenly as they can be by what their calls take.
+    """Modules on stages, in the order of their first calls, as evenly as they can be by what their calls take. Nothing
+    is simulated: a step is as long as if one stage worked at a time.
 
     None where there are fewer modules with parameters than stages, or a rank is to have several stages.
     """
     num_stages = schedule.num_ranks
     first: dict[str, int] = {}
-    seconds: dict[str, float] = {}
+    positions: dict[str, set[int]] = {}
     times = costs.times
     for call in costs.trace.calls:
         first.setdefault(call.name, call.start)
-        if call.name not in call.callers:
-            seconds[call.name] = seconds.get(call.name, 0.0) + sum(times[call.start : call.end])
+        positions.setdefault(call.name, set()).update(range(call.start, call.end))
+    seconds = {name: sum(times[position] for position in own) for name, own in positions.items()}
     if len(schedule.placement) != num_stages:
         return None
     names = _modules(costs.root, first, seconds, num_stages)
@@ -49,8 +50,8 @@ def plan_of_modules(costs: StepCosts, schedule: Schedule, state_bytes: Callable[
             rank=rank,
             first=part[0],
             last=part[-1],
-            forward=0.0,
-            backward=0.0,
+            forward=sum(costs.forward[position] for name in part for position in positions[name]),
+            backward=sum(costs.backward[position] for name in part for position in positions[name]),
             flops=0.0,
             parameter_bytes=sum(map(state_bytes, _parameters(costs.root, part))),
             kept_bytes=0.0,
@@ -65,7 +66,7 @@ def plan_of_modules(costs: StepCosts, schedule: Schedule, state_bytes: Callable[
         schedule=schedule.name,
         stages=stages,
         step_seconds=sum(times) * schedule.num_microbatches,
-        bubble=0.0,
+        bubble=1 - 1 / num_stages,
         peak_bytes=[stage.parameter_bytes for stage in stages],
         is_measured=False,
         is_best=False,

@@ -30,7 +30,7 @@ from lightning_pipeline.partition.recorder import Recorder
 from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.ahead import AheadOfPython
-from lightning_pipeline.runtime.collectives import over_all_refused
+from lightning_pipeline.runtime.collectives import over_replicas
 from lightning_pipeline.runtime.delivery import Delivery
 from lightning_pipeline.runtime.direct import Direct
 from lightning_pipeline.runtime.draws import Counted, Draws
@@ -312,8 +312,12 @@ class Pipeline:
     def _around(self) -> Iterator[None]:
         """Around what micro-batches do."""
         installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
-        with self._draws.kept(), installed, over_all_refused():
+        with self._draws.kept(), installed, over_replicas(self._num_replicas):
             yield
+
+    @property
+    def _num_replicas(self) -> int:
+        return 1 if self._transport is None else self._transport.topology.num_pipelines
 
     def _run_in_parts(self, work: Work, batch: BatchWork, states: list[Microbatch]) -> None:
         """The steps of micro-batches that meet where the batch has something done once."""

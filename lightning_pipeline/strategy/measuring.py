@@ -26,7 +26,7 @@ from lightning_pipeline.partition.timing import time_step
 from lightning_pipeline.partition.trace import trace_step
 from lightning_pipeline.partition.untouched import left_as_it_was
 from lightning_pipeline.partition.work import measured_speed
-from lightning_pipeline.runtime.collectives import over_all_refused
+from lightning_pipeline.runtime.collectives import over_replicas
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
@@ -99,9 +99,15 @@ def loss_step(
     """
     function = getattr(module, name)
     drawn_from = generators(device)
+    transport: Transport | None = getattr(module.trainer.strategy, "transport", None)
+    num_replicas = 1 if transport is None else transport.topology.num_pipelines
 
     def step(microbatch: Any, seed: int = 0) -> Tensor | None:
         _plant_seeds(drawn_from, seed)
+        with over_replicas(num_replicas):
+            return run(microbatch)
+
+    def run(microbatch: Any) -> Tensor | None:
         if name == "training_step" and not module.automatic_optimization:
             with context(), losses_noted(module) as losses:
                 function(microbatch, *others)
@@ -121,8 +127,7 @@ def loss_step(
 def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> StepCosts:
     """Run it a few times, on the device where the whole module is."""
     speed = measured_speed(device, dtype_of(module))
-    with over_all_refused():
-        trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
+    trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
     for seed in _OTHER_SEEDS:
         names = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
         trace.optional |= names.symmetric_difference(trace.names)

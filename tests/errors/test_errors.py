@@ -37,7 +37,6 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("Plain", {"stage_config": {"second": 2}, "num_stages": 2}, ["ValueError", "'second' on stage 2"]),
     ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2", "its training_step calls 1", "devices=1"]),
     ("RankDependent", {}, ["did not run the same code", "ran mul", "modules.py", "x = x * 3"]),
-    ("ReducesOverAll", {}, ["torch.distributed.all_reduce over all ranks", "self.all_gather", "modules.py"]),
     ("Prunes", {}, ["ValueError", "ModelPruning renames parameters", "torch.nn.utils.prune"]),
     ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
     ("GradientAcrossStages", {}, ["grad goes back over what stages 0 and 1 compute", "modules.py"]),
@@ -75,12 +74,6 @@ def test_a_mistake_is_named_on_every_rank(number: int, mistakes: Any) -> None:
         assert seconds < SOON_S
         for word in MISTAKES[number][2]:
             assert word in error, f"{word!r} is not in {error}"
-
-
-def test_a_collective_over_all_ranks_is_found_while_a_cut_is_measured() -> None:
-    first, second = errors_of("ReducesOverAll", stage_config="auto", num_stages=2)
-    assert first.error.startswith("RuntimeError: torch.distributed.all_reduce over all ranks")
-    assert "the first rank failed: RuntimeError: torch.distributed.all_reduce over all ranks" in second.error
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -414,4 +415,29 @@ class DistilsFixedTeacher(WithTeacher):
         return loss + self.weight * (F.mse_loss(middle, 0.5 * hint) + F.mse_loss(features, 0.5 * target))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@habit()
+class CentersOverRanks(WithTeacher):
+    """A centre of the teacher's features is summed over all ranks in the step, as DINO's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(WIDTH))
+
+    def teach(self, x: Tensor) -> Tensor:
+        features = super().teach(x)
+        mean = features.mean(0)
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean = mean / dist.get_world_size()
+            parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, features)
+            features = torch.cat(parts)[dist.get_rank() * len(x) :]
+        centered = features - self.center
+        self.center = self.center * 0.9 + mean * 0.1
+        return centered
+
+    def follow(self, teacher: list[Tensor], student: list[Tensor]) -> None:
         pass

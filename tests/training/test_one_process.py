@@ -331,3 +331,29 @@ def test_one_stage_does_what_lightning_does(kind: str, found: dict[str, Any]) ->
     plain, ours = found[kind]
     assert ours == plain
     assert bool(plain["error"]) is (kind in ("ReturnsNumber", "ReturnsNoLoss", "Fails"))
+
+
+class HoldsAnObject(Net):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["object"] = SkipsAll
+
+
+def loads_objects(folder: str) -> list[str]:
+    """What loads came to, in plain Lightning and with one stage."""
+    found = []
+    for strategy in ("auto", PipelineStrategy(num_stages=1, num_microbatches=1)):
+        trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=1, default_root_dir=folder, **QUIET)
+        trainer.fit(HoldsAnObject())
+        path = Path(folder) / "x.ckpt"
+        trainer.save_checkpoint(path)
+        for given in ({"weights_only": False}, {}):
+            try:
+                trainer.validate(HoldsAnObject(), DataLoader(DATA, 4), ckpt_path=path, verbose=False, **given)
+                found.append("loaded")
+            except Exception as error:
+                found.append("refused" if "weights" in str(error) else str(error))
+    return found
+
+
+def test_objects_are_loaded_where_the_trainer_is_told_so(tmp_path: Path) -> None:
+    assert launch(loads_objects, str(tmp_path), world=1)[0] == ["loaded", "refused"] * 2
