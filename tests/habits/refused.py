@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,19 +19,6 @@ class StepTakesIterator(Layers):
     def training_step(self, dataloader_iter: Any) -> Tensor:
         batch, batch_idx, _ = next(dataloader_iter)
         return super().training_step(batch, batch_idx)
-
-
-@habit(expect=error(r"(?i)all_reduce|collective"), plain=False, shows=False)
-class CollectiveInStep(Layers):
-    """torch.distributed.all_reduce in the step, over all ranks."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        logits = self(x)
-        total = logits.detach().sum()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return F.cross_entropy(logits, y) + total
 
 
 @habit(expect=error(r"(?i)rank"), plain=False, shows=False)
