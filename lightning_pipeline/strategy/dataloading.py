@@ -70,6 +70,11 @@ class SharedLoader:
         self._transport = transport
         self._whole = whole
         self._lending = lending
+        # Since Python 3.12 `isinstance` with a protocol, by which Lightning finds loaders with a state, does not ask
+        # `__getattr__`.
+        for name in ("state_dict", "load_state_dict"):
+            if hasattr(loader, name):
+                setattr(self, name, getattr(loader, name))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self._loader,)

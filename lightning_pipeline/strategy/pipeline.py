@@ -262,7 +262,7 @@ class PipelineStrategy(CheckpointingStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._restores_late = None
-        self._awaits_setup = True
+        self._awaits_setup, self._put_off = True, None  # of a run that failed before its set-up
         if self.tensor_parallel_size > 1:
             assert self.num_stages is not None
             mesh = refusals.check_one_replica(self._topology(self.num_stages)).mesh(self.root_device.type)

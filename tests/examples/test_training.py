@@ -44,7 +44,7 @@ def test_the_mlp_learns(compose_train: Compose) -> None:
 def test_the_gpt_learns(compose_train: Compose) -> None:
     small = ["data.length=32", "data.num_chars=60000", "model.net.width=32", "model.net.num_blocks=2"]
     trainer = fit(compose_train, "experiment=gpt_text", *small, "trainer.max_epochs=1", "model.optimizer.lr=0.01")
-    assert trainer.callback_metrics["val/loss"] < 3.5  # ln 128 = 4.85 at the start
+    assert trainer.callback_metrics["val/loss"] < 3.6  # ln 128 = 4.85 at the start
     net = trainer.model.net
     assert net.head.weight is net.tokens.weight
 

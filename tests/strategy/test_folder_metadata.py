@@ -286,7 +286,8 @@ def test_only_files_of_the_folder_are_read(name: str, folder: Path, shard: Path)
 def test_names_of_other_systems_are_refused_too(name: str, folder: Path) -> None:
     (folder / "ring").symlink_to("ring")
     elsewhere(folder, name)
-    with pytest.raises(CheckpointError, match="which is not in it"):
+    # Since Python 3.13 a ring of links leads to a file that is not there.
+    with pytest.raises(CheckpointError, match="which is not in it" + "|its file ring is missing" * (name == "ring")):
         read_folder(folder)
 
 

@@ -298,7 +298,6 @@ def outcome(kind: type[Net], strategy_of: Callable[[], Any], folder: Path) -> di
         found["error"] = [str(error).partition(" (")[0].partition(": ")[0], *map(str, type(error).__mro__[-3:])]
     trainer = made[-1]
     found["seen"] = net.seen
-    found["threads"] = [thread.name for thread in threading.enumerate() if thread.name == "training_step"]
     found["weights"] = {name: value.tolist() for name, value in net.state_dict().items()}
     found["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     found["counts"] = [trainer.global_step, trainer.current_epoch, net.batch_size]
@@ -338,17 +337,23 @@ class HoldsAnObject(Net):
         checkpoint["object"] = SkipsAll
 
 
+def of_one_stage() -> PipelineStrategy:
+    return PipelineStrategy(num_stages=1, num_microbatches=1)
+
+
 def loads_objects(folder: str) -> list[str]:
-    """What loads came to, in plain Lightning and with one stage."""
+    """What loads came to, in plain Lightning and with one stage, and there with a module without memory yet."""
     found = []
-    for strategy in ("auto", PipelineStrategy(num_stages=1, num_microbatches=1)):
+    for strategy, device in (("auto", "cpu"), (of_one_stage(), "cpu"), (of_one_stage(), "meta")):
         trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=1, default_root_dir=folder, **QUIET)
         trainer.fit(HoldsAnObject())
         path = Path(folder) / "x.ckpt"
         trainer.save_checkpoint(path)
         for given in ({"weights_only": False}, {}):
+            with torch.device(device):
+                module = HoldsAnObject()
             try:
-                trainer.validate(HoldsAnObject(), DataLoader(DATA, 4), ckpt_path=path, verbose=False, **given)
+                trainer.validate(module, DataLoader(DATA, 4), ckpt_path=path, verbose=False, **given)
                 found.append("loaded")
             except Exception as error:
                 found.append("refused" if "weights" in str(error) else str(error))
@@ -356,4 +361,30 @@ def loads_objects(folder: str) -> list[str]:
 
 
 def test_objects_are_loaded_where_the_trainer_is_told_so(tmp_path: Path) -> None:
-    assert launch(loads_objects, str(tmp_path), world=1)[0] == ["loaded", "refused"] * 2
+    assert launch(loads_objects, str(tmp_path), world=1)[0] == ["loaded", "refused"] * 3
+
+
+class InParts(Net):
+    """Its micro-batches meet at each backward, in threads of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.seen += [thread.name for thread in threading.enumerate() if thread.name == "training_step"]
+
+
+def threads_in_a_run() -> tuple[list[str], list[str]]:
+    net = InParts()
+    L.Trainer(strategy=PipelineStrategy(num_stages=1, num_microbatches=2), devices=1, max_epochs=1, **QUIET).fit(net)
+    return net.seen, [thread.name for thread in threading.enumerate() if thread.name == "training_step"]
+
+
+def test_threads_of_steps_end_with_the_run() -> None:
+    [(during, after)] = launch(threads_in_a_run, world=1)
+    assert during and not after
