@@ -1,6 +1,6 @@
 """The private parts of Lightning that an accelerator of its own cannot do without, all in one place.
 
-Read in Lightning 2.5 and 2.6; each function says why the public interface does not serve.
+Read in Lightning 2.6; each function says why the public interface does not serve.
 """
 
 from __future__ import annotations

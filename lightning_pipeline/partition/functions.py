@@ -38,8 +38,16 @@ _METHODS = (
     *("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_same_size", "is_inference"),
     *("is_pinned", "dim_order", "__hash__", "is_shared", "is_coalesced", "has_names", "is_conj", "is_neg"),
 )
-_FUNCTIONS = ("is_floating_point", "is_complex", "numel", "is_inference", "get_device", "result_type", "can_cast",
-    "_has_compatible_shallow_copy_type")
+_FUNCTIONS = (
+    "is_floating_point",
+    "is_complex",
+    "numel",
+    "is_inference",
+    "get_device",
+    "result_type",
+    "can_cast",
+    "_has_compatible_shallow_copy_type",
+)
 _READING = (
     *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"),
     *("__contains__", "__nonzero__", "__long__", "data_ptr", "untyped_storage", "storage", "_typed_storage"),

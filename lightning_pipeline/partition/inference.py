@@ -6,8 +6,6 @@ import types
 from collections.abc import Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.functions import function_name, written_by
+from lightning_pipeline.partition.memory import contiguous_strides
 from lightning_pipeline.partition.operation import Call, TensorSlot, put_together
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.tree import Layout
@@ -196,7 +195,7 @@ class Inference:
         if any(look.device.type != "cpu" or look.stride is None for look in (*looks, *made)):
             return found
         is_known = function_name(function) in _LAID_OUT_OTHERWISE
-        if not is_known and all(look.stride == _contiguous(look.shape) for look in (*looks, *made)):
+        if not is_known and all(look.stride == contiguous_strides(look.shape) for look in (*looks, *made)):
             return found
         limit = _LARGE if is_known else _SMALL
         if sum(look.num_bytes for look in (*looks, *made)) > limit:
@@ -258,12 +257,6 @@ def _made(look: Look, content: Tensor | float | None = None) -> Tensor:
             if content is not None:
                 return torch.ops.aten._unsafe_view.default(made, look.shape)
             return made_anew().copy_(made)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    steps = accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1)
-    return tuple(steps)[::-1] if len(shape) else ()
 
 
 def _is_of_torch(function: Any) -> bool:

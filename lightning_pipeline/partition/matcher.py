@@ -307,9 +307,10 @@ def torch_state() -> tuple[bool, bool, Any]:
 
 def autocast_state() -> Any:
     """Of the devices for which autocast is on, with the dtype of each."""
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)
-    ) or None
+    return (
+        tuple((kind, torch.get_autocast_dtype(kind)) for kind in _autocast_kinds() if torch.is_autocast_enabled(kind))
+        or None
+    )
 
 
 def _autocast_kinds() -> list[str]:

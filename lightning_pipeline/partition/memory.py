@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ def memory_of(tensor: Tensor) -> int:
             return tensor.untyped_storage()._cdata
         except (NotImplementedError, RuntimeError):  # torch.func's own tensors
             return -id(tensor)
+
+
+@cache
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def bytes_of(tensor: Tensor) -> int:

@@ -34,9 +34,7 @@ class Placing:
         for event in until.path():
             self.note(event)
 
-    def visit_of(
-        self, inputs: Sequence[Any], result: Result, stage: tuple[int | None, int], floor: int = 0
-    ) -> int:
+    def visit_of(self, inputs: Sequence[Any], result: Result, stage: tuple[int | None, int], floor: int = 0) -> int:
         """Where an event with these inputs runs.
 
         Args:
@@ -49,9 +47,7 @@ class Placing:
             if value is not None and not isinstance(value, Held)
         ]
         written = [
-            self._in_part(self._memory_of(inputs[slot]).read)
-            for slot, _ in result.writes
-            if type(inputs[slot]) is int
+            self._in_part(self._memory_of(inputs[slot]).read) for slot, _ in result.writes if type(inputs[slot]) is int
         ]
         known = [visit for visit in needed if visit >= 0]
         after = max([*known, *written], default=-1)

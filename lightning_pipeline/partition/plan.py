@@ -259,9 +259,7 @@ def _best_cuts(
             break
         if len(calls) >= schedule.num_stages and calls != tried:
             segments = costs.segments(calls[1:], state_bytes)  # the first call is of the first stage
-            plans = best_plans(
-                segments, schedule, machine, effort=effort / len(FINENESS), gap=NEGLIGIBLE, most=most
-            )
+            plans = best_plans(segments, schedule, machine, effort=effort / len(FINENESS), gap=NEGLIGIBLE, most=most)
             made.append([_Made(plan, segments, fineness) for plan in plans])
         tried = calls
     if not made:

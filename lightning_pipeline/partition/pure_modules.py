@@ -112,9 +112,7 @@ class PureModule:
 
 def is_pure(module: nn.Module) -> bool:
     """Whether a module and all that is in it may count as `PureModule`."""
-    return all(
-        type(m) in PURE and is_own(m) and not m._buffers and not any(hooks_of(m)) for m in module.modules()
-    )
+    return all(type(m) in PURE and is_own(m) and not m._buffers and not any(hooks_of(m)) for m in module.modules())
 
 
 def is_own(module: nn.Module) -> bool:

@@ -45,8 +45,7 @@ class Repeated:
         values = {value: inputs[place] for value, place in self._places.items()}
         for event, others in self._events:
             operands = [
-                values[value] if tensor is None else tensor
-                for value, tensor in zip(event.inputs, others, strict=True)
+                values[value] if tensor is None else tensor for value, tensor in zip(event.inputs, others, strict=True)
             ]
             found = run_event(event, operands, self._captured, self._seed)
             values.update(values_made(event, operands, found))

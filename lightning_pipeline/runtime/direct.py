@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.memory import contiguous_strides
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.backend_rules import is_dense
-from lightning_pipeline.runtime.tensor_meta import conform, contiguous_strides, from_memory, laid_out, wire
+from lightning_pipeline.runtime.tensor_meta import conform, from_memory, laid_out, wire
 from lightning_pipeline.runtime.transport import Transport
 
 
@@ -62,18 +63,25 @@ class Direct:
         return laid_out(buffer.to(self._device), look.stride)
 
     def send_as_it_is(self, tensor: Tensor, peer: int) -> None:
-        """Send a tensor with its strides, which the receiver does not know."""
+        """Send a tensor with its strides, which the receiver does not know. Those count on the CPU alone
+        (`gradient_strides`); from other devices it goes contiguous."""
         if tensor.layout is torch.strided:
-            self._transport.send_object(tensor.stride(), peer)
-            tensor = tensor if is_dense(tensor) else tensor.contiguous()
+            if tensor.device.type == "cpu" and tensor.ndim:
+                self._transport.send_on_control(torch.tensor(tensor.stride(), dtype=torch.int64), peer)
+            if tensor.device.type != "cpu" or not is_dense(tensor):
+                tensor = tensor.contiguous()
         self.send(tensor, peer)
 
     def receive_as_it_was(self, look: Look, peer: int, what: str) -> Tensor:
         """The next tensor from a rank, with strides of its own."""
         if look.stride is None:
             return self.receive(look, peer, what)
-        stride = self._transport.recv_object(peer, what)
-        return from_memory(self.receive(look.but(stride=contiguous_strides(look.shape)), peer, what), stride)
+        contiguous = look.but(stride=contiguous_strides(look.shape))
+        if self._device.type != "cpu" or not look.shape:
+            return laid_out(self.receive(contiguous, peer, what), look.stride)
+        strides = torch.empty(len(look.shape), dtype=torch.int64)
+        self._transport.receive_on_control(strides, peer, what)
+        return from_memory(self.receive(contiguous, peer, what), tuple(strides.tolist()))
 
     def spread(self, tensor: Tensor | None, look: Look, owner: int) -> Tensor:
         """One rank's tensor, on every rank."""

@@ -67,7 +67,5 @@ class Exchanges:
             self._in[peer].extend(told)
         found = self._in[peer].popleft()
         if (found.number, found.call) != (own.number, own.call):
-            raise RuntimeError(
-                own.of(self._transport.stage, f"where stage {peer} runs {found.call} ({found.line})")
-            )
+            raise RuntimeError(own.of(self._transport.stage, f"where stage {peer} runs {found.call} ({found.line})"))
         return found.given

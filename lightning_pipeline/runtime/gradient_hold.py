@@ -21,9 +21,7 @@ class GradientHold:
         self._aside: list[Tensor | None] | None = None
         self._held: list[Tensor | None] = []
 
-    def begin(
-        self, parameters: Iterable[nn.Parameter], *, first: bool, unseen: Container[nn.Parameter] = ()
-    ) -> None:
+    def begin(self, parameters: Iterable[nn.Parameter], *, first: bool, unseen: Container[nn.Parameter] = ()) -> None:
         """Before the schedule.
 
         Args:

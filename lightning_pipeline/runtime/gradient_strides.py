@@ -17,10 +17,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.memory import contiguous_strides
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.backend_rules import are_dense
 from lightning_pipeline.runtime.microbatch import Arriving
-from lightning_pipeline.runtime.tensor_meta import TensorMeta, contiguous_strides, wire
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, wire
 
 Strides = tuple[int, ...]
 

@@ -36,5 +36,3 @@ class StepResult:
     def on(self, data: dict[int, Tensor]) -> Any:
         tensors = [data[item[0]] if isinstance(item, tuple) else item for item in self.tensors]
         return tree.rebuild(self.layout, tensors)
-
-

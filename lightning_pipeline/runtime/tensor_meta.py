@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.memory import contiguous_strides
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.backend_rules import are_dense, is_dense
 
@@ -36,12 +37,6 @@ def wire_layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if tensor.is_contiguous() or is_dense(tensor):
         return shape, tensor.stride()
     return shape, contiguous_strides(shape)
-
-
-@cache
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
 
 
 @cache

@@ -67,9 +67,7 @@ class Transport(Messages):
         self._groups: list[dist.ProcessGroup] = []
         self._wire_device = torch.device("cpu")
         self._staged = False
-        notice = notice or FailureNotice(
-            store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
-        )
+        notice = notice or FailureNotice(store, rank=topology.rank, world_size=topology.world_size, timeout=timeout)
         self._connection = Connection(topology, timeout, notice)
         self._receives = self._connection.receives
         self._use(notice)

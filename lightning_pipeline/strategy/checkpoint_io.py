@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import shutil
 from pathlib import Path
 from typing import IO, Any
@@ -25,9 +24,6 @@ TRUST_IT = (
     "with torch.serialization.add_safe_globals([...]). Files to come need neither if hyperparameters and callbacks' "
     "states are builtins and tensors"
 )
-
-# Lightning 2.5 takes no weights_only, and loads everything.
-_DEFAULT = None if "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters else False
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -85,11 +81,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         weights_only = self.weights_only if weights_only is None else weights_only
         local = _local(path)
         if local is None:
-            options = {} if weights_only is None else {"weights_only": weights_only}
-            return super().load_checkpoint(path, map_location, **options)
+            return super().load_checkpoint(path, map_location, weights_only)
         if not local.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        return _read(local, map_location, _DEFAULT if weights_only is None else weights_only)
+        return _read(local, map_location, weights_only)
 
 
 def read_into_memory(tree: Any) -> None:

@@ -177,17 +177,16 @@ class CheckpointingStrategy(ProcessStrategy):
         free_memory(self.root_device)
         plain = super().load_checkpoint
         weights_only = self.weights_only if weights_only is None else weights_only
-        given = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
         self._is_in_parts = is_folder(checkpoint_path)
         if self._is_alone and not self._is_in_parts:
-            return plain(checkpoint_path, **given)
+            return plain(checkpoint_path, weights_only)
         usual = getattr(innermost(self.checkpoint_io), "weights_only", None)
 
         def read() -> dict[str, Any]:
             if self._is_in_parts:
                 checkpoint = read_folder(checkpoint_path, usual if weights_only is None else weights_only)
             else:
-                checkpoint = plain(checkpoint_path, **given)
+                checkpoint = plain(checkpoint_path, weights_only)
             check_format(checkpoint, checkpoint_path)
             return checkpoint
 

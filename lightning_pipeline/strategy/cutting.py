@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_pipeline.partition.apart import plan_of_modules
 from lightning_pipeline.partition.costs import StepCosts, between
 from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
 from lightning_pipeline.partition.plan import EFFORT, NothingToCutError, StagePlan, plan_stages, ranked_plans
 from lightning_pipeline.partition.plan_table import print_plan
 from lightning_pipeline.partition.stage_config import AUTO, StageMap, count_stages, resolve
 from lightning_pipeline.partition.untouched import left_as_it_was
+from lightning_pipeline.partition.whole_modules import plan_of_modules
 from lightning_pipeline.runtime.executor import RECEIVES_AHEAD
 from lightning_pipeline.runtime.link import measure_link
 from lightning_pipeline.runtime.overhead import measure_overhead

@@ -73,8 +73,8 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         if self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
             raise RuntimeError(
                 f"{self.num_processes * self.num_nodes} processes are started by running the script again, and a "
-                f"notebook or prompt is none: use strategy=\"pipeline_notebook\" (or PipelineStrategy(start_method="
-                f"\"fork\")), which forks them, or one stage with devices=1, or put the code into a script"
+                f'notebook or prompt is none: use strategy="pipeline_notebook" (or PipelineStrategy(start_method='
+                f'"fork")), which forks them, or one stage with devices=1, or put the code into a script'
             )
         return True
 
@@ -157,7 +157,7 @@ class ForkLauncher(_MultiProcessingLauncher):
 
 
 def _pass_on_trust(function: Callable, args: tuple[Any, ...], trainer: Trainer | None) -> None:
-    """Tell the strategy of the ``weights_only`` that the Trainer's function was given (since Lightning 2.6)."""
+    """Tell the strategy of the ``weights_only`` that the Trainer's function was given."""
     if trainer is not None:
         given: Any = trainer.strategy
         given.weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")

@@ -28,9 +28,7 @@ def summary_of(topology: Topology, sizes: Sequence[int] | None, accumulate: int)
         parts = f"a replica's batch of {_count(batch, 'sample')} is {microbatches}"
         whole = f"; {batch * replicas} samples a step over {replicas} replicas" if replicas > 1 else ""
     window = f"; gradients of {accumulate} batches make an update" if accumulate > 1 else ""
-    return (
-        f"Pipeline: {_count(topology.num_stages, 'stage')}, {_count(replicas, 'replica')}; {parts}{whole}{window}"
-    )
+    return f"Pipeline: {_count(topology.num_stages, 'stage')}, {_count(replicas, 'replica')}; {parts}{whole}{window}"
 
 
 def batch_norms_of(module: nn.Module, sizes: Sequence[int]) -> str | None:

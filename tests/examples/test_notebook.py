@@ -33,5 +33,5 @@ def test_the_quickstart_draws_a_picture_and_comes_to_the_bits_of_one_stage(
     assert "loss after two epochs on two stages" in text
     assert "the weights are the same" in text
     assert any("image/png" in output.get("data", {}) for output in outputs)
-    assert 'told: 2 processes are started by running the script again' in text
+    assert "told: 2 processes are started by running the script again" in text
     assert 'use strategy="pipeline_notebook"' in text

@@ -370,4 +370,3 @@ class BufferWrittenLater(Layers):
             with torch.no_grad():
                 self.means.copy_(0.9 * self.means + 0.1 * h.mean(0))
         return F.cross_entropy(self.head(self.layers[3](self.layers[2](self.layers[1](h))) + self.means), y)
-

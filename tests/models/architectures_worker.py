@@ -50,9 +50,7 @@ def _fit(name: str, num_stages: int) -> dict[str, Any]:
         batches = [part for batch in batches for part in split(batch)]
         accumulate = NUM_MICROBATCHES
     recorder = Recorder()
-    trainer = quiet_trainer(
-        strategy, max(num_stages, 1), callbacks=[recorder], accumulate_grad_batches=accumulate
-    )
+    trainer = quiet_trainer(strategy, max(num_stages, 1), callbacks=[recorder], accumulate_grad_batches=accumulate)
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     plan = getattr(trainer.strategy, "plan", None)
     return {

@@ -185,9 +185,7 @@ def _dino_views() -> Any:
 if __name__ == "__main__":
     main(
         {
-            "SimCLR": Case(
-                partial(fit, SimCLR, partial(SimCLRTransform, input_size=16)), key={"projection_head": 1}
-            ),
+            "SimCLR": Case(partial(fit, SimCLR, partial(SimCLRTransform, input_size=16)), key={"projection_head": 1}),
             "BYOL": Case(partial(fit, BYOL, _byol_views), key=HEADS),
             "MoCo": Case(
                 partial(fit, MoCo, partial(MoCoV2Transform, input_size=16)),

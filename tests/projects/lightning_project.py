@@ -305,10 +305,7 @@ class TransferLearningModel(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         widths = [1, 4, 4, 8]
-        blocks = [
-            (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
-            for a, b in pairwise(widths)
-        ]
+        blocks = [(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in pairwise(widths)]
         self.feature_extractor = nn.Sequential(*(layer for block in blocks for layer in block))
         self.fc = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
         self.train_acc, self.valid_acc = Accuracy(task="binary"), Accuracy(task="binary")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
@@ -541,7 +542,7 @@ def test_a_run_says_which_modules_to_move(ranks: Any) -> None:
     assert first["now"] == {"net.blocks.1": 1}
     # What it says depends on how busy the machine was; tests/partition/test_costs.py gives it times.
     assert first["gain"] >= 0
-    assert (first["better"] == first["now"]) or "from stage 1 to stage 0" in first["text"]
+    assert (first["better"] == first["now"]) or re.search(r"move \S+ from stage . to stage .: expects", first["text"])
 
 
 def test_a_signal_before_the_cut_ends_all_after_the_first_batch(ranks: Any) -> None:

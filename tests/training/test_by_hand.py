@@ -107,6 +107,7 @@ def test_scripts_give_the_same_wherever_they_are_cut() -> None:
 
 # -- automatic cuts -------------------------------------------------------------------------------------------------
 
+
 class CallsBackward(by_hand.ByHand):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()

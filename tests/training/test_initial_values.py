@@ -124,8 +124,9 @@ def seeds() -> dict[str, str]:
 
 def test_seeds_that_differ_are_told_without_replicas() -> None:
     for told in launch(seeds, world=2):
-        assert "the ranks do not agree on seed_everything (seed_everything: 3 on rank 0, 4 on rank 1)" in (
-            told["differing"]
+        assert (
+            "the ranks do not agree on seed_everything (seed_everything: 3 on rank 0, 4 on rank 1)"
+            in (told["differing"])
         )
         assert "give all ranks the same seed" in told["differing"]
         assert told["same"] == told["of the environment"] == ""

@@ -420,7 +420,7 @@ def test_a_rank_that_is_gone_before_data_is_prepared_is_named(ended: Any) -> Non
 def test_a_collective_says_which_rank_is_gone(ended: Any) -> None:
     for rank, end in enumerate(ended["in a collective"][:3]):
         assert "stage 1 (rank 3) failed: its process ended or lost its connections" in end.error
-        assert f"(rank {rank}) was waiting for all ranks at the barrier \"the test's\"" in end.error.replace("\n", " ")
+        assert f'(rank {rank}) was waiting for all ranks at the barrier "the test\'s"' in end.error.replace("\n", " ")
 
 
 def test_a_save_of_folders_says_which_rank_is_gone(ended: Any) -> None:

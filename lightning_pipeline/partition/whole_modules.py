@@ -73,9 +73,7 @@ def plan_of_modules(costs: StepCosts, schedule: Schedule, state_bytes: Callable[
     )
 
 
-def _modules(
-    root: nn.Module, first: dict[str, int], seconds: dict[str, float], num_stages: int
-) -> list[str] | None:
+def _modules(root: nn.Module, first: dict[str, int], seconds: dict[str, float], num_stages: int) -> list[str] | None:
     """The outermost modules with parameters that are called, of which there are enough."""
     found = [*_within(root, "", first)]
     while len(found) < num_stages:
