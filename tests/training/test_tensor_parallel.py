@@ -167,12 +167,15 @@ def train_uncut(world: int) -> str:
     return str(error.value)
 
 
+def train_tied(world: int) -> str:
+    return train_refused(LitTied(), world)
+
+
 def train_all(world: int, folder: Path, optimizers: list[str]) -> dict[str, Any]:
     found = {optimizer: train(world, optimizer, CASES[optimizer], folder) for optimizer in optimizers}
     found["resumed"] = train(world, "adamw", "1f1b", folder, resume=True)
     if world == 4:
         found["uncut"] = train_uncut(world)
-        found["tied"] = train_refused(LitTied(), world)
         found["open"] = train_refused(LitOpen(), world)
     return found
 
@@ -229,10 +232,11 @@ def test_each_rank_holds_half_of_the_split_parameters(results: Any) -> None:
         assert rank["adamw"]["held"] == whole // 4 + NUM_BLOCKS // 2 * WIDTH
 
 
-def test_a_split_parameter_of_two_stages_is_refused(results: Any) -> None:
-    for rank in results[4]:
-        assert "net.tokens.weight" in rank["tied"] or "failed" in rank["tied"]
-    assert any("is used on several stages and split by tensor parallelism" in rank["tied"] for rank in results[4])
+def test_a_split_parameter_of_two_stages_is_refused() -> None:
+    # In processes of its own: torch 2.10 has one mask for embeddings that look alike, which a run leaves to the next.
+    errors = launch(train_tied, 4, world=4)
+    assert all("net.tokens.weight" in error or "failed" in error for error in errors)
+    assert any("is used on several stages and split by tensor parallelism" in error for error in errors)
 
 
 def test_what_leaves_a_split_module_is_not_split(results: Any) -> None:
