@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily
 
 from lightning_pipeline.partition.memory import memory_of
+from lightning_pipeline.partition.users_line import users_line
 
 if TYPE_CHECKING:
     from lightning_pipeline.partition.recorder import Recorder
@@ -81,7 +83,7 @@ def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _function_apply_seen() -> Iterator[None]:
     """While entered, modes see calls of `torch.autograd.Function.apply`."""
     # The user may have taken hold of it before (`relu = ReLU.apply`). Until torch 2.13 that is a function of Python's,
-    # which goes on to the one that a base class has; since then it is the one of C++ (see `Placeholder` for those).
+    # which goes on to the one that a base class has; since then it is the one of C++, which nothing comes between.
     owner: Any = torch.autograd.function._SingleLevelFunction
     plain = vars(torch.autograd.Function)["apply"]
     if plain is _APPLY:
@@ -95,12 +97,43 @@ def _function_apply_seen() -> Iterator[None]:
 
     owner.apply = classmethod(seen)
     try:
-        yield
+        with _calls_past_patch_refused() if plain is _APPLY else nullcontext():
+            yield
     finally:
         if plain is _APPLY:
             owner.apply = plain
         else:
             del owner.apply
+
+
+@contextmanager
+def _calls_past_patch_refused() -> Iterator[None]:
+    """While entered, functions whose C++ `apply` was taken before tell so when a step calls them: what they compute
+    would be seen, but not their backward. All that comes to Python of such a call is that it looks for `forward`."""
+    owner: Any = torch.autograd.function.FunctionMeta
+
+    def attribute(cls: Any, name: str) -> Any:
+        found = type.__getattribute__(cls, name)
+        if name != "forward" or sys._getframe(1).f_code is _SEEN or _running() is None:
+            return found
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            recording = _running()
+            if recording is not None and torch._C._len_torch_function_stack() and recording.is_ours((args, kwargs)):
+                raise NotImplementedError(
+                    f"{users_line()} calls {cls.__name__}.apply by a name that was given to it before, as with "
+                    f"`function = {cls.__name__}.apply`: from torch 2.14 on this goes past what a pipeline can see. "
+                    f"Write a function, `def function(*args): return {cls.__name__}.apply(*args)`"
+                )
+            return found(*args, **kwargs)
+
+        return forward
+
+    owner.__getattribute__ = attribute
+    try:
+        yield
+    finally:
+        del owner.__getattribute__
 
 
 def _applying(cls: type) -> Callable[..., Any]:
@@ -112,6 +145,10 @@ def _applying(cls: type) -> Callable[..., Any]:
     function.__name__ = f"{cls.__name__}.apply"
     function.runs_python = True  # type: ignore[attr-defined]
     return function
+
+
+_SEEN = _applying(torch.autograd.Function).__code__
+"""What calls the C++ `apply` where the call has been seen."""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.habits.modules import WIDTH, Layer, Layers
-from tests.habits.table import error, habit
+from tests.habits.table import EQUAL, error, habit
 
 ACROSS = error(r"goes back over what stages \d.*Put these modules on one stage \(layers\.0")
 """What an error for a gradient that is taken across stages names."""
@@ -188,6 +189,20 @@ class QuantisedBetweenLayers(Layers):
     def features(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = Rounding.apply(layer(x))
+        return x
+
+
+rounding = Rounding.apply
+IS_PYTHON = inspect.ismethod(rounding)  # until torch 2.13; afterwards nobody sees calls by another name
+
+
+@habit(expect=EQUAL if IS_PYTHON else error(r"Write a function, `def function\(\*args\): return Rounding.apply"))
+class FunctionByAName(Layers):
+    """`rounding = Rounding.apply` at the top of the file."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = rounding(layer(x))
         return x
 
 
