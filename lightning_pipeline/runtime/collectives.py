@@ -5,9 +5,11 @@ In the eyes of a step a process is a replica. Where there is one, collectives ar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.runtime.topology import Topology
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -68,39 +71,84 @@ _ALONE: dict[str, Callable[..., None]] = {
 
 
 @contextmanager
-def over_replicas(num_replicas: int) -> Iterator[None]:
-    """While entered, a collective over all ranks does what it does where there is one, if there is one replica; else
-    it raises instead of waiting for those that do not come.
+def over_replicas(topology: Topology | None) -> Iterator[None]:
+    """While entered, a rank's number is that of its replica, and a collective over all ranks does what it does where
+    there is one, if there is one replica; else it raises instead of waiting for those that do not come.
 
-    Where there is one rank it does as ever.
+    Where every rank is a replica they do as ever.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    is_entered = hasattr(dist.get_rank, "of_replicas")
+    if topology is None or topology.num_stages == 1 or not dist.is_initialized() or is_entered:
         yield
         return
-    names = [*_ALONE, *(("get_world_size", "get_rank") if num_replicas == 1 else ())]
-    own = {name: getattr(dist, name) for name in names}
-    for name, function in own.items():
-        if name in _ALONE:
-            instead = partial(_alone, _ALONE[name]) if num_replicas == 1 else partial(_refuse, name)
-        else:
-            instead = partial(_number, int(name == "get_world_size"))
-        setattr(dist, name, partial(_over_all, function, instead))
+    num_replicas = topology.data_parallel_size
+    with ExitStack() as changes:
+        for name, alone in _ALONE.items():
+            instead = partial(_alone, alone) if num_replicas == 1 else partial(_refuse, name)
+            changes.enter_context(_collective_replaced(name, instead))
+        for name, number in (("get_world_size", num_replicas), ("get_rank", topology.replica)):
+            changes.enter_context(_number_replaced(name, number))
+        yield
+
+
+@contextmanager
+def _collective_replaced(name: str, instead: Callable[..., Any]) -> Iterator[None]:
+    """Have a collective over all ranks do something else.
+
+    Whatever module has imported it under which name: torch wraps each into a function that logs errors, whose one cell
+    holds what it calls. One that somebody else has put in its place (torch_npu has some) is replaced by its name.
+    """
+    function = getattr(dist, name)
+    is_wrapped = getattr(function, "__closure__", None) and function.__code__.co_freevars == ("func",)
+    holder, key = (function.__closure__[0], "cell_contents") if is_wrapped else (dist, name)
+    plain = getattr(holder, key)
+
+    @wraps(plain)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs) if _is_over_some(args, kwargs) else instead(*args, **kwargs)
+
+    setattr(holder, key, replaced)
     try:
         yield
     finally:
-        for name, function in own.items():
-            setattr(dist, name, function)
+        setattr(holder, key, plain)
 
 
-def _over_all(function: Callable[..., Any], instead: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@contextmanager
+def _number_replaced(name: str, number: int) -> Iterator[None]:
+    """Have `get_rank` or `get_world_size` give a number, by whatever name somebody else than torch has imported it.
+
+    These are not wrapped, so their code is replaced; torch's own modules, which import them by name, ask for processes.
+    """
+    function = getattr(dist, name)
+    plain = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
+
+    def of_replicas(*args: Any, **kwargs: Any) -> int:
+        return plain(*args, **kwargs) if _is_over_some(args, kwargs) else number
+
+    def by_name(*args: Any, **kwargs: Any) -> int:
+        is_torchs = sys._getframe(2).f_globals.get("__name__", "").startswith("torch.")
+        return plain(*args, **kwargs) if is_torchs else of_replicas(*args, **kwargs)
+
+    code = function.__code__, function.__defaults__
+    function.__code__, function.__defaults__ = _calls_default.__code__, (None, by_name)
+    of_replicas.of_replicas = True  # type: ignore[attr-defined]
+    setattr(dist, name, of_replicas)
+    try:
+        yield
+    finally:
+        setattr(dist, name, function)
+        function.__code__, function.__defaults__ = code
+
+
+def _calls_default(group: Any = None, _instead: Any = None) -> Any:
+    return _instead(group)
+
+
+def _is_over_some(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether arguments name a group that is not of all ranks."""
     groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
-    if groups and groups[0] is not dist.group.WORLD:
-        return function(*args, **kwargs)
-    return instead(*args, **kwargs)
-
-
-def _number(number: int, *_: Any, **__: Any) -> int:
-    return number
+    return bool(groups) and groups[0] is not dist.group.WORLD
 
 
 def _alone(function: Callable[..., None], *args: Any, **kwargs: Any) -> Any:

@@ -122,8 +122,10 @@ class FullySharded:
             leaf.set_requires_gradient_sync(True)
             leaf.set_is_last_backward(True)
             # FSDP2 queues this in a backward that its hooks see; it reduces what is left to reduce, here everything.
+            state = fully_shard.state(leaf)  # type: ignore[attr-defined]
+            state._state_ctx.manual_backward_finalization_active = False  # since torch 2.15 it asks whether it is
             with waiting_for("other replicas' gradients"):
-                fully_shard.state(leaf)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+                state._root_post_backward_final_callback()
             leaf.set_is_last_backward(False)
             leaf.set_requires_gradient_sync(False)
 

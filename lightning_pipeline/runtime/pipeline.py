@@ -45,6 +45,7 @@ from lightning_pipeline.runtime.parts import BatchWork, MeetingOf, Parts
 from lightning_pipeline.runtime.results import StepResult
 from lightning_pipeline.runtime.suspended import BACKWARD, CLOSURE_ENDS, STEP_ENDS, Meeting, Suspended
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES, conform
+from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transfers import Transfer, Transfers
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.runtime.user_state import set_aside
@@ -312,12 +313,12 @@ class Pipeline:
     def _around(self) -> Iterator[None]:
         """Around what micro-batches do."""
         installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
-        with self._draws.kept(), installed, over_replicas(self._num_replicas):
+        with self._draws.kept(), installed, over_replicas(self._topology):
             yield
 
     @property
-    def _num_replicas(self) -> int:
-        return 1 if self._transport is None else self._transport.topology.num_pipelines
+    def _topology(self) -> Topology | None:
+        return None if self._transport is None else self._transport.topology
 
     def _run_in_parts(self, work: Work, batch: BatchWork, states: list[Microbatch]) -> None:
         """The steps of micro-batches that meet where the batch has something done once."""

@@ -100,11 +100,11 @@ def loss_step(
     function = getattr(module, name)
     drawn_from = generators(device)
     transport: Transport | None = getattr(module.trainer.strategy, "transport", None)
-    num_replicas = 1 if transport is None else transport.topology.num_pipelines
+    topology = None if transport is None else transport.topology
 
     def step(microbatch: Any, seed: int = 0) -> Tensor | None:
         _plant_seeds(drawn_from, seed)
-        with over_replicas(num_replicas):
+        with over_replicas(topology):
             return run(microbatch)
 
     def run(microbatch: Any) -> Tensor | None:

@@ -133,6 +133,7 @@ def test_the_device_s_own_scaler_loads_the_state_of_any(seen: dict[Any, Any]) ->
     assert seen[machines.with_a_scaler_of_its_own] == ("OwnScaler", 8.0, True)
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch_npu is for torch 2.13: see test_npu_training")
 def test_what_cannot_work_on_npus_names_what_can(seen: dict[Any, Any]) -> None:
     found = seen[machines.with_one_device]
     assert "PipelineStrategy(num_stages=1)" in found["ddp"]

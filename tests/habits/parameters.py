@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import all_reduce, get_rank, get_world_size, is_initialized
+from torch.distributed.nn import all_gather
 
 from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Evaluated, Layer, Layers
 from tests.habits.table import habit
@@ -32,6 +34,22 @@ class CLIP(Layers):
         logits = self.logit_scale.exp() * image @ text.T
         labels = torch.arange(len(x), device=self.device)
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+@habit(without={"share": 0.0})
+class GathersOverRanksByName(CLIP):
+    """Features of all ranks are negatives, and numbers of ranks are counted, by functions that were imported by name."""
+
+    share = 1.0
+
+    def features(self, x: Tensor) -> Tensor:
+        features = super().features(x)
+        if is_initialized():
+            features = torch.cat(list(all_gather(features)))
+            part = features.detach().mean()
+            all_reduce(part)
+            features = features[get_rank() * len(x) :] + (part - part / get_world_size())
+        return features * self.share
 
 
 @habit(plain=False, without={"top": 100.0})

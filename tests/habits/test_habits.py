@@ -25,7 +25,7 @@ BY_DEFAULT = {
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption FollowsByLerp SavedInStep SparseActivations
         LazilyConjugated GrowsInSecondEpoch OptimizerHooks AdamMomentsChanged OneCycle
         WGANWithPenalty PlaysEpisodes ClipsByTorch LaidOutAnew FollowsByForeachInStep
-        CentersOverRanks BranchesOnItsRank
+        CentersOverRanks GathersOverRanksByName BranchesOnItsRank
     """,
     "2-zero_bubble": """
         PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo AdversarialAcrossStages

@@ -7,21 +7,28 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn as distributed_nn
+from torch.distributed import all_reduce, get_rank, get_world_size
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_pipeline.runtime.collectives import over_replicas
+from lightning_pipeline.runtime.topology import Topology
+
+ONE = Topology(num_ranks_per_pipeline=4, world_size=4, rank=3)
+TWO = Topology(num_ranks_per_pipeline=2, world_size=4, rank=3)
+FOUR = Topology(num_ranks_per_pipeline=1, world_size=4, rank=3)
 
 
-@pytest.fixture(autouse=True)
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
+@pytest.fixture(autouse=True, scope="module")
+def four_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
     yield
+    dist.destroy_process_group()
 
 
 def test_one_replica_is_a_group_of_one() -> None:
     own, like = torch.arange(3.0), torch.arange(3.0)
-    with over_replicas(1):
+    with over_replicas(ONE):
         assert (dist.get_world_size(), dist.get_rank()) == (1, 0)
         dist.all_reduce(own)
         dist.all_reduce(own, op=dist.ReduceOp.MAX)
@@ -61,19 +68,52 @@ def test_one_replica_is_a_group_of_one() -> None:
         dist.scatter_object_list(objects, ["c"])
         dist.broadcast_object_list(objects)
         assert objects == ["c"]
-    assert (dist.get_world_size(), dist.get_rank()) == (2, 1)
+    assert (dist.get_world_size(), dist.get_rank()) == (4, 3)
+
+
+def test_functions_that_were_imported_by_name_are_seen() -> None:
+    own = torch.ones(2)
+    with over_replicas(ONE):
+        assert (get_world_size(), get_rank(group=dist.group.WORLD)) == (1, 0)
+        with over_replicas(ONE):
+            all_reduce(own)
+        assert get_rank() == dist.get_rank() == 0
+    assert own.tolist() == [1, 1]
+    assert (get_world_size(), get_rank()) == (4, 3)
+    with over_replicas(TWO), pytest.raises(RuntimeError, match=r"all_reduce over all ranks within a step"):
+        all_reduce(own)
+
+
+def test_torch_counts_processes() -> None:
+    group = dist.new_group([1, 3])
+    with over_replicas(ONE):
+        assert dist.distributed_c10d._get_default_group().size() == 4
+        assert dist.device_mesh.init_device_mesh("cpu", (4,)).get_local_rank() == 3
+        assert (dist.get_world_size(group), get_rank(group)) == (2, 1)
+
+
+def test_a_gradient_goes_back_through_a_collective() -> None:
+    own = torch.ones(2, requires_grad=True)
+    with over_replicas(ONE):
+        (part,) = distributed_nn.all_gather(own)
+        (part * 3).sum().backward()
+        (distributed_nn.all_reduce(own) * 2).sum().backward()
+    assert own.grad is not None and own.grad.tolist() == [5, 5]
+
+
+def test_replicas_are_counted() -> None:
+    with over_replicas(TWO):
+        assert (get_world_size(), get_rank()) == (2, 1) == (dist.get_world_size(), dist.get_rank())
 
 
 def test_several_replicas_would_wait_for_ever() -> None:
-    with over_replicas(2):
-        assert dist.get_world_size() == 2
+    with over_replicas(TWO):
         for collective in (dist.all_reduce, dist.broadcast, dist.barrier):
             with pytest.raises(RuntimeError, match=r"over all ranks within a step.*self\.all_gather.*test_collectives"):
                 collective(torch.ones(1))
 
 
-def test_one_rank_does_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
-    before = dist.all_reduce
-    with over_replicas(1):
-        assert dist.all_reduce is before
+def test_where_every_rank_is_a_replica_they_do_as_ever() -> None:
+    with over_replicas(FOUR):
+        dist.all_reduce(torch.ones(1))
+        assert get_world_size() == 4
