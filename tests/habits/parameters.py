@@ -38,7 +38,7 @@ class CLIP(Layers):
 
 @habit(without={"share": 0.0})
 class GathersOverRanksByName(CLIP):
-    """Features of all ranks are negatives, and numbers of ranks are counted, by functions that were imported by name."""
+    """Features of all ranks are negatives, and numbers of ranks are counted, by functions imported by name."""
 
     share = 1.0
 
