@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Object, Pickled, Sequence, Slot
+from lightning_pipeline.partition.users_line import users_line
 
 _WAY_OUT = "define split_batch(batch, num_microbatches) on the LightningModule, which returns a list of micro-batches"
 _SHOWN = 6
@@ -79,6 +80,31 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     return microbatches
 
 
+class OneBatch:
+    """What a step that takes a ``dataloader_iter`` gets in its place: an iterator over one batch, or a part of it.
+
+    Attributes:
+        place: numbers of the batch and of the dataloader, which go with it.
+    """
+
+    place: ClassVar[tuple[int, int]] = (0, 0)  # not the instance's, as what a batch consists of stays the same
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if not hasattr(self, "batch"):
+            raise NotImplementedError(
+                f"{users_line()} takes a second batch from the dataloader_iter within one step, and stages have one "
+                f"for each: let the loader give both together, or train with num_stages=1"
+            )
+        batch = self.__dict__.pop("batch")
+        return batch, *self.place
+
+
 def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> list[Any]:
     """A batch's micro-batches, by the ``split_batch`` of the module where it has one, else by the one here.
 
@@ -88,6 +114,8 @@ def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> lis
     Raises:
         ValueError: the module's returned no list of them, or as `split_batch`.
     """
+    if isinstance(batch, OneBatch):
+        return [OneBatch(part) for part in microbatches_of(batch.batch, num_microbatches, module)]
     split = getattr(module, "split_batch", None)
     if split is None:
         parts = split_batch(batch, num_microbatches)

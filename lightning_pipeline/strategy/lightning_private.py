@@ -250,14 +250,6 @@ def set_sample_indices(loader: Any, seen: list[list[int]]) -> None:
         sampler.seen_batch_indices = seen
 
 
-def uses_dataloader_iter(module: LightningModule, step: str) -> bool:
-    """Whether the user's step takes the iterator instead of batches, as Lightning decides it."""
-    from .._lightning import is_param_in_hook_signature
-
-    function: Any = getattr(module, step, None)
-    return function is not None and is_param_in_hook_signature(function, "dataloader_iter", explicit=True)
-
-
 def replace_signal_handlers(
     trainer: Trainer, override: Override, *, terminate: Callable[[int, Any], None], requeue: Callable[[int, Any], None]
 ) -> None:

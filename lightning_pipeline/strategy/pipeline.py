@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline._registration import adopted_by, is_pipeline, refuse_fabric
+from lightning_pipeline.partition.microbatch import OneBatch
 from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
@@ -505,7 +506,7 @@ class PipelineStrategy(CheckpointingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._stage_optimizers.follow(self.optimizers, self._module)
         trainer = self._module.trainer
-        arguments = (*args, *kwargs.values())
+        arguments = self._with_batch(*args, *kwargs.values())
         self._cut_before_step("training_step", arguments, self.precision_plugin.train_step_context)
         microbatches = self._running.split(arguments[0])
         self._whole_batch = None
@@ -631,11 +632,20 @@ class PipelineStrategy(CheckpointingStrategy):
 
     on_test_end = on_predict_end
 
+    def _with_batch(self, batch: Any, *others: Any) -> tuple[Any, ...]:
+        """Arguments of a step that begin with a batch: where that is a dataloader_iter, the one that it gives."""
+        is_whole = self._is_alone and self.num_microbatches in (None, 1)
+        if not isinstance(batch, Iterator) or is_whole:
+            return batch, *others
+        taken, *OneBatch.place = next(batch)
+        return OneBatch(self.batch_to_device(taken, self.root_device)), *others
+
     @apart
     def _evaluate(
         self, name: str, plain: Callable[..., Any], context: Callable[[], Any], arguments: tuple[Any, ...]
     ) -> Any:
         """Run an evaluation step. `plain`: Lightning's own, of one process with the whole batch."""
+        arguments = self._with_batch(*arguments)
         self._cut_before_step(name, arguments, context)
         microbatches = self._running.split(arguments[0])
         if self._is_alone and microbatches is not None and len(microbatches) == 1:

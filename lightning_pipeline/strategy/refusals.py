@@ -22,7 +22,7 @@ from .._lightning import (
     Trainer,
 )
 from .copies import copies_of
-from .lightning_private import check_name, data_sources, uses_dataloader_iter
+from .lightning_private import check_name, data_sources
 from .schedule_choice import ScheduleChoice
 
 if TYPE_CHECKING:
@@ -90,12 +90,6 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
         check_name(source)
     if trainer.world_size == 1:
         return
-    for step in ("training_step", "validation_step", "test_step", "predict_step"):
-        if uses_dataloader_iter(module, step):
-            raise ValueError(
-                f"{type(module).__name__}.{step} takes a dataloader_iter, and only the first stage has one; "
-                f"let it take (batch, batch_idx)"
-            )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelPruning):
             raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.microbatch import microbatches_of
+from lightning_pipeline.partition.microbatch import OneBatch, microbatches_of
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.random import mix
@@ -159,7 +159,7 @@ class StageRunner:
         """The micro-batches of a batch, on the first rank; None on the others."""
         if self.pipeline.rank != 0:
             return None
-        if self._is_alone and isinstance(batch, Iterator):  # of a dataloader_iter step, which takes batches itself
+        if isinstance(batch, Iterator) and not isinstance(batch, OneBatch):  # of a step that takes batches itself
             return [batch]
         if self._tensor_group is not None:
             batch = self._tensor_group.same(batch)

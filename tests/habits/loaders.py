@@ -142,6 +142,27 @@ class ReadsBatchInHooks(Layers):
         return -1 if self.current_epoch == 1 and batch_idx == 1 else None
 
 
+@habit(plain=False, observed=["taken"])
+class StepTakesIterator(Evaluated):
+    """training_step(dataloader_iter), and validation_step likewise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[tuple[int, int]] = []
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        (x, y), batch_idx, dataloader_idx = next(dataloader_iter)
+        self.taken.append((batch_idx, dataloader_idx))
+        loss = F.cross_entropy(self(x.to(self.device)), y) * (1 + 0.1 * batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(x))
+        return loss
+
+    def validation_step(self, dataloader_iter: Any) -> Tensor:
+        batch, batch_idx, _ = next(dataloader_iter)
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]) + batch_idx, batch_size=len(batch[0]))
+        return batch[0].sum()
+
+
 @habit(plain=False, observed=["ids"])
 class BatchIndexUsed(Layers):
     """batch_idx and the Trainer's numbers of batches are used in the step's formulas."""

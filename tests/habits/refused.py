@@ -12,13 +12,14 @@ from tests.habits.modules import WIDTH, Layers
 from tests.habits.table import error, habit
 
 
-@habit(expect=error(r"(?i)dataloader_iter"), plain=False, shows=False)
-class StepTakesIterator(Layers):
-    """training_step(dataloader_iter)"""
+@habit(expect=error(r"takes a second batch from the dataloader_iter.*num_stages=1"), plain=False, shows=False)
+class TakesTwoBatches(Layers):
+    """training_step(dataloader_iter), which goes on to the next batch."""
 
     def training_step(self, dataloader_iter: Any) -> Tensor:
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
+        (x, y), _, _ = next(dataloader_iter)
+        (other, _), _, _ = next(dataloader_iter)
+        return F.cross_entropy(self(x), y) + F.cross_entropy(self(other), y)
 
 
 @habit(expect=error(r"(?i)rank"), plain=False, shows=False)

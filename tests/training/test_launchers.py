@@ -7,17 +7,12 @@ import subprocess
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import psutil
 import pytest
-from torch import Tensor
 
-from tests.launching import PATIENCE_S, SOON_S, launch
+from tests.launching import PATIENCE_S, SOON_S
 from tests.scripts import Host
-from tests.training.measured import LitLayers, measured_stages, point_loader
-from tests.training.runs import pipeline_trainer
 
 pytestmark = pytest.mark.multiprocess
 
@@ -61,37 +56,8 @@ def test_lightnings_launcher_and_torchrun_run_a_script(tmp_path: Path) -> None:
 
 def test_a_refusal_ends_both_processes_of_a_script(tmp_path: Path) -> None:
     with closing(Host(SCRIPT, PATIENCE_S)) as host:
-        process = host.start(LIGHTNING, [str(tmp_path), "ReadsByItself"])
+        process = host.start(LIGHTNING, [str(tmp_path), "Misnamed"])
         output = ended(process, tmp_path)
     assert process.returncode != 0
-    assert output.count("ValueError: ReadsByItself.training_step takes a dataloader_iter") == 2
+    assert output.count("stage_config names 'tail', and the module has no submodule of that name") == 2
     assert not list(tmp_path.glob("*.json"))
-
-
-class WithIterator(LitLayers):
-    """Reads its batches by itself."""
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:
-        return super().training_step(next(dataloader_iter)[0], 0)
-
-
-REFUSED: dict[type[L.LightningModule], tuple[str, str]] = {
-    WithIterator: ("dataloader_iter", "let it take (batch, batch_idx)"),
-}
-
-
-def refusals() -> dict[str, str]:
-    messages = {}
-    for module in REFUSED:
-        trainer = pipeline_trainer(measured_stages(2), world=2, max_steps=1)
-        with pytest.raises(ValueError) as error:
-            trainer.fit(module(), point_loader(8))
-        messages[module.__name__] = str(error.value)
-    return messages
-
-
-def test_what_cannot_work_is_refused_at_setup_with_the_way_out() -> None:
-    for messages in launch(refusals, world=2):
-        for module, (what, way_out) in REFUSED.items():
-            assert what in messages[module.__name__]
-            assert way_out in messages[module.__name__]
