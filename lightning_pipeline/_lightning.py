@@ -50,6 +50,7 @@ LayerSync = _pytorch.plugins.LayerSync
 MixedPrecision = _pytorch.plugins.MixedPrecision
 Precision = _pytorch.plugins.Precision
 _WrappingCheckpointIO = _wrapper._WrappingCheckpointIO
+ThroughputMonitor = _pytorch.callbacks.ThroughputMonitor
 PyTorchProfiler = _pytorch.profilers.PyTorchProfiler
 DDPStrategy = _pytorch.strategies.DDPStrategy
 ParallelStrategy = _pytorch.strategies.ParallelStrategy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -79,7 +80,7 @@ class Endpoint:
         """Send a contiguous tensor, to a receive with the same tag. Returns at once, unless the window is full."""
         underway = self.underway
         try:
-            underway.append((self.group.send([tensor], self.peer, tag), tensor))
+            underway.append((self._post(self.group.send, tensor, tag), tensor))
         except RuntimeError as error:
             self._connection.broken(error, self.peer, f"the receipt of {self.name}", "by", None)
         if self.window is not None:
@@ -92,12 +93,23 @@ class Endpoint:
     def receive(self, buffer: Tensor, what: str, tag: int = 0) -> PendingReceive:
         """Post the receive of the next message with a tag into `buffer`, a dense tensor."""
         try:
-            work = self.group.recv([flat(buffer)], self.peer, tag)
+            work = self._post(self.group.recv, flat(buffer), tag)
         except RuntimeError as error:
             self._connection.broken(error, self.peer, what, "from", None)
         receive = PendingReceive(self._connection, self, work, buffer)
         self._connection.receives.add(receive)
         return receive
+
+    def _post(self, operation: Callable[..., dist.Work], tensor: Tensor, tag: int) -> dist.Work:
+        """Begin a send or receive. Gloo's stay out of profiles: it writes down their ends when they come, and the
+        profile, with the memory for that, may be gone by then."""
+        if not self.is_gloo or not torch.autograd._profiler_enabled():
+            return operation([tensor], self.peer, tag)
+        torch.autograd._enable_record_function(False)
+        try:
+            return operation([tensor], self.peer, tag)
+        finally:
+            torch.autograd._enable_record_function(True)
 
     def flush(self) -> None:
         """Wait until all that was sent has left."""

@@ -35,6 +35,7 @@ from .._lightning import (
     LightningOptimizer,
     Precision,
     PyTorchProfiler,
+    ThroughputMonitor,
     Trainer,
     _configure_optimizers,
     _destroy_dist_connection,
@@ -315,6 +316,30 @@ def call_before_each_batch(trainer: Trainer, function: Callable[[], None], overr
 
     override(loop, "advance", advance_after)
     override(loop, "_broadcast_sigterm_tensor", lambda: None)
+
+
+def measure_replicas(trainer: Trainer, num_replicas: int) -> None:
+    """Let Lightning's ThroughputMonitor take a replica for a device: its ranks share one batch, and add up their FLOPs.
+    It multiplies what one rank sees by their number."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in callback._throughputs.values():
+                throughput.world_size = num_replicas
+                if callback.available_flops is not None:
+                    throughput.available_flops = callback.available_flops * (trainer.world_size // num_replicas)
+
+
+def validate_by_first_clock(trainer: Trainer, agree: Callable[[bool], bool], override: Override) -> None:
+    """Where validation is due by the clock, let all ranks follow the first one's; their own part ways.
+
+    Args:
+        agree: gives every rank what the first one has.
+    """
+    if getattr(trainer, "_val_check_time_interval", None) is None:
+        return
+    loop = trainer.fit_loop.epoch_loop
+    is_due = loop._should_check_val_fx
+    override(loop, "_should_check_val_fx", lambda data_fetcher: agree(is_due(data_fetcher)))
 
 
 def call_hooks_within(

@@ -60,10 +60,12 @@ from .lightning_private import (
     leave_module_uncompiled,
     leave_modules_unnamed,
     let_steps_be_skipped,
+    measure_replicas,
     note_mesh,
     silence_sync_warning,
     skip_before_transfer,
     total_batches,
+    validate_by_first_clock,
 )
 from .manual import Closure, backwards_met, batch_calls_met
 from .optimizers import OptimizerLayout
@@ -452,6 +454,8 @@ class PipelineStrategy(CheckpointingStrategy):
                 override(plugin, "clip_grad_by_value", InPlaceOf(plugin.clip_grad_by_value, by_value))
                 call_before_update(plugin, self._stage_optimizers.before_update, override)
                 installed.enter_context(shared_statistics(module, self.replicas))
+                measure_replicas(module.trainer, self.topology.data_parallel_size)
+                validate_by_first_clock(module.trainer, self.broadcast, override)
                 self._signals.install(module.trainer, override, has_replicas=self.replicas is not None)
                 if (scaler := getattr(plugin, "scaler", None)) is not None:
                     agree_on_overflow(scaler, self.root_device, override)

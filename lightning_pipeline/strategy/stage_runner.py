@@ -252,7 +252,6 @@ class StageRunner:
         self._log(states, numbers)
         self._take_in_uses(training=True)
         self._gradients.finish()
-        self._end_what_is_profiled()
         if is_skipped_by_all:
             return None
         if not losses:  # but of other replicas, whose gradients this one's optimizers take
@@ -330,7 +329,6 @@ class StageRunner:
         self._heed(numbers, training=True)
         self._log(states, numbers)
         self._take_in_uses(training=True)
-        self._end_what_is_profiled()
         return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
 
     def evaluate(
@@ -358,7 +356,6 @@ class StageRunner:
             self._heed(numbers_of_all, training=False)
         self._log(states, numbers_of_all)
         self._take_in_uses(training=False)
-        self._end_what_is_profiled()
         if not self._output_broadcast and self.pipeline.rank != self.pipeline.last_rank:
             return None
         return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
@@ -500,11 +497,6 @@ class StageRunner:
 
     def _reported(self, losses: list[Tensor], sizes: list[int]) -> Tensor:
         return mean_loss(losses, sizes) if self._mean else torch.stack(losses).sum()
-
-    def _end_what_is_profiled(self) -> None:
-        """Gloo's sends write the end of what a profile notes of them, which may be gone after the step."""
-        if self._transport is not None and torch.autograd._profiler_enabled():
-            self._transport.flush()
 
     def _after_backward(self, stage: int, microbatch: Microbatch) -> None:
         is_last = microbatch.index == microbatch.num_microbatches - 1

@@ -10,6 +10,8 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ThroughputMonitor, Timer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -53,28 +55,48 @@ def fit(make: MakeTrainer, folder: str, module: Normalised, **options: Any) -> d
     return weights(trainer)
 
 
-class HasSent(L.Callback):
-    """Of what a profile notes of a send, its end would be written to when the profile is gone."""
+class Validated(Normalised):
+    """Notes when it was validated."""
 
-    is_profiled = False
-    num_profiled = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.is_profiled = torch.autograd._profiler_enabled()
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
-        transport = getattr(trainer.strategy, "_transport", None)
-        if transport is not None and self.is_profiled:
-            self.num_profiled += 1
-            assert not any(end.underway for end in transport._control.values())
+    def on_validation_start(self) -> None:
+        self.steps.append(self.trainer.global_step)
 
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        assert self.num_profiled or not hasattr(trainer.strategy, "_transport"), "no step was profiled"
+
+class ShiftedClock(L.Callback):
+    """On the first rank validation is due by the clock after every other batch, and on the others after each."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, number: int) -> None:
+        is_due = trainer.global_rank > 0 or number % 2 == 1
+        trainer._last_val_time = -1e9 if is_due else 1e9  # type: ignore[attr-defined]
+
+
+def by_the_clock(make: MakeTrainer) -> dict[str, Any]:
+    module = Validated()
+    throughput = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    trainer = make(
+        max_epochs=1,
+        val_check_interval="00:00:00:01",
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        callbacks=[ShiftedClock(), Timer("00:01:00:00"), throughput],
+        logger=DummyLogger(),
+        log_every_n_steps=2,
+    )
+    trainer.fit(module, val_dataloaders=module.train_dataloader())
+    rates = {name: float(value) for name, value in trainer.logged_metrics.items() if "per_sec" in name}
+    return {"steps": module.steps, "rates": rates}
 
 
 def profiled(make: MakeTrainer, folder: str) -> dict[str, Tensor]:
     profiler = PyTorchProfiler(dirpath=folder, filename="profile", export_to_chrome=False)
-    return fit(make, folder, Normalised(), profiler=profiler, callbacks=[HasSent()])
+    return fit(make, folder, Normalised(), profiler=profiler)
 
 
 def synchronised(make: MakeTrainer, folder: str) -> dict[str, Tensor]:
@@ -100,10 +122,11 @@ def on_stages(folder: str) -> dict[str, Any]:
         return pipeline_trainer({"second": 1}, world=2, **options)
 
     results: dict[str, Any] = {name: scenario(make, folder) for name, scenario in SCENARIOS.items()}
-    results["profile"] = [path.name for path in Path(folder).glob("*profile*.txt")]
+    results["profile"] = [path.read_text() for path in Path(folder).glob("*profile*.txt")]
     with pytest.raises(ValueError, match="tries batches until a device is full") as refused:
         Tuner(make(max_epochs=2, default_root_dir=folder)).scale_batch_size(Normalised())
     results["refused"] = str(refused.value)
+    results["clock"] = by_the_clock(make)
     return results
 
 
@@ -122,7 +145,15 @@ def test_it_comes_to_what_it_does_on_one_device(on_ranks: list[dict[str, Any]], 
 
 
 def test_the_profile_is_written(on_ranks: list[dict[str, Any]]) -> None:
-    assert on_ranks[0]["profile"], "no text file"
+    assert any("aten::" in profile for profile in on_ranks[0]["profile"])
+
+
+def test_ranks_validate_by_the_first_ones_clock(on_ranks: list[dict[str, Any]]) -> None:
+    first, second = (results["clock"] for results in on_ranks)
+    assert first["steps"] == second["steps"] == [2, 4]
+    # The samples of a replica, and not twice as many for two stages, as in "train/samples_per_sec".
+    trained = [name for name in first["rates"] if "samples" in name and "train" in name]
+    assert trained == ["train/device/samples_per_sec"]
 
 
 def test_scaling_the_batch_is_refused_on_all_ranks(on_ranks: list[dict[str, Any]]) -> None:
