@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily
 
+from lightning_pipeline.partition.fast_paths import nested_tensors_padded
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.users_line import users_line
 
@@ -37,6 +38,7 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
         _patches.enter_context(_function_apply_seen())
         _patches.enter_context(_scripted_seen())
         _patches.enter_context(_module_apply_seen())
+        _patches.enter_context(nested_tensors_padded())
     _patched_for.append(recorder)
     try:
         yield

@@ -69,9 +69,10 @@ class Operands:
             elif rank in targets:
                 is_told = _is_number(look)
                 data = _number_of(numbers[source][place], look) if is_told else self._direct.receive(look, source)
-                if look.requires_grad and torch.is_grad_enabled():
-                    data.requires_grad_().register_hook(_refuse_gradient(users_line()))
-                    with torch.enable_grad():
+                if look.requires_grad:
+                    data.requires_grad_()  # matmul goes by it, even where no gradients are
+                    if torch.is_grad_enabled():
+                        data.register_hook(_refuse_gradient(users_line()))
                         data = data.view_as(data)
                 arrived[index] = data
         found: list[Any] = []

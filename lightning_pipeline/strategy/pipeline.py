@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline._registration import adopted_by, is_pipeline, refuse_fabric
+from lightning_pipeline.partition.fast_paths import fast_paths_open
 from lightning_pipeline.partition.microbatch import OneBatch
 from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
@@ -440,6 +441,7 @@ class PipelineStrategy(CheckpointingStrategy):
         with ExitStack() as installed:
             override: Override = installed.enter_context(overridden())
             let_steps_be_skipped(module.trainer, override)
+            installed.enter_context(fast_paths_open())
             if outside is not None:
                 installed.enter_context(compare_parameters_by_identity())
                 follow_hooks(module, outside, override)

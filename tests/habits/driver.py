@@ -26,6 +26,7 @@ COMPARED = (
 )
 OF_FIRST_RANK = ("state", "checkpoint")
 COMPARED_WITH_PLAIN = ("state", "observed")
+PLAIN_METRICS_TOLERANCE = 2e-6
 ORDERED = ("observed", "outputs", "returned", "losses")
 """Where the order of a dictionary counts."""
 
@@ -152,10 +153,19 @@ def _judge(
             differences += [f"rank {rank}: {difference}" for difference in found]
     if configuration.stages > 1 and "gradients" not in ignored:
         differences += missing_gradients(records, expected)
-    if configuration.kind != "plain":
+    if configuration.kind == "plain":
+        # Sums over the samples of a batch are put together in another order.
+        found, wanted = (evaluated(one["callback_metrics"][-1]) for one in (records[0], expected))
+        differences += compare(found, wanted, "callback_metrics", max(tolerance, PLAIN_METRICS_TOLERANCE))
+    else:
         found, wanted = (files(place_of(folder, each, habit.name) / "files") for each in (text, "1"))
         differences += compare(found, wanted, "files", tolerance)
     return Verdict(WRONG if differences else EQUAL, differences)
+
+
+def evaluated(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of evaluation: a step in training logs the mean of its batch, and plain Lightning of each micro-batch."""
+    return {name: value for name, value in metrics.items() if name.startswith(("val", "test"))}
 
 
 def _of_failure(habit: Habit, failed: Mapping[int, Any]) -> Verdict:

@@ -59,6 +59,52 @@ class AttentionWeightsKept(Layers):
         self.deviations.append([float(layer.weights.std()) for layer in self.layers])
 
 
+@habit(calls=("fit", "predict", "test"), shows=False)
+class PaddedEncoder(Evaluated):
+    """nn.TransformerEncoder over sequences with padding: in evaluation it leaves the padding out, and zeros there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(WIDTH))
+
+    def chain(self) -> list[str]:
+        return ["layers.0", "layers.2", *(f"encoder.layers.{i}" for i in range(3))]
+
+    def features(self, x: Tensor) -> Tensor:
+        # The longest sequence may be shorter than the tensor, and one has a single element.
+        lengths = 1 + torch.arange(len(x)) % 4
+        is_padding = torch.arange(5) >= lengths[:, None]
+        tokens = super().features(x)[:, None] + torch.linspace(-1, 1, 5)[:, None]
+        # The mean takes in what is at the padding.
+        return self.encoder(tokens, src_key_padding_mask=is_padding).mean(1)
+
+
+@habit(observed=["outputs"], shows=False)
+class TransformerInHook(Evaluated):
+    """nn.Transformer with padding on both sides, which a hook calls in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 16, dropout=0.0, batch_first=True)
+        self.outputs: list[Any] = []
+
+    def chain(self) -> list[str]:
+        return ["layers.0", "layers.2", "transformer.encoder.layers.1", "transformer.decoder.layers.0"]
+
+    def features(self, x: Tensor) -> Tensor:
+        is_padding = torch.arange(3) > torch.arange(len(x))[:, None] % 3
+        tokens = super().features(x)[:, None] * torch.linspace(-1, 1, 3)[:, None]
+        masks = {"src_key_padding_mask": is_padding, "tgt_key_padding_mask": is_padding}
+        return self.transformer(tokens, tokens, **masks, memory_key_padding_mask=is_padding).mean(1)
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        self.eval()
+        self.outputs.append(self(torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH)).tolist())
+        self.train()
+
+
 @habit(plain=False)
 class TransformerEncoderLayers(Evaluated):
     """nn.TransformerEncoderLayer with dropout, which takes a path of its own in evaluation."""

@@ -28,7 +28,8 @@ BY_DEFAULT = {
         CentersOverRanks GathersOverRanksByName BranchesOnItsRank
     """,
     "2-zero_bubble": """
-        PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo AdversarialAcrossStages
+        PaddedEncoder PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo
+        AdversarialAcrossStages
     """,
     "2-interleaved_1f1b": """
         SkipFromSecondEpoch GPT2HiddenStates SimCLRInTwoCalls CrossAttention CodebookThroughData

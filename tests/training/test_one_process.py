@@ -65,6 +65,19 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class PadsSequences(Net):
+    """Validated on a path of torch's own, which leaves padding out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)  # type: ignore[assignment]
+
+    def loss(self, batch: Any) -> Tensor:
+        is_padding = torch.arange(4) > torch.arange(4)[:, None]
+        return self.layers(batch[0][:, None].repeat(1, 4, 1), src_key_padding_mask=is_padding).pow(2).mean()
+
+
 class SkipsAll(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None
@@ -275,7 +288,7 @@ class HasNoSamples(Net):
 KINDS = [
     *(SkipsAll, ReturnsNumber, ReturnsNoLoss, TakesIterator, ValidatesByIterator, NoOptimizer, Pickles, Prunes),
     *(FindsBatchSize, Fails, IsTimed, ValidatesByTheClock, ClipsByPlugin, LoadsAgain, NotesHooks, KeepsObjects),
-    *(LoadsStrictlyOnce, ByHand, IsCompiled, OutsideOfSrun, HasNoSamples),
+    *(LoadsStrictlyOnce, ByHand, IsCompiled, OutsideOfSrun, HasNoSamples, PadsSequences),
 ]
 
 
