@@ -165,6 +165,10 @@ def replicated(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 11) and torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="torch 2.10's builds for GPUs end the process where there is none, in a second run with FSDP",
+)
 def test_replicas_may_shard_several_optimizers(tmp_path: Path) -> None:
     for module, runs in launch(replicated, tmp_path, world=4)[0].items():
         for layout, (saved, logged) in runs.items():
