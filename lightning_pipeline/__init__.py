@@ -26,10 +26,16 @@ __all__ = [
     "sync_pipeline_shared_parameters",
 ]
 
+__version__: str
+
 register()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("lightning-pipeline")
     if name in __all__:
         return used().public(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

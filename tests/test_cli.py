@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+import lightning_pipeline
 from lightning_pipeline.cli import app
 from lightning_pipeline.schedules import SCHEDULE_NAMES, build, load_csv, render, save_csv, simulate
 from tests.launching import PATIENCE_S
@@ -43,6 +44,10 @@ def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def figures(*arguments: str) -> dict[str, dict]:
     return {row["schedule"]: row for row in json.loads(call("simulate", "--json", *arguments))}
+
+
+def test_it_tells_its_version() -> None:
+    assert call("--version").split() == ["lightning-pipeline", lightning_pipeline.__version__]
 
 
 def test_the_installed_command() -> None:
