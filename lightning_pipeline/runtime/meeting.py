@@ -141,8 +141,9 @@ def _join(
             f"rank {first[0]} ({first[2]}) counts {first[1]} processes and rank {rank} ({me}) counts {world_size}; "
             f"give the Trainer the same devices and num_nodes on every node"
         )
-    # Whoever objects first, or else comes last, has lost a process or waited long enough, speaks for all.
-    if store.add("arrived", 1) == world_size or objection:
+    # Whoever objects first, or else comes last, has lost a process or waited long enough, speaks for all. Who objects
+    # does so before it counts as arrived: another one that comes last would find nothing wrong.
+    if objection or store.add("arrived", 1) == world_size:
         store.set_first("verdict", json.dumps({"objection": objection}))
     if not _wait_without_loss(store, timeout, started):
         late = [other for other in range(world_size) if not store.check(f"rank {other}")]
