@@ -1,4 +1,4 @@
-"""Imports go downwards only: schedules, partition, runtime, accelerators, strategy."""
+"""Imports go downwards only, from one folder to those named before it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ import pytest
 from lightning_pipeline._names import PACKAGES
 
 PACKAGE = Path(__file__).parents[1] / "lightning_pipeline"
-FLOORS = ["schedules", "partition", "runtime", "accelerators", "strategy"]
+FLOORS = [
+    *("schedules", "partition", "recording", "runtime", "engine", "hooks"),
+    *("planning", "accelerators", "checkpoint", "strategy", "cli"),
+]
 FOREIGN = {"schedules": {"torch", "numpy"}}
 
 # Rank tables are checked on machines that have no torch yet, so reading them takes the standard library alone.
 RANK_TABLES = {
     f"lightning_pipeline.accelerators.{name}"
-    for name in ("rank_table", "rank_table_formats", "rank_table_hosts", "rank_table_placement", "rank_table_rules")
+    for name in ("rank_table", "rank_table_formats", "rank_table_rules")
 }
+
+# Costs of plans on paper are computed where torch is not imported yet.
+WITHOUT_TORCH = RANK_TABLES | {"lightning_pipeline.planning.cost_model", "lightning_pipeline.planning.search"}
 
 
 def imported_modules(path: Path, *, at_once: bool = False) -> set[str]:
@@ -60,7 +66,7 @@ def test_one_file_imports_lightning() -> None:
 
 def test_what_takes_lightning_is_imported_relatively() -> None:
     """It exists once for each of Lightning's names, and what one takes from the other would be the other name's."""
-    files = [path for floor in ("accelerators", "strategy") for path in (PACKAGE / floor).glob("*.py")]
+    files = [path for floor in ("accelerators", "checkpoint", "strategy") for path in (PACKAGE / floor).glob("*.py")]
     imported = {path: {absolute(module, path) for module in imported_modules(path)} for path in files}
     name = {path: f"lightning_pipeline.{path.parent.name}.{path.stem}" for path in files}
     bound = {"lightning_pipeline._lightning"}
@@ -73,8 +79,9 @@ def test_what_takes_lightning_is_imported_relatively() -> None:
             assert module not in bound and not module.startswith("lightning_pipeline.strategy"), f"{path}: {module}"
 
 
-def test_partition_starts_no_processes() -> None:
-    for path in (PACKAGE / "partition").glob("*.py"):
+@pytest.mark.parametrize("floor", ["partition", "recording"])
+def test_what_cuts_and_records_starts_no_processes(floor: str) -> None:
+    for path in (PACKAGE / floor).glob("*.py"):
         between = [module for module in imported_modules(path) if module.startswith("torch.distributed")]
         assert set(between) <= {"torch.distributed.tensor"}, path  # a kind of tensor
 
@@ -86,9 +93,16 @@ def test_rank_tables_need_the_standard_library_only() -> None:
             assert module in RANK_TABLES or module.partition(".")[0] in sys.stdlib_module_names, f"{path}: {module}"
 
 
+def test_costs_on_paper_need_schedules_only() -> None:
+    for name in WITHOUT_TORCH - RANK_TABLES:
+        for module in imported_modules(PACKAGE.parent / f"{name.replace('.', '/')}.py"):
+            is_known = module in WITHOUT_TORCH or module.startswith("lightning_pipeline.schedules")
+            assert is_known or module.partition(".")[0] in sys.stdlib_module_names, f"{name}: {module}"
+
+
 def test_the_command_line_needs_schedules_and_rank_tables_only() -> None:
-    others = {f"lightning_pipeline.{floor}" for floor in FLOORS[1:]}
+    others = {f"lightning_pipeline.{floor}" for floor in FLOORS[1:-1]}
     for path in (PACKAGE / "cli").glob("*.py"):
         for module in imported_modules(path, at_once=True):
             assert module.partition(".")[0] not in {"torch", *PACKAGES}, f"{path}: {module}"
-            assert module in RANK_TABLES or ".".join(module.split(".")[:2]) not in others, f"{path}: {module}"
+            assert module in WITHOUT_TORCH or ".".join(module.split(".")[:2]) not in others, f"{path}: {module}"

@@ -68,7 +68,7 @@ def all_cuts(parts: Sequence[str], num_stages: int) -> list[dict[str, int]]:
 @contextmanager
 def core_times() -> Iterator[dict[tuple[str, int], list[float]]]:
     """While entered, notes the time that each forward and backward of this process's stages had a core."""
-    from lightning_pipeline.runtime.visit import Visit
+    from lightning_pipeline.engine.visit import Visit
 
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     plain = {kind: getattr(Visit, kind) for kind in ("forward", "backward")}

@@ -24,11 +24,18 @@ import os
 import torch
 from typing_extensions import override
 
-from lightning_pipeline.accelerators.rank_table import Rank, RankTable, RankTableError, Server, listed
+from lightning_pipeline.accelerators.rank_table import (
+    Rank,
+    RankTable,
+    RankTableError,
+    Server,
+    address_of,
+    check_host,
+    listed,
+    servers_here,
+)
 from lightning_pipeline.accelerators.rank_table_formats import MAX_DIGITS, read_rank_table
-from lightning_pipeline.accelerators.rank_table_hosts import address_of, check_host, servers_here
-from lightning_pipeline.accelerators.rank_table_placement import check_placement
-from lightning_pipeline.accelerators.rank_table_rules import generation_of, require_valid
+from lightning_pipeline.accelerators.rank_table_rules import check_placement, generation_of, require_valid
 
 from .._lightning import ClusterEnvironment, LightningEnvironment, rank_zero_info, rank_zero_warn
 

@@ -1,4 +1,4 @@
-"""Strategy "single_npu": one NPU, without a pipeline."""
+"""Strategy "single_npu": one NPU without a pipeline, and mixed precision on it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,36 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipeline.accelerators.availability import DEVICE
-from lightning_pipeline.accelerators.random_state import add_random_state, restore_random_state
-from lightning_pipeline.partition.devices import free_memory
+from lightning_pipeline.partition.rng import add_random_state, free_memory, restore_random_state
 
-from .._lightning import Accelerator, CheckpointIO, Precision, SingleDeviceStrategy
+from .._lightning import Accelerator, CheckpointIO, MixedPrecision, Precision, SingleDeviceStrategy
 from .lightning_private import choose_strategy_of_one_device
 from .npu import NPUAccelerator
-from .precision import fit_to_device
+
+
+def fit_to_device(plugin: Precision | None, device_type: str) -> None:
+    """Lightning makes mixed precision for CUDA on any accelerator but its own; let `plugin` serve `device_type`."""
+    if isinstance(plugin, MixedPrecision) and plugin.device == "cuda" != device_type:
+        plugin.device = device_type
+        if plugin.scaler is not None:
+            plugin.scaler = _scaler(device_type)
+
+
+def _scaler(device_type: str) -> torch.amp.GradScaler:
+    """The device's own scaler, where it has one. Earlier Ascend devices have no infinities, and torch_npu's scaler
+    reads their overflow flag instead.
+    """
+    own: Any = getattr(torch.get_device_module(device_type), "amp", None)
+    if not hasattr(own, "GradScaler"):
+        return torch.amp.GradScaler(device_type)
+    scaler = own.GradScaler()
+    load = scaler.load_state_dict
+
+    def load_of_any_device(state: dict[str, Any]) -> None:
+        load({"dynamic": True, **state} if state else state)  # a key that only torch_npu's scaler has, and needs
+
+    vars(scaler)["load_state_dict"] = load_of_any_device
+    return scaler
 
 
 class SingleNPUStrategy(SingleDeviceStrategy):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_pipeline.cli.errors import CommandError, told_to_the_user
+from lightning_pipeline.cli.common import CommandError, told_to_the_user
 
 app = typer.Typer(help="Checkpoints: folders into plain files, and back.", no_args_is_help=True)
 
@@ -39,8 +39,8 @@ def convert(
             raise CommandError(f"{destination} exists: choose another DESTINATION, or replace it with --force")
         if source.resolve() == destination.resolve():
             raise CommandError(f"SOURCE and DESTINATION are both {source}")
-        from lightning_pipeline.strategy.checkpoint_folder import convert_checkpoint
-        from lightning_pipeline.strategy.torch_files import CheckpointError
+        from lightning_pipeline.checkpoint.folder import convert_checkpoint
+        from lightning_pipeline.checkpoint.torch_files import CheckpointError
 
         try:
             done = convert_checkpoint(source, destination, weights_only=weights_only)

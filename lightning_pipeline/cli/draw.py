@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lightning_pipeline.cli.choice import choose, counts_of
-from lightning_pipeline.cli.costs import Costs
-from lightning_pipeline.cli.errors import CommandError, told_to_the_user
-from lightning_pipeline.cli.options import (
+from lightning_pipeline.cli.common import (
     NAMES_HELP,
+    CommandError,
     Forward,
     InputGrad,
     Microbatches,
@@ -19,9 +17,11 @@ from lightning_pipeline.cli.options import (
     Transfer,
     VirtualStages,
     WeightGrad,
+    told_to_the_user,
 )
+from lightning_pipeline.cli.schedule_args import Costs, choose, counts_of
 from lightning_pipeline.schedules import Schedule, lower, render, save_chrome_trace, save_csv, save_picture
-from lightning_pipeline.schedules.grid import format_grid
+from lightning_pipeline.schedules.schedule import format_grid
 
 # One unit of the costs is a millisecond in a trace, whose viewers have no other notion of time.
 _TRACE_UNIT = 1e-3

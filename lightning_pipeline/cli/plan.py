@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightning_pipeline.cli.errors import CommandError, told_to_the_user
-from lightning_pipeline.cli.tables import bare_table, wide_console
+from lightning_pipeline.cli.common import CommandError, bare_table, told_to_the_user, wide_console
+from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.schedules import save_chrome_trace, save_picture
-from lightning_pipeline.schedules.balance import Machine
-from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
-from lightning_pipeline.schedules.errors import shown
-from lightning_pipeline.schedules.limits import MAX_PROCESSES, MAX_TIME, require_counts
-from lightning_pipeline.schedules.timeline import Timeline, extent
+from lightning_pipeline.schedules.timeline import Timeline, extent, load_chrome_trace
+from lightning_pipeline.schedules.validation import MAX_PROCESSES, MAX_TIME, require_counts, shown
 
 if TYPE_CHECKING:
-    from lightning_pipeline.strategy.paper_plan import PaperPlans
+    from lightning_pipeline.strategy.offline_plan import PaperPlans
 
 _LAUNCH_S = 5e-6
 """What any operation takes at least."""
@@ -104,8 +101,8 @@ def plan(
             raise CommandError(f"cannot draw {draw}; its ending chooses the format: .svg, .png or .json")
         if draw is not None and from_timeline is not None:
             raise CommandError("--draw shows a new plan, and --from-timeline makes none: leave one of them out")
-        from lightning_pipeline.partition.work import DeviceSpeed
-        from lightning_pipeline.strategy.paper_plan import plan_on_paper, rebalance_on_paper
+        from lightning_pipeline.planning.trace import DeviceSpeed
+        from lightning_pipeline.strategy.offline_plan import plan_on_paper, rebalance_on_paper
 
         speed = DeviceSpeed(device_tflops * 1e12, device_gbps * 1e9, _LAUNCH_S)
         if from_timeline is not None:
@@ -140,7 +137,7 @@ def plan(
 
 
 def _show(plans: PaperPlans) -> None:
-    from lightning_pipeline.partition.plan_table import print_plan, size
+    from lightning_pipeline.planning.plan import print_plan, size
 
     best = next(iter(plans.plans.values()))
     table = bare_table()

@@ -11,14 +11,17 @@ from typing import Annotated
 
 import typer
 
-from lightning_pipeline.accelerators.rank_table import Device, RankTable, RankTableError, Server, listed
+from lightning_pipeline.accelerators.rank_table import Device, RankTable, RankTableError, Server, is_this_host, listed
 from lightning_pipeline.accelerators.rank_table_formats import format_rank_table, lost_in, read_rank_table
-from lightning_pipeline.accelerators.rank_table_hosts import is_this_host
-from lightning_pipeline.accelerators.rank_table_placement import check_placement, place_stages, renumber
-from lightning_pipeline.accelerators.rank_table_rules import Finding, check_rank_table
-from lightning_pipeline.cli.errors import CommandError, told_to_the_user
-from lightning_pipeline.cli.tables import bare_table, wide_console
-from lightning_pipeline.schedules.text_file import read_text
+from lightning_pipeline.accelerators.rank_table_rules import (
+    Finding,
+    check_placement,
+    check_rank_table,
+    place_stages,
+    renumber,
+)
+from lightning_pipeline.cli.common import CommandError, bare_table, told_to_the_user, wide_console
+from lightning_pipeline.schedules.validation import read_text
 
 MAX_DEVICES = 4096
 """Of a server."""

@@ -8,10 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_pipeline.cli.choice import all_that_fit, choose_for_comparison, virtual_stages_of
-from lightning_pipeline.cli.costs import Costs
-from lightning_pipeline.cli.errors import told_to_the_user
-from lightning_pipeline.cli.options import (
+from lightning_pipeline.cli.common import (
     NAMES_HELP,
     Forward,
     InputGrad,
@@ -20,8 +17,11 @@ from lightning_pipeline.cli.options import (
     Transfer,
     VirtualStages,
     WeightGrad,
+    bare_table,
+    told_to_the_user,
+    wide_console,
 )
-from lightning_pipeline.cli.tables import bare_table, wide_console
+from lightning_pipeline.cli.schedule_args import Costs, all_that_fit, choose_for_comparison, virtual_stages_of
 from lightning_pipeline.schedules import Schedule
 
 

@@ -1,1 +1,1 @@
-"""Cutting the user's own step into stages: stage_config, rehearsal and replay, micro-batch split."""
+"""What is cut, and where: stage_config, ownership of parameters and buffers, placeholders, micro-batches."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.partition.random import mix
+from lightning_pipeline.partition.rng import mix
 
 
 def make_local(module: nn.Module, ownership: Ownership) -> dict[str, Tensor]:

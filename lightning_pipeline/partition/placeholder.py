@@ -1,11 +1,14 @@
-"""Placeholders: what stands for a tensor where its data is not, or not yet."""
+"""Placeholders, which stand in for tensors whose data is elsewhere or not there yet; and shared memory."""
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -14,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
 from torch.utils.data import get_worker_info
 
-from lightning_pipeline.partition.functions import Kind, function_name, kind_of
-from lightning_pipeline.partition.hooks import NodeOf
+from lightning_pipeline.partition.gradient_hooks import NodeOf
+from lightning_pipeline.partition.torch_functions import Kind, function_name, kind_of
 from lightning_pipeline.partition.users_line import users_line
 
 skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
@@ -350,3 +353,40 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     raise AbsentDataError(
         f"{function_name(func)} needs the data of {what}, which this rank does not hold ({users_line()}): {way_out}"
     )
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that tensors with the same memory have in common; below zero for a tensor without memory of its own."""
+    if type(tensor) is Placeholder or tensor.layout is not torch.strided:
+        return -id(tensor)
+    with torch._C.DisableTorchFunction():
+        try:
+            return tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # torch.func's own tensors
+            return -id(tensor)
+
+
+@cache
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """The size of a tensor's memory, which may be more than its elements fill."""
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage().nbytes()
+    return tensor._nnz() * (tensor.element_size() + tensor.ndim * torch.int64.itemsize)  # values and their places
+
+
+def is_view_of_kept(tensor: Tensor) -> bool:
+    """Whether a tensor is a view, and somebody still refers to its base."""
+    with torch._C.DisableTorchFunction():
+        base = tensor._base
+        return base is not None and sys.getrefcount(base) > 2
+
+
+def views_of(tensor: Tensor) -> list[Tensor]:
+    """All views of a tensor, wherever they were made."""
+    with torch._C.DisableTorchFunction():
+        return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]

@@ -1,5 +1,7 @@
 """Nested values with tensors in them: taking the tensors out and putting others in.
 
+Nested values with tensors in them: taking the tensors out and putting others in.
+
 `flatten` turns any value into its tensors and a *layout*, a plain picklable and (where its constants are) hashable
 description; `rebuild` makes an equal value around other tensors. Containers are lists, tuples, named tuples, mappings
 (including user classes such as Hugging Face's `ModelOutput` and `BatchEncoding`), dataclasses, objects that keep
@@ -8,20 +10,53 @@ tensors in their attributes, and whatever else can be pickled, such as torch_geo
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import enum
 import functools
 import io
 import pickle
+import re
 import types
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.own_device import REDUCTIONS
+_NAME = re.compile(r"(cuda|npu|xpu|hpu|mtia|mps|musa|mlu|privateuseone):\d+")
+
+
+def without_index(device: torch.device | str) -> str:
+    """A device as all ranks name it. Texts that name no device stay as they are."""
+    if isinstance(device, torch.device):
+        return device.type
+    return device.partition(":")[0] if _NAME.fullmatch(device) else device
+
+
+def dumps(obj: Any) -> bytes:
+    """A pickle for other ranks, in which this rank's device becomes theirs."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = REDUCTIONS
+    pickler.dump(obj)
+    return file.getvalue()
+
+
+def own_device(kind: str) -> torch.device:
+    """This process's device of a kind."""
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _reduce(device: torch.device) -> Any:
+    if device.index is None or device.type in ("cpu", "meta"):
+        return device.__reduce__()
+    return own_device, (device.type,)
+
+
+REDUCTIONS: ChainMap[Any, Any] = ChainMap({torch.device: _reduce}, copyreg.dispatch_table)
+"""The dispatch table of pickles for other ranks."""
 
 
 class Slot(NamedTuple):

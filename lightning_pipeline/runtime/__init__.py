@@ -1,1 +1,1 @@
-"""What moves tensors and failures between the processes of a pipeline."""
+"""Processes of a pipeline: rendezvous, topology, transport, failures."""

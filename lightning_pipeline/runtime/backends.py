@@ -1,9 +1,173 @@
-"""Which backends carry what: tensors go over the device's own, objects and host memory over Gloo."""
+"""Which backend carries what, and the rules of HCCL that are kept on all of them.
+
+1. *Pairs are ordered.* The sends and receives of two ranks within one group run on one in-order stream, whichever way
+   they go: where one rank sends first and the other does too, both wait for ever. So each group carries one direction
+   of one channel, or what both sides do in one order, and receivers post in the order of their senders.
+2. *Tags are ignored.* Messages of a route arrive in the order they were sent, and nothing else tells them apart.
+3. *First uses connect.* A group's communicator, and that of each pair in it, is made when it is first used and waits
+   for its other ranks: in a ring of first uses all wait for ever. So each route and each group is used once at set-up,
+   in an order that all ranks share (`first_uses`, `warm_up`), and none for the first time within a step.
+4. *Streams are shared in the end.* Each communicator takes one of a pool of 32 streams, in turns; two that share one
+   wait for one another. What works at the same time is therefore connected one after another, first of all the
+   channels between neighbours.
+5. *Memory is contiguous, and not every dtype travels.* Complex numbers do not; whatever is not common to all backends
+   travels as bytes (`to_wire`).
+6. *Fewer dtypes add up than travel.* float64 does not: it is gathered and added up on each rank (`all_reduce`).
+7. *Host memory has a backend of its own.* Objects and tensors on the CPU go over Gloo, in the same default group.
+
+NCCL shares 1 to 4 and 7, and Gloo needs none of them. Read in torch_npu 2.13.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+# What every backend sends as it is.
+NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool})
+
+# What each backend cannot add up, though it can send it; those not named here add up all that torch does.
+NOT_REDUCED = {"hccl": frozenset({torch.float64, torch.complex128, torch.uint16, torch.uint32, torch.uint64})}
+
+R = TypeVar("R", bound=tuple[int, int, int])
+
+
+def check_environment(backend: str) -> None:
+    """Whether pairs have streams of their own, without which the first rule cannot be kept.
+
+    Raises:
+        ValueError: a variable says that they have not.
+    """
+    given = os.environ.get("P2P_HCCL_BUFFSIZE")
+    megabytes = re.match(r"\s*\+?(\d*)", given or "")  # as torch_npu reads it: what is no number is 0
+    if backend == "hccl" and given is not None and megabytes is not None and not int(megabytes[1] or 0):
+        raise ValueError(
+            f"P2P_HCCL_BUFFSIZE={given} gives all pairs of ranks in a group one stream, on which stages would wait for "
+            "one another for ever: unset it, or give each pair some megabytes (torch_npu's default is 20)"
+        )
+
+
+def backend_of(device_type: str) -> str:
+    """The default group's backend for tensors on such a device."""
+    by_device = dict(item.split(":", 1) for item in dist.get_backend_config().split(",") if ":" in item)
+    return by_device.get(device_type) or dist.get_default_backend_for_device(device_type)
+
+
+def first_uses(routes: Iterable[R]) -> list[R]:
+    """The routes (channel, source, destination) in the order in which all ranks use them first.
+
+    Each rank takes its own part of one list, so no two wait for one another in a ring. Even sources come first, so that
+    pairs of neighbours connect side by side.
+    """
+    return sorted(routes, key=lambda route: (route[0], route[1] % 2, route))
+
+
+def warm_up(group: dist.ProcessGroup | None = None) -> None:
+    """Use a group once, so that it is connected; all its ranks call this at the same place. Gloo is connected already.
+
+    The current device has to be this process's own.
+    """
+    group = _or_world(group)
+    for device in group._device_types:
+        if group.size() > 1 and device.type != "cpu" and group._get_backend(device).name() != dist.Backend.GLOO:
+            dist.all_reduce(torch.zeros(1, device=device.type), group=group)
+
+
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None) -> dist.Work:
+    """As ``dist.all_reduce`` with ``async_op=True``, of any dtype that travels."""
+    group = _or_world(group)
+    if tensor.dtype in NOT_REDUCED.get(group._get_backend(tensor.device).name(), ()):
+        return _GatheredWork(tensor, op, group)
+    work: dist.Work = dist.all_reduce(tensor, op, group, async_op=True)
+    return work
+
+
+def reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None = None) -> Tensor:
+    """`tensor` reduced in place over a group, by one of torch's operations or its name; "mean" and "avg" are one."""
+    if not isinstance(operation, str):
+        all_reduce(tensor, operation or dist.ReduceOp.SUM, group=group).wait()
+        return tensor
+    is_mean = operation.lower() in ("mean", "avg")  # not all backends know it
+    all_reduce(tensor, getattr(dist.ReduceOp, "SUM" if is_mean else operation.upper()), group=group).wait()
+    if is_mean:
+        tensor.copy_(tensor / dist.get_world_size(group))
+    return tensor
+
+
+@torch.no_grad()
+def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup | None = None) -> None:
+    """Give all ranks of a group the value of `tensor` on `source`, a global rank; of any dtype that is stored."""
+    value = tensor.detach().contiguous().resolve_conj().resolve_neg()
+    dist.broadcast(flat(value), source, group)
+    tensor.copy_(value)
+
+
+class _GatheredWork(dist.Work):
+    """A reduction underway that each rank does by itself, in the order of ranks."""
+
+    def __init__(self, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            raise ValueError(f"no {op} of {tensor.dtype} on this backend; SUM and MAX there are")
+        self._tensor = tensor
+        self._op = op
+        self._parts = tensor.new_empty((group.size(), *tensor.shape))
+        self._work = group._allgather_base(flat(self._parts), flat(tensor))
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._work.wait()
+        parts = self._parts
+        self._tensor.copy_(parts.sum(0) if self._op == dist.ReduceOp.SUM else parts.amax(0))
+        return True
+
+
+def to_wire(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` (without graph) as the contiguous tensor that is sent: its memory, in the order of its storage."""
+    if not tensor.is_contiguous() and not is_dense(tensor):
+        tensor = tensor.contiguous()
+    if tensor.device != device:
+        tensor = tensor.to(device)  # a copy to the host waits for the device
+    return flat(tensor)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The dense memory of `tensor` as a contiguous tensor that a backend takes."""
+    if tensor.is_neg() or tensor.is_conj():  # whose memory is that of another number
+        tensor = tensor.resolve_neg().resolve_conj()
+    if not tensor.is_contiguous():
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    if tensor.dtype not in NATIVE_DTYPES:
+        tensor = tensor.reshape(-1).view(torch.uint8)
+    return tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlaps, in some order of the dimensions."""
+    return are_dense(tensor.shape, tensor.stride())
+
+
+def are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Likewise of a tensor's shape and strides."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group
+
 
 HOST = dist.Backend.GLOO
 

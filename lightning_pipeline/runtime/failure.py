@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
+from types import TracebackType
 from typing import ClassVar
 
 from torch.distributed import Store
@@ -27,9 +28,21 @@ from lightning_pipeline.runtime.errors import (
     is_late,
     without_advice,
 )
-from lightning_pipeline.runtime.excepthook import show_as_line
-from lightning_pipeline.runtime.mail import Mail, RollCall
-from lightning_pipeline.runtime.store import GRACE_S, BoundedStore, StoreLostError
+from lightning_pipeline.runtime.store import GRACE_S, BoundedStore, Mail, RollCall, StoreLostError
+
+
+def show_as_line(error: BaseException, line: str) -> None:
+    """If `error` ends this process, print `line` and no traceback. The process still ends with exit code 1."""
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is error:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            show(kind, raised, trace)
+
+    sys.excepthook = hook
+
 
 LINGER_S = 3.0  # how long the store's host stays for the others to read its notice
 PATIENCE_S = 5.0  # how long a rank that is busy elsewhere may go on after another one failed

@@ -1,4 +1,4 @@
-"""Replicas: the ranks that run the same stages on other samples."""
+"""Replicas: the ranks that run the same stages on other samples, and all-gathers over them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline.runtime.backend_rules import broadcast, warm_up
+from lightning_pipeline.runtime.backends import broadcast, warm_up
 from lightning_pipeline.runtime.errors import ranks
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.groups import new_group
@@ -116,3 +116,39 @@ class Replicas:
             if members not in groups:
                 groups[members] = new_group(members, timeout, backend)
         return groups[tuple(self.topology.data_ranks)]
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = False) -> Tensor:
+    """Every rank's `tensor`, which has one shape on all of them, as [number of ranks, ...].
+
+    Args:
+        sync_grads: backward gives each rank the sum of what all ranks' results mean for its own tensor; else there is
+            no backward.
+    """
+    if sync_grads:
+        return _AllGather.apply(tensor, group)
+    with torch.no_grad():
+        return _gathered(tensor, group)
+
+
+class _AllGather(torch.autograd.Function):
+    """That of torch.distributed.nn takes, over Gloo, a rank's place in its group for its rank in the world."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        with waiting_for("the gradients of what all ranks gathered"):
+            dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    with waiting_for("a tensor of all ranks"):
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)

@@ -1,10 +1,12 @@
-"""Topology: which rank holds which stage of which replica."""
+"""Topology: which rank holds which stage of which replica, and which routes tensors take between them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -142,3 +144,73 @@ class Topology:
         if self.tensor_parallel_size > 1:
             shape, names = (*shape, self.tensor_parallel_size), ("stage", "data_parallel", "tensor_parallel")
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+class Channel(IntEnum):
+    """Streams of tensors that do not wait for one another."""
+
+    FORWARD = 0  # activations
+    BACKWARD = 1  # gradients
+    BATCH = 2  # batch tensors, from stage 0
+    SHARED = 3  # parameters that several stages hold, and their gradients
+
+
+class Route(NamedTuple):
+    """One direction of a channel between two stages."""
+
+    channel: Channel
+    source: int
+    destination: int
+
+
+def routes_along(placement: Sequence[int]) -> list[Route]:
+    """The routes of a pipeline whose data passes these ranks, one virtual stage after another."""
+    routes = set()
+    for source, destination in itertools.pairwise(placement):
+        if source != destination:
+            routes.add(Route(Channel.FORWARD, source, destination))
+            routes.add(Route(Channel.BACKWARD, destination, source))
+    for rank in range(1, max(placement) + 1):
+        routes.add(Route(Channel.BATCH, 0, rank))
+        for other in range(rank):
+            routes.add(Route(Channel.SHARED, other, rank))
+            routes.add(Route(Channel.SHARED, rank, other))
+    return sorted(routes)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A virtual stage's place.
+
+    Attributes:
+        stage: counted along the data, of `num_stages`.
+        last: whether it is the last one.
+        rank_before: the rank of the stage before; of the first stage, that of the last.
+        rank_after: the rank of the stage after; of the last stage, that of the first.
+        term: what users call it.
+    """
+
+    stage: int
+    num_stages: int
+    last: bool
+    rank_before: int
+    rank_after: int
+    term: str
+
+    @staticmethod
+    def of(stage: int, placement: Sequence[int]) -> Site:
+        """The place of a stage, with the rank of each stage in `placement`."""
+        count = len(placement)
+        return Site(
+            stage=stage,
+            num_stages=count,
+            last=stage == count - 1,
+            rank_before=placement[stage - 1],
+            rank_after=placement[(stage + 1) % count],
+            term=stage_term(placement),
+        )
+
+
+def stage_term(placement: Sequence[int]) -> str:
+    """What users call a part of the model: ranks that hold several of them hold virtual stages."""
+    return "virtual stage" if len(placement) > max(placement) + 1 else "stage"

@@ -11,14 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline.runtime.backend_rules import backend_of, check_environment, first_uses, to_wire
-from lightning_pipeline.runtime.endpoint import Connection, Endpoint, PendingReceive, StagedReceive
+from lightning_pipeline.runtime.backends import backend_of, check_environment, first_uses, to_wire
+from lightning_pipeline.runtime.endpoint import (
+    CONTROL_WINDOW,
+    Connection,
+    Endpoint,
+    Messages,
+    PendingReceive,
+    StagedReceive,
+)
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.groups import new_group
-from lightning_pipeline.runtime.messages import CONTROL_WINDOW, Messages
-from lightning_pipeline.runtime.routes import Channel, Route, routes_along
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
-from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 
 SEND_WINDOW = 4
 """Sends to a peer that may be underway, where it cannot be told which have finished."""
@@ -28,7 +33,7 @@ class Transport(Messages):
     """Asynchronous sends and receives between the stages of this rank's pipeline, each wait bounded by a timeout.
 
     Peers are stages, 0 .. num_stages - 1. Messages on one route arrive in the order they were sent. Each channel has
-    one process group for each direction (`backend_rules` says why); Gloo needs fewer.
+    one process group for each direction (`backends` says why); Gloo needs fewer.
 
     Every rank of the world makes its transports in the same order, after ``init_process_group``.
 

@@ -5,7 +5,6 @@ A builder writes compute actions, :func:`lower` adds the communication, :func:`c
 library only; pictures need matplotlib.
 """
 
-from lightning_pipeline.schedules.action import Action, Kind
 from lightning_pipeline.schedules.builders import (
     forward_only,
     gpipe,
@@ -14,15 +13,9 @@ from lightning_pipeline.schedules.builders import (
     one_f_one_b,
 )
 from lightning_pipeline.schedules.checking import check
-from lightning_pipeline.schedules.chrome_trace import save_chrome_trace
-from lightning_pipeline.schedules.csv_table import load_csv, save_csv
-from lightning_pipeline.schedules.custom import as_schedule
-from lightning_pipeline.schedules.drawing import render
-from lightning_pipeline.schedules.errors import ScheduleError
-from lightning_pipeline.schedules.fusing import fuse
-from lightning_pipeline.schedules.lowering import lower
-from lightning_pipeline.schedules.measured import Costs, measured_costs, recorded_schedule
-from lightning_pipeline.schedules.picture import save_picture
+from lightning_pipeline.schedules.custom import as_schedule, load_csv, save_csv
+from lightning_pipeline.schedules.lowering import fuse, lower
+from lightning_pipeline.schedules.recorded_costs import Costs, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.registry import (
     SCHEDULE_NAMES,
     build,
@@ -30,9 +23,10 @@ from lightning_pipeline.schedules.registry import (
     default_virtual_stages,
     placement_of,
 )
-from lightning_pipeline.schedules.schedule import Schedule
-from lightning_pipeline.schedules.simulation import Simulation, Span, simulate
-from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share
+from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
+from lightning_pipeline.schedules.simulation import Simulation, Span, render, simulate
+from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share, save_chrome_trace, save_picture
+from lightning_pipeline.schedules.validation import ScheduleError
 from lightning_pipeline.schedules.zero_bubble import interleaved_zero_bubble, zbv, zero_bubble
 
 __all__ = [

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby, product
 
-from lightning_pipeline.schedules.action import Action, Kind
-from lightning_pipeline.schedules.errors import ScheduleError
-from lightning_pipeline.schedules.limits import require_counts
-from lightning_pipeline.schedules.schedule import Schedule, loop_placement
+from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, loop_placement
+from lightning_pipeline.schedules.validation import ScheduleError, require_counts
 
 
 def forward_only(

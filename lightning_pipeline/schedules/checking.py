@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from lightning_pipeline.schedules.action import Action, Kind
-from lightning_pipeline.schedules.dataflow import Message, message_of, needs, source_of, yields
-from lightning_pipeline.schedules.errors import ScheduleError
 from lightning_pipeline.schedules.lowering import lower
-from lightning_pipeline.schedules.schedule import Schedule
+from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
+from lightning_pipeline.schedules.simulation import Message, message_of, needs, source_of, yields
+from lightning_pipeline.schedules.validation import ScheduleError
 
 
 def check(schedule: Schedule) -> None:

@@ -14,8 +14,8 @@ from lightning_pipeline.schedules.builders import (
     interleaved_1f1b_low_memory,
     one_f_one_b,
 )
-from lightning_pipeline.schedules.errors import ScheduleError
 from lightning_pipeline.schedules.schedule import Schedule
+from lightning_pipeline.schedules.validation import ScheduleError
 from lightning_pipeline.schedules.zero_bubble import interleaved_zero_bubble, zbv, zero_bubble
 
 

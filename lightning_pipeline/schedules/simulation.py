@@ -1,4 +1,10 @@
-"""When each action of a schedule would run, and what that costs in time and memory."""
+"""When each action of a schedule would run, and what that costs in time and memory.
+
+What an action needs, what it yields, and what has to travel between ranks.
+
+A value has the name of the action that yields it: F the outputs of a stage, I the gradients of its inputs (whether I or
+B computes them), W the gradients of its weights.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_pipeline.schedules.action import Action, Kind
-from lightning_pipeline.schedules.dataflow import needs, source_of, yields
-from lightning_pipeline.schedules.errors import ScheduleError
-from lightning_pipeline.schedules.schedule import Schedule
+from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, format_grid
+from lightning_pipeline.schedules.validation import ScheduleError
+
+
+class Message(NamedTuple):
+    """The two ends of one transfer: the sender's action and the receiver's."""
+
+    send: Action
+    receive: Action
+
+
+def yields(action: Action) -> tuple[Action, ...]:
+    """The values a compute action yields: two for B, one for any other."""
+    if action.kind is Kind.B:
+        return Action(Kind.I, action.stage, action.microbatch), Action(Kind.W, action.stage, action.microbatch)
+    return (action,)
+
+
+def source_of(value: Action, schedule: Schedule) -> Action:
+    """The action that yields a value in this schedule, for messages: ``1B0`` rather than ``1I0`` where B does both."""
+    whole = Action(Kind.B, value.stage, value.microbatch)
+    return whole if value in yields(whole) and any(whole in order for order in schedule.orders) else value
+
+
+def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """The values that must exist before a compute action can run."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.F:
+        return (Action(Kind.F, stage - 1, microbatch),) if stage > 0 else ()
+    if action.kind is Kind.W:
+        return (Action(Kind.I, stage, microbatch),)
+    own = Action(Kind.F, stage, microbatch)
+    return (own, Action(Kind.I, stage + 1, microbatch)) if stage < num_stages - 1 else (own,)
+
+
+def message_of(action: Action, schedule: Schedule) -> Message | None:
+    """What must be sent once a compute action is done; None where its value is used on the same rank or nowhere."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.F:
+        peer, send, receive = stage + 1, Kind.SEND_F, Kind.RECV_F
+    elif action.kind in (Kind.B, Kind.I):
+        peer, send, receive = stage - 1, Kind.SEND_B, Kind.RECV_B
+    else:
+        return None
+    if not 0 <= peer < schedule.num_stages or schedule.placement[peer] == schedule.placement[stage]:
+        return None
+    return Message(Action(send, stage, microbatch), Action(receive, peer, microbatch))
+
 
 Cost = float | Sequence[float]
 
@@ -149,3 +199,73 @@ def _per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
     if any(c < 0 for c in costs):
         raise ScheduleError(f"{name} must not be negative, got {cost}")
     return costs
+
+
+def time_slots(schedule: Schedule) -> list[list[Action | None]]:
+    """For each rank, what it does in each slot of time, None where it is idle; sends and receives take no time.
+
+    Every action takes one slot. Only where the schedule also splits backwards into I and W does B take two.
+    """
+    has_split = any(action.kind is Kind.I for order in schedule.orders for action in order)
+    half = 1.0 if has_split else 0.5
+    rows: list[list[Action | None]] = []
+    for spans in simulate(schedule, input_grad=half, weight_grad=half).spans:
+        row: list[Action | None] = []
+        for action, start, end in spans:
+            row += [None] * (int(start) - len(row)) + [action] * int(end - start)
+        rows.append(row)
+    return rows
+
+
+def render(schedule: Schedule) -> str:
+    """Draw the schedule: a row for each rank, a column for each slot of time, a dot where a rank is idle.
+
+    The drawing is of unit costs: F takes one column, and so does B, or two next to backwards split into I and W.
+
+    Raises:
+        ScheduleError: if the schedule deadlocks.
+    """
+    return format_grid([[str(action or ".") for action in row] for row in time_slots(schedule)])
+
+
+def peak_bytes(
+    schedule: Schedule,
+    kept: Sequence[float],
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+) -> list[float]:
+    """For each rank, the most bytes of activations that it holds at once.
+
+    Args:
+        kept: bytes that each virtual stage keeps of a micro-batch from its F to the end of its B or W.
+        forward: the most that it takes of the micro-batch during F, what it keeps included; None: no more than that.
+        backward: likewise during B or I.
+    """
+    during = {Kind.F: forward or kept, Kind.B: backward or kept, Kind.I: backward or kept}
+    peaks = []
+    for order in schedule.compute():
+        live = peak = 0.0
+        for action in order:
+            stage = action.stage
+            others = live - kept[stage] * (action.kind is not Kind.F)
+            peak = max(peak, live, others + during.get(action.kind, kept)[stage])
+            if action.kind is Kind.F:
+                live += kept[stage]
+            elif action.kind in (Kind.B, Kind.W):
+                live -= kept[stage]
+        peaks.append(max(peak, live))
+    return peaks
+
+
+def live_activations(schedule: Schedule) -> list[int]:
+    """For each virtual stage, the most micro-batches whose activations it holds at once."""
+    live = [0] * schedule.num_stages
+    peaks = [0] * schedule.num_stages
+    for order in schedule.compute():
+        for action in order:
+            if action.kind is Kind.F:
+                live[action.stage] += 1
+                peaks[action.stage] = max(peaks[action.stage], live[action.stage])
+            elif action.kind in (Kind.B, Kind.W):
+                live[action.stage] -= 1
+    return peaks

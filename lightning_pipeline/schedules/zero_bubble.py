@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_pipeline.schedules.action import Action, Kind
 from lightning_pipeline.schedules.builders import interleaved_1f1b_low_memory
-from lightning_pipeline.schedules.errors import ScheduleError
-from lightning_pipeline.schedules.limits import require_counts
-from lightning_pipeline.schedules.schedule import Schedule, v_placement
+from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, v_placement
+from lightning_pipeline.schedules.validation import ScheduleError, require_counts
 
 
 def zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:

@@ -1,7 +1,7 @@
 """Lightning's side: the strategy, its clipping, logged values, metrics and checkpoints."""
 
 from lightning_pipeline._registration import introduce, register
-from lightning_pipeline.runtime.reducer import PipelineGradReducer
+from lightning_pipeline.engine.reducer import PipelineGradReducer
 
 from .lightning_private import let_modules_be_compiled, say_which_import
 from .pipeline import PipelineStrategy, sync_pipeline_shared_parameters

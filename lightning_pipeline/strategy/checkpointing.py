@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline.accelerators.random_state import add_random_state, restore_random_state
-from lightning_pipeline.partition.devices import free_memory
+from lightning_pipeline.hooks.owner_computes import Outside
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.partition.plan import StagePlan
+from lightning_pipeline.partition.rng import add_random_state, free_memory, restore_random_state
+from lightning_pipeline.planning.plan import StagePlan
 from lightning_pipeline.runtime.failure import PeerFailedError
-from lightning_pipeline.runtime.outside import Outside
 from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import (
@@ -30,18 +29,17 @@ from .._lightning import (
     TrainerFn,
     TrainerStatus,
 )
-from .checkpoint import gather_module_state, help_to_gather, load_module_state
-from .checkpoint_check import check_checkpoint, check_format, check_optimizers, with_one_outcome
-from .checkpoint_folder import is_folder, read_folder
-from .checkpoint_io import AtomicCheckpointIO
-from .copies import filled_from_owners, gather_module
-from .distributed_checkpoint import (
+from ..checkpoint.check import check_checkpoint, check_format, check_optimizers, with_one_outcome
+from ..checkpoint.files import AtomicCheckpointIO
+from ..checkpoint.folder import is_folder, read_folder
+from ..checkpoint.sharded import (
     BackgroundSave,
     FolderWriter,
     host_group,
     module_state_in_parts,
     optimizer_state_in_parts,
 )
+from ..checkpoint.state import filled_from_owners, gather_module, gather_module_state, help_to_gather, load_module_state
 from .hooks import apart
 from .lightning_private import checkpoint_io_or, innermost
 from .processes import ProcessStrategy

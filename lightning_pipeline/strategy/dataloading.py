@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_pipeline.hooks.first_rank import Asked, Lending
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.direct import Direct
-from lightning_pipeline.runtime.lending import Asked, Lending
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport

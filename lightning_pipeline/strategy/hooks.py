@@ -10,10 +10,10 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_pipeline.hooks.owner_computes import Outside
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
-from lightning_pipeline.runtime.outside import Outside
 
 from .._lightning import NAMES, BasePredictionWriter, Callback, LightningModule, Trainer, is_overridden
 from .lightning_private import Override, call_hooks_within

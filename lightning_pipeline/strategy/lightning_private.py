@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from lightning_pipeline._names import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_pipeline._registration import is_pipeline
 from lightning_pipeline.partition.overrides import InPlaceOf
-from lightning_pipeline.runtime.backend_rules import warm_up
-from lightning_pipeline.runtime.backends import HOST, backend_for
+from lightning_pipeline.runtime.backends import HOST, backend_for, warm_up
 
 from .._lightning import (
     NAMES,

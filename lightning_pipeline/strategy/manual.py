@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeline.engine.suspended import BACKWARD, Meeting, running_step
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
 from lightning_pipeline.partition.users_line import users_line
-from lightning_pipeline.runtime.suspended import BACKWARD, Meeting, running_step
 
 from .._lightning import LightningModule, LightningOptimizer, Precision
 from .lightning_private import lightning_optimizers

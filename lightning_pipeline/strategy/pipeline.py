@@ -18,16 +18,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline._registration import adopted_by, is_pipeline, refuse_fabric
-from lightning_pipeline.partition.fast_paths import fast_paths_open
+from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.shared_parameters import spread_from_owner
+from lightning_pipeline.engine.suspended import end_idle_threads
+from lightning_pipeline.hooks.first_rank import Lending
 from lightning_pipeline.partition.microbatch import OneBatch
 from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
+from lightning_pipeline.recording.patched_torch import fast_paths_open
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
-from lightning_pipeline.runtime.lending import Lending
-from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
-from lightning_pipeline.runtime.shared import spread_from_owner
-from lightning_pipeline.runtime.suspended import end_idle_threads
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 
@@ -42,17 +42,13 @@ from .._lightning import (
     TrainerStatus,
 )
 from ..accelerators.rank_table_environment import warn_of_placement
-from . import refusals
-from .advice import Advice, Advisor, Observer, observed
+from ..checkpoint.optimizer_layout import OptimizerLayout
+from ..checkpoint.state import copies_of
+from ..checkpoint.weights import Weights
+from . import validation as refusals
 from .checkpointing import CheckpointingStrategy
-from .copies import copies_of
-from .cutting import Cut, Cutting, num_stages_for
 from .dataloading import AnnouncedLoader, FollowingLoader
-from .environment_options import options_in_environment
-from .facts import parts_of
-from .held_module import take_initial_values
 from .hooks import apart, follow_hooks, has_hook, knows_no_others, look_at_batches
-from .installation import agree_on_overflow, convert_batch_norms, shared_statistics, silence_writers, sync_over
 from .lightning_private import (
     SKIPPED,
     Override,
@@ -68,13 +64,16 @@ from .lightning_private import (
     total_batches,
     validate_by_first_clock,
 )
+from .local_module import take_initial_values
 from .manual import Closure, backwards_met, batch_calls_met
-from .optimizers import OptimizerLayout
-from .schedule_choice import ScheduleArgument, ScheduleChoice
+from .partitioner import Cut, Cutting, num_stages_for
+from .patches import agree_on_overflow, convert_batch_norms, shared_statistics, silence_writers, sync_over
+from .processes import parts_of
+from .schedule_choice import Advice, Advisor, Observer, ScheduleArgument, ScheduleChoice, observed
 from .stage_optimizers import StageOptimizers, inner, zeroed_unseen
 from .stage_runner import StageRunner
 from .tensor_parallel import TensorGroup
-from .weights import Weights
+from .validation import options_in_environment
 from .whole_batch import WholeBatch
 
 _GIVEN_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")

@@ -1,45 +1,135 @@
-"""The processes of a pipeline, as Lightning asks a strategy for them."""
+"""The processes of a pipeline, as Lightning asks a strategy for them, and what they must agree on."""
 
 from __future__ import annotations
 
 import os
+import platform
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline.partition.placeholder import in_hook
-from lightning_pipeline.runtime import backend_rules
+from lightning_pipeline.runtime import backends as backend_rules
 from lightning_pipeline.runtime.agreement import SAME, Agreement
-from lightning_pipeline.runtime.all_gather import all_gather
 from lightning_pipeline.runtime.backends import backend_for
 from lightning_pipeline.runtime.failure import FailureNotice, waiting_for
-from lightning_pipeline.runtime.meeting import meet
-from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.rendezvous import meet
+from lightning_pipeline.runtime.replicas import Replicas, all_gather
 from lightning_pipeline.runtime.store import BoundedStore
 from lightning_pipeline.runtime.topology import Topology
 
 from .._lightning import (
+    NAMES,
     ClusterEnvironment,
     LightningModule,
     ParallelStrategy,
     Precision,
     ReduceOp,
+    Trainer,
     rank_zero_only,
 )
 from ..accelerators.npu import warn_of_unused_npus
-from ..accelerators.precision import fit_to_device
 from ..accelerators.rank_table_environment import RankTableEnvironment, check_processes, with_rank_table
+from ..accelerators.single_npu import fit_to_device
 from .dataloading import has_length
-from .facts import evaluation_of, settings_of, training_of, versions
 from .launcher import ForkLauncher, PipelineLauncher
 from .lightning_private import connect_processes, wait_for_data_within
-from .world_size import is_for_set_up
+from .summary import is_for_set_up
+
+SETTINGS = (
+    "num_nodes",
+    "precision",
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "num_sanity_val_steps",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "overfit_batches",
+    "reload_dataloaders_every_n_epochs",
+)
+"""Arguments of a Trainer that decide what its loops do, and so for what ranks wait."""
+
+
+def versions() -> dict[str, str]:
+    """Of what the ranks' messages depend on."""
+    return {
+        "lightning_pipeline": version("lightning-pipeline"),
+        "lightning": version(NAMES.distribution),
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def settings_of(trainer: Trainer) -> dict[str, str]:
+    """What a Trainer was asked to do."""
+    assert trainer.state.fn is not None
+    # These wait for all ranks; other callbacks may well be there on one rank only.
+    together = [callback.state_key for callback in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)]
+    return {
+        "the Trainer's function": str(trainer.state.fn.value),
+        # A Trainer that validates by the clock has no val_check_interval.
+        **{name: repr(getattr(trainer, name, None)) for name in SETTINGS},
+        "callbacks": ", ".join(sorted(together)) or "none",
+    }
+
+
+def parts_of(module: LightningModule) -> dict[str, str]:
+    """A model as far as its stages have to fit each other."""
+    # Not buffers: a stage may have added some of its own in an earlier run.
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters(remove_duplicate=False)]
+    checksum = zlib.crc32(repr(shapes).encode())
+    numbers = sum(torch.Size(shape).numel() for _, shape, _ in shapes)
+    return {
+        "LightningModule": type(module).__qualname__,
+        "parameters": f"{len(shapes)} of {numbers} numbers (names, shapes and dtypes: {checksum:08x})",
+    }
+
+
+def training_of(trainer: Trainer) -> dict[str, str]:
+    """What a training loop sets out from, a checkpoint that was restored included."""
+    schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+    return {
+        "training batches": str(trainer.num_training_batches),
+        "global step": str(trainer.global_step),
+        "epoch": str(trainer.current_epoch),
+        "optimizers": ", ".join(map(_describe, trainer.optimizers)) or "none",
+        "lr schedulers": ", ".join(schedulers) or "none",
+        # Lightning's samplers share out the samples by it, and whoever gives ranks seeds of their own does not get what
+        # one process would have made of any of them.
+        "seed_everything": os.environ.get("PL_GLOBAL_SEED", "not called"),
+    }
+
+
+def evaluation_of(kind: str, num_batches: list[int | float], replica: int) -> dict[str, str]:
+    """What an evaluation loop sets out from: batches of each loader. Replicas may have more or fewer of them."""
+    return {
+        f"{kind} loaders": str(len(num_batches)),
+        f"{kind} batches of replica {replica}": ", ".join(map(str, num_batches)),
+    }
+
+
+def _describe(optimizer: Optimizer) -> str:
+    numbers = {name: value for name, value in optimizer.defaults.items() if isinstance(value, (int, float, tuple))}
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in numbers.items())})"
+
 
 EVEN = (
     "give all ranks the same seed, data, checkpoint and optimizers; replicas that read data of their own may need "

@@ -6,17 +6,17 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_pipeline.engine.executor import Span
+from lightning_pipeline.engine.recorded_times import gather_spans
 from lightning_pipeline.partition.microbatch import microbatches_of
-from lightning_pipeline.partition.rebalance import Rebalance, rebalance
-from lightning_pipeline.runtime.executor import Span
-from lightning_pipeline.runtime.recording import gather_spans
+from lightning_pipeline.planning.cost_model import Machine
+from lightning_pipeline.planning.rebalance import Rebalance, rebalance
 from lightning_pipeline.schedules import measured_costs, recorded_schedule
-from lightning_pipeline.schedules.balance import Machine
 
 from .._lightning import Callback, LightningModule, Trainer, rank_zero_info
-from .advice import is_usual
-from .measuring import estimate_training_step, unnoticed, with_everybody
+from .measure import estimate_training_step, unnoticed, with_everybody
 from .pipeline import pipeline_of
+from .schedule_choice import is_usual
 
 
 class PipelineRebalance(Callback):

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeline.runtime.fully_sharded import local_part, slice_like, whole
+from lightning_pipeline.engine.fully_sharded import local_part, slice_like, whole
+from lightning_pipeline.runtime.direct import recv_tree, send_tree
 from lightning_pipeline.runtime.replicas import Replicas
-from lightning_pipeline.runtime.trees import recv_tree, send_tree
 
-from .optimizers import OptimizerLayout
+from ..checkpoint.optimizer_layout import OptimizerLayout
 
 BUCKET_BYTES = 25 << 20
 

@@ -13,17 +13,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
+from lightning_pipeline.engine.fully_sharded import local_part, plain, whole
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.runtime.backend_rules import all_reduce
+from lightning_pipeline.runtime.backends import all_reduce
+from lightning_pipeline.runtime.direct import map_tensors, to_cpu
 from lightning_pipeline.runtime.failure import waiting_for
-from lightning_pipeline.runtime.fully_sharded import local_part, plain, whole
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.runtime.trees import map_tensors, to_cpu
 
 from .._lightning import Callback, LightningModule, LightningOptimizer, is_overridden, rank_zero_warn
+from ..checkpoint.optimizer_layout import OptimizerLayout
 from .hooks import knows_no_others
-from .optimizers import OptimizerLayout
 from .shared_updates import OptimizerShards, WholeUpdates
 
 _NO_GRADIENT = -1.0  # no norm is negative, and NaN stays free for gradients that are

@@ -11,32 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.engine.draws import Draws
+from lightning_pipeline.engine.executor import Span
+from lightning_pipeline.engine.fully_sharded import FullySharded
+from lightning_pipeline.engine.gradients import Gradients
+from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.suspended import Suspended, running_step
+from lightning_pipeline.engine.work import Work
+from lightning_pipeline.hooks.owner_computes import Outside
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.microbatch import OneBatch, microbatches_of
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.partition.random import mix
+from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.runtime.direct import Direct
-from lightning_pipeline.runtime.draws import Draws
-from lightning_pipeline.runtime.executor import Span
-from lightning_pipeline.runtime.fully_sharded import FullySharded
-from lightning_pipeline.runtime.gradients import Gradients
-from lightning_pipeline.runtime.microbatch import Microbatch
-from lightning_pipeline.runtime.outside import Outside
-from lightning_pipeline.runtime.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
-from lightning_pipeline.runtime.site import stage_term
-from lightning_pipeline.runtime.suspended import Suspended, running_step
-from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.topology import Topology, stage_term
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.runtime.work import Work
 
 from .._lightning import LightningModule, rank_zero_info, rank_zero_warn
-from .cutting import Cut
-from .held_module import HeldModule
+from .local_module import HeldModule
 from .logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
-from .losses import backward_of, is_sum_over_samples, loss_in, mean_loss
-from .outputs import combine
+from .outputs import backward_of, combine, is_sum_over_samples, loss_in, mean_loss
+from .partitioner import Cut
 from .schedule_choice import Schedules
 from .signals import Signals, merge
 from .summary import batch_norms_of, summary_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeline.runtime.backend_rules import broadcast, warm_up
+from lightning_pipeline.runtime.backends import broadcast, warm_up
 from lightning_pipeline.runtime.failure import waiting_for
 
 

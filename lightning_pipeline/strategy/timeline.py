@@ -9,12 +9,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_pipeline.runtime.executor import Span
-from lightning_pipeline.runtime.recording import Recording, gather_recordings
+from lightning_pipeline.engine.executor import Span
+from lightning_pipeline.engine.recorded_times import Recording, gather_recordings
 from lightning_pipeline.schedules import idle_share, measured_costs, recorded_schedule
-from lightning_pipeline.schedules.chrome_trace import save_chrome_trace
-from lightning_pipeline.schedules.picture import save_picture
-from lightning_pipeline.schedules.timeline import overlapped_share
+from lightning_pipeline.schedules.timeline import overlapped_share, save_chrome_trace, save_picture
 
 from .._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from .pipeline import PipelineStrategy, pipeline_of

@@ -14,29 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.engine.draws import Draws, set_aside
+from lightning_pipeline.engine.in_order import InOrder
+from lightning_pipeline.engine.microbatch import Microbatch, Structure
+from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.work import Work
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.compiled import is_compiled
-from lightning_pipeline.partition.keyed_calls import KeyedCalls
 from lightning_pipeline.partition.microbatch import microbatches_of
-from lightning_pipeline.partition.module_tensors import ModuleTensors
-from lightning_pipeline.partition.observed_run import Step, gradients_apart
-from lightning_pipeline.partition.plan import StagePlan
-from lightning_pipeline.partition.program import Program
-from lightning_pipeline.partition.recorder import Recorder
-from lightning_pipeline.partition.recording import Recording
 from lightning_pipeline.partition.stage_config import resolve
-from lightning_pipeline.partition.untouched import left_as_it_was
-from lightning_pipeline.runtime.draws import Draws
-from lightning_pipeline.runtime.in_order import InOrder
-from lightning_pipeline.runtime.microbatch import Microbatch, Structure
-from lightning_pipeline.runtime.pipeline import Pipeline
+from lightning_pipeline.planning.observing import Step, gradients_apart, left_as_it_was
+from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.program import Program
+from lightning_pipeline.recording.pure_modules import KeyedCalls
+from lightning_pipeline.recording.recorder import Recorder
+from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.runtime.user_state import set_aside
-from lightning_pipeline.runtime.work import Work
 
 from .._lightning import LightningModule
-from .losses import backward_of
-from .measuring import SeededStep
+from .measure import SeededStep
+from .outputs import backward_of
 from .schedule_choice import Schedules
 
 _SEEDS = (0, 1, 2, 3)

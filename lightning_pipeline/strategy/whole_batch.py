@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from lightning_pipeline.partition.random import mix
-from lightning_pipeline.runtime.draws import Counted, Draws
-from lightning_pipeline.runtime.executor import Span
+from lightning_pipeline.engine.draws import Counted, Draws
+from lightning_pipeline.engine.executor import Span
+from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.schedules import Action, Kind
 
 

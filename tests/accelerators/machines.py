@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeline import NPUAccelerator, PipelineStrategy
 from lightning_pipeline.accelerators.availability import NPUUnavailableError
-from lightning_pipeline.partition.random import generators
+from lightning_pipeline.partition.rng import generators
 from tests.accelerators.simulated_npu import install
 from tests.training.runs import QUIET
 

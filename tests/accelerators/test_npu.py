@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipeline.accelerators.devices import parse_devices
+from lightning_pipeline.accelerators.npu import parse_devices
 from lightning_pipeline.runtime.backends import backend_for
 from tests.accelerators import machines
 from tests.launching import launch

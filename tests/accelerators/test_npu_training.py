@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.strategy.installation import agree_on_overflow
+from lightning_pipeline.strategy.patches import agree_on_overflow
 from tests.accelerators.simulated_npu import SimulatedHCCL, install
 from tests.launching import launch
 from tests.training.runs import QUIET, Losses, differing, weights

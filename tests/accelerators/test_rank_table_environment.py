@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.accelerators.rank_table import RankTableError
+from lightning_pipeline.accelerators.rank_table import RankTableError, is_this_host
 from lightning_pipeline.accelerators.rank_table_environment import (
     RankTableEnvironment,
     check_processes,
@@ -23,7 +23,6 @@ from lightning_pipeline.accelerators.rank_table_environment import (
     with_rank_table,
 )
 from lightning_pipeline.accelerators.rank_table_formats import format_rank_table, read_rank_table
-from lightning_pipeline.accelerators.rank_table_hosts import is_this_host
 from tests.accelerators.tables import group_list, make_table, v1_0, write
 from tests.launching import PATIENCE_S, free_port, launch
 from tests.training.measured import LitLayers, measured_stages, point_loader

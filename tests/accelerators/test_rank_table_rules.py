@@ -7,8 +7,15 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeline.accelerators.rank_table import Device, RankTable, RankTableError, Server, SuperPod
-from lightning_pipeline.accelerators.rank_table_placement import check_placement, place_stages, renumber
-from lightning_pipeline.accelerators.rank_table_rules import check_rank_table, generation_of, require_valid, server_key
+from lightning_pipeline.accelerators.rank_table_rules import (
+    check_placement,
+    check_rank_table,
+    generation_of,
+    place_stages,
+    renumber,
+    require_valid,
+    server_key,
+)
 from lightning_pipeline.runtime.topology import Topology
 from tests.accelerators.tables import make_table
 

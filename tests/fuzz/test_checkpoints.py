@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_pipeline.strategy.checkpoint_check import check_checkpoint, check_format, check_optimizers
-from lightning_pipeline.strategy.checkpoint_folder import convert_checkpoint, read_folder, replace_stored
-from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_pipeline.strategy.folder_metadata import _OPCODES, read_metadata
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.torch_files import CheckpointError
-from lightning_pipeline.strategy.weights import load_weights
+from lightning_pipeline.checkpoint.check import check_checkpoint, check_format, check_optimizers
+from lightning_pipeline.checkpoint.files import AtomicCheckpointIO
+from lightning_pipeline.checkpoint.folder import convert_checkpoint, read_folder, replace_stored
+from lightning_pipeline.checkpoint.folder_metadata import _OPCODES, read_metadata
+from lightning_pipeline.checkpoint.optimizer_layout import OptimizerLayout
+from lightning_pipeline.checkpoint.torch_files import CheckpointError
+from lightning_pipeline.checkpoint.weights import load_weights
 from tests.fuzz.outcomes import VALUES, damaged, mutated, taken
 
 

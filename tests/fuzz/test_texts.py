@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_pipeline.accelerators.rank_table import RankTableError
+from lightning_pipeline.accelerators.rank_table import RankTableError, is_this_host
 from lightning_pipeline.accelerators.rank_table_formats import FORMATS, format_rank_table, lost_in, read_rank_table
-from lightning_pipeline.accelerators.rank_table_hosts import is_this_host
-from lightning_pipeline.accelerators.rank_table_placement import check_placement, place_stages, renumber
-from lightning_pipeline.accelerators.rank_table_rules import check_rank_table
+from lightning_pipeline.accelerators.rank_table_rules import check_placement, check_rank_table, place_stages, renumber
+from lightning_pipeline.checkpoint.torch_files import CheckpointError
+from lightning_pipeline.checkpoint.weights import load_weights
 from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
 from lightning_pipeline.schedules import (
     Schedule,
@@ -33,9 +33,7 @@ from lightning_pipeline.schedules import (
     save_csv,
     simulate,
 )
-from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
-from lightning_pipeline.strategy.torch_files import CheckpointError
-from lightning_pipeline.strategy.weights import load_weights
+from lightning_pipeline.schedules.timeline import load_chrome_trace
 from tests.accelerators.tables import group_list, v1_0, v1_2
 from tests.fuzz.outcomes import DIGITS, NUMBERS, SCALARS, TEXTS, VALUES, damaged, mutated, taken
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline.runtime.backend_rules import all_reduce, broadcast, warm_up
+from lightning_pipeline.runtime.backends import all_reduce, broadcast, warm_up
 from tests.launching import launch, run_ranks
 from tests.npu.ranks import connect
 

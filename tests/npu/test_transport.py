@@ -8,9 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipeline.runtime import transport as module
-from lightning_pipeline.runtime.routes import Channel, Route, routes_along
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
-from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 from lightning_pipeline.runtime.transport import Transport
 from tests.launching import launch, run_ranks
 from tests.npu import stand_in

@@ -9,18 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeline.partition.candidates import cut_tree
-from lightning_pipeline.partition.costs import StepCosts, between
-from lightning_pipeline.partition.estimate import estimate_step
-from lightning_pipeline.partition.plan import NothingToCutError, plan_stages, ranked_plans
-from lightning_pipeline.partition.rebalance import rebalance
-from lightning_pipeline.partition.timing import time_step
-from lightning_pipeline.partition.trace import trace_step
-from lightning_pipeline.partition.untouched import left_as_it_was
-from lightning_pipeline.partition.work import DeviceSpeed
+from lightning_pipeline.planning.cost_model import Machine
+from lightning_pipeline.planning.costs import StepCosts, between, cut_tree, estimate_step
+from lightning_pipeline.planning.observing import left_as_it_was
+from lightning_pipeline.planning.plan import NothingToCutError, plan_stages, ranked_plans
+from lightning_pipeline.planning.rebalance import rebalance
+from lightning_pipeline.planning.timing import time_step
+from lightning_pipeline.planning.trace import DeviceSpeed, trace_step
 from lightning_pipeline.schedules import build
-from lightning_pipeline.schedules.balance import Machine
-from lightning_pipeline.schedules.measured import Costs
+from lightning_pipeline.schedules.recorded_costs import Costs
 
 SPEED = DeviceSpeed(flops=1e9, memory_bytes=1e15)
 ROWS, WIDTH = 4, 8

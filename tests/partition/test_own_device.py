@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.operation import Call, shown
-from lightning_pipeline.partition.own_device import dumps
 from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.tree import dumps
+from lightning_pipeline.recording.operation import Call, shown
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_pipeline.partition.recomputed import recomputed
-from lightning_pipeline.partition.split_backward import SplitBackward
+from lightning_pipeline.recording.recomputation import recomputed
+from lightning_pipeline.recording.split_backward import SplitBackward
 
 
 def sample(number: int, *shape: int) -> Tensor:

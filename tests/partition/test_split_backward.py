@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeline.partition.split_backward import SplitBackward
+from lightning_pipeline.recording.split_backward import SplitBackward
 
 Step = Callable[[nn.Module, Tensor], "Tensor | Sequence[Tensor]"]
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipeline.partition import inference, tree
-from lightning_pipeline.partition.functions import Kind, kind_of
-from lightning_pipeline.partition.inference import Inference
-from lightning_pipeline.partition.operation import take_apart
+from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.torch_functions import Kind, kind_of
+from lightning_pipeline.recording import inference
+from lightning_pipeline.recording.inference import Inference
+from lightning_pipeline.recording.operation import take_apart
 
 INPUTS = {
     "transposed": torch.randn(2, 4, 8).transpose(1, 2),

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.costs import StepCosts
-from lightning_pipeline.partition.plan import StagePlan
-from lightning_pipeline.partition.trace import trace_step
-from lightning_pipeline.partition.whole_modules import plan_of_modules
-from lightning_pipeline.partition.work import DeviceSpeed
+from lightning_pipeline.planning.costs import StepCosts
+from lightning_pipeline.planning.plan import StagePlan, plan_of_modules
+from lightning_pipeline.planning.trace import DeviceSpeed, trace_step
 from lightning_pipeline.schedules import Schedule, build
 
 

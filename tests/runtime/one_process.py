@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.keyed_calls import KeyedCalls
-from lightning_pipeline.partition.module_tensors import ModuleTensors
+from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.work import Work
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.stage_config import resolve
-from lightning_pipeline.runtime.microbatch import Microbatch
-from lightning_pipeline.runtime.pipeline import Pipeline
-from lightning_pipeline.runtime.work import Work
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.pure_modules import KeyedCalls
 from lightning_pipeline.schedules import Action, Kind, Schedule
 
 Step = Callable[[nn.Module, Any], Tensor]

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipeline.runtime import backend_rules
-from lightning_pipeline.runtime.routes import Channel, Route, routes_along
+from lightning_pipeline.runtime import backends as backend_rules
+from lightning_pipeline.runtime.topology import Channel, Route, routes_along
 from tests.launching import PATIENCE_S, launch
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.engine.gradient_strides import GradientStrides
+from lightning_pipeline.engine.microbatch import Here
 from lightning_pipeline.partition.placeholder import Look
-from lightning_pipeline.runtime.gradient_strides import GradientStrides
-from lightning_pipeline.runtime.microbatch import Here
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, from_memory, laid_out
 from lightning_pipeline.runtime.transport import to_wire
 from tests.runtime.one_process import assert_equal

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from lightning_pipeline.partition.execution import visit_function
-from lightning_pipeline.partition.live_bytes import LiveBytes
+from lightning_pipeline.planning.observing import LiveBytes
+from lightning_pipeline.recording.execution import visit_function
 from tests.runtime.one_process import assert_equal, on_stages
 
 STAGES = {"layers.2": 1}
@@ -156,7 +156,7 @@ def test_activations_are_not_kept(reentrant: bool, splits: bool, monkeypatch: py
     most = []
     for each in (plain, checkpointed):
         live = Live()
-        monkeypatch.setattr("lightning_pipeline.runtime.visit.visit_function", live.visit_function)
+        monkeypatch.setattr("lightning_pipeline.engine.visit.visit_function", live.visit_function)
         on_stages(make(), STAGES, each, batches, splits=splits, steps=1)
         most.append(live.most)
     one_layer = rows * width * 4

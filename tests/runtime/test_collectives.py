@@ -11,7 +11,7 @@ import torch.distributed.nn as distributed_nn
 from torch.distributed import all_reduce, get_rank, get_world_size
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_pipeline.runtime.collectives import over_replicas
+from lightning_pipeline.engine.collectives import over_replicas
 from lightning_pipeline.runtime.topology import Topology
 
 ONE = Topology(num_ranks_per_pipeline=4, world_size=4, rank=3)

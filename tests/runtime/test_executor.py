@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_pipeline.runtime.executor import METHODS, Program, Run
+from lightning_pipeline.engine.executor import METHODS, Program, Run
 from lightning_pipeline.schedules import Schedule, build, lower
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeline.runtime.failure import Failure, FailureNotice, PeerFailedError, PipelineTimeoutError
-from lightning_pipeline.runtime.routes import Channel
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
-from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.topology import Channel, Topology
 from lightning_pipeline.runtime.transport import Transport
 from tests.launching import PATIENCE_S, PRELOADED, SOON_S, free_port
 

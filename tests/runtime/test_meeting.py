@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_pipeline.runtime import meeting
+from lightning_pipeline.runtime import rendezvous as meeting
 from tests.launching import PATIENCE_S, SOON_S, free_port, run_ranks
 
 

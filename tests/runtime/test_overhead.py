@@ -7,9 +7,9 @@ from unittest import mock
 
 import torch
 
-from lightning_pipeline.runtime.overhead import measure_overhead
+from lightning_pipeline.engine.visit import Visit
+from lightning_pipeline.planning.calibration import measure_overhead
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.runtime.visit import Visit
 from tests.runtime.test_transport import run
 
 

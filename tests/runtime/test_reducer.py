@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.split_backward import SplitBackward
-from lightning_pipeline.runtime.reducer import PipelineGradReducer
+from lightning_pipeline.engine.reducer import PipelineGradReducer
+from lightning_pipeline.recording.split_backward import SplitBackward
 from tests.launching import PATIENCE_S, launch
 
 WORLD = 4

@@ -20,10 +20,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_pipeline.runtime import meeting
+from lightning_pipeline.runtime import rendezvous as meeting
 from lightning_pipeline.runtime.errors import PipelineTimeoutError
-from lightning_pipeline.runtime.mail import Mail, RollCall
-from lightning_pipeline.runtime.store import BoundedStore, StoreLostError
+from lightning_pipeline.runtime.store import BoundedStore, Mail, RollCall, StoreLostError
 from tests.launching import PATIENCE_S, SOON_S, free_port
 
 pytestmark = pytest.mark.multiprocess

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline.runtime.link import measure_link
-from lightning_pipeline.runtime.routes import Channel, Route, routes_along
+from lightning_pipeline.planning.calibration import measure_link
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, wire_layout
-from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 from lightning_pipeline.runtime.transport import Transport
 from tests.launching import PATIENCE_S, launch
 

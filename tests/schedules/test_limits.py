@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from lightning_pipeline.cli import app
 from lightning_pipeline.schedules import SCHEDULE_NAMES, ScheduleError, as_schedule, build, load_csv, save_picture
-from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
-from lightning_pipeline.schedules.errors import shown
-from lightning_pipeline.schedules.limits import MAX_CSV_BYTES, MAX_PASSES, MAX_RANKS
+from lightning_pipeline.schedules.timeline import load_chrome_trace
+from lightning_pipeline.schedules.validation import MAX_CSV_BYTES, MAX_PASSES, MAX_RANKS, shown
 from tests.memory_limit import little_memory
 
 HUGE = 99_999_999_999

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from lightning_pipeline.planning.cost_model import Cuts, Machine, Plan, Segment, evaluate
+from lightning_pipeline.planning.search import best_plans
 from lightning_pipeline.schedules import ScheduleError, build, simulate
-from lightning_pipeline.schedules.balance import Cuts, Machine, Plan, Segment, evaluate
-from lightning_pipeline.schedules.memory import live_activations, peak_bytes
 from lightning_pipeline.schedules.registry import build_for_batch
-from lightning_pipeline.schedules.search import best_plans
+from lightning_pipeline.schedules.simulation import live_activations, peak_bytes
 
 SCHEDULES = [
     ("gpipe", 3, 5, 1),

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_pipeline.strategy.distributed_checkpoint import BackgroundSave
+from lightning_pipeline.checkpoint.sharded import BackgroundSave
 from tests.launching import PATIENCE_S
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import TorchSyncBatchNorm
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_pipeline.strategy.installation import convert_batch_norms, own_statistics, shared_statistics
+from lightning_pipeline.strategy.patches import convert_batch_norms, own_statistics, shared_statistics
 
 REPLICAS: Any = SimpleNamespace(group=object())
 DEVICE = torch.device("cuda")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeline.checkpoint.state import gather_module_state, load_module_state
 from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.strategy.checkpoint import gather_module_state, load_module_state
 
 
 class Counter(nn.Linear):

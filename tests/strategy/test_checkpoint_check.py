@@ -11,15 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeline.checkpoint.check import check_checkpoint, check_format, check_optimizers, with_one_outcome
+from lightning_pipeline.checkpoint.files import CheckpointError
+from lightning_pipeline.checkpoint.optimizer_layout import OptimizerLayout
 from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.strategy.checkpoint_check import (
-    check_checkpoint,
-    check_format,
-    check_optimizers,
-    with_one_outcome,
-)
-from lightning_pipeline.strategy.checkpoint_io import CheckpointError
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
 
 
 class Counter(nn.Linear):

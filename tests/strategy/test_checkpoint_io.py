@@ -21,9 +21,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.strategy import atomic_file
-from lightning_pipeline.strategy.atomic_file import remove_leftovers, replacing
-from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO, CheckpointError, read_into_memory
+from lightning_pipeline.checkpoint import files as atomic_file
+from lightning_pipeline.checkpoint.files import (
+    AtomicCheckpointIO,
+    CheckpointError,
+    read_into_memory,
+    remove_leftovers,
+    replacing,
+)
 from tests.file_limit import small_files
 
 MEGABYTE = 1 << 20

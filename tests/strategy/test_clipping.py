@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeline.checkpoint.optimizer_layout import OptimizerLayout
 from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
 from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, global_grad_norm
 
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from typer.testing import CliRunner
 
+from lightning_pipeline.checkpoint.folder import convert_checkpoint, read_folder, replace_stored
+from lightning_pipeline.checkpoint.folder_metadata import MAX_BYTES, read_metadata
+from lightning_pipeline.checkpoint.stored_tensors import ShardFiles
+from lightning_pipeline.checkpoint.torch_files import CheckpointError
+from lightning_pipeline.checkpoint.weights import load_weights
 from lightning_pipeline.cli import app
-from lightning_pipeline.strategy.checkpoint_folder import convert_checkpoint, read_folder, replace_stored
-from lightning_pipeline.strategy.folder_metadata import MAX_BYTES, read_metadata
-from lightning_pipeline.strategy.stored_tensors import ShardFiles
-from lightning_pipeline.strategy.torch_files import CheckpointError
-from lightning_pipeline.strategy.weights import load_weights
 from tests.memory_limit import little_memory
 
 NAME = "state_dict.weight"

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_pipeline.partition.plan import StagePlan
-from lightning_pipeline.partition.trace import trace_step
-from lightning_pipeline.partition.untouched import left_as_it_was
-from lightning_pipeline.partition.work import DeviceSpeed
+from lightning_pipeline.planning.observing import left_as_it_was
+from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.planning.trace import DeviceSpeed, trace_step
 from lightning_pipeline.strategy.trials import fault_of_cut
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))

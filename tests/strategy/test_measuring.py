@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.runtime.transport import Transport
-from lightning_pipeline.strategy.measuring import described, restored, speeds_of
+from lightning_pipeline.strategy.measure import described, restored, speeds_of
 
 CPU = torch.device("cpu")
 

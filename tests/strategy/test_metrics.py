@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lightning_pipeline.strategy.installation import sync_over
+from lightning_pipeline.strategy.patches import sync_over
 from tests.launching import launch
 
 

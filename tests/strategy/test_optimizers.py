@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeline.checkpoint.optimizer_layout import OptimizerLayout
 from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),

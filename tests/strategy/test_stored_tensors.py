@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeline.strategy.atomic_file import publish, unfinished
-from lightning_pipeline.strategy.checkpoint import load_module_state
-from lightning_pipeline.strategy.checkpoint_check import check_optimizers
-from lightning_pipeline.strategy.checkpoint_folder import convert_checkpoint, read_folder
-from lightning_pipeline.strategy.checkpoint_io import CheckpointError
-from lightning_pipeline.strategy.optimizers import OptimizerLayout
-from lightning_pipeline.strategy.stored_tensors import ShardFiles, StoredTensor
+from lightning_pipeline.checkpoint.check import check_optimizers
+from lightning_pipeline.checkpoint.files import CheckpointError, publish, unfinished
+from lightning_pipeline.checkpoint.folder import convert_checkpoint, read_folder
+from lightning_pipeline.checkpoint.optimizer_layout import OptimizerLayout
+from lightning_pipeline.checkpoint.state import load_module_state
+from lightning_pipeline.checkpoint.stored_tensors import ShardFiles, StoredTensor
 
 
 def model() -> nn.Sequential:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeline.strategy.losses import is_sum_over_samples
+from lightning_pipeline.strategy.outputs import is_sum_over_samples
 
 N, WIDTH, TOKENS = 4, 4, 5  # as many samples as features: shapes do not tell them apart
 

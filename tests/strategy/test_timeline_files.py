@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_pipeline.runtime.recording import Recording
+from lightning_pipeline.engine.recorded_times import Recording
 from lightning_pipeline.schedules import Action
 from lightning_pipeline.strategy.timeline import MAX_ROWS, draw_timeline, write_chrome_trace
 

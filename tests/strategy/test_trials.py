@@ -8,8 +8,7 @@ from dataclasses import replace
 import lightning as L
 from torch import nn
 
-from lightning_pipeline.partition.plan import StagePlan
-from lightning_pipeline.partition.plan_table import plan_table
+from lightning_pipeline.planning.plan import StagePlan, plan_table
 from lightning_pipeline.strategy.trials import MOST, best_tried, choose_plan, worth_trying
 
 INF = float("inf")

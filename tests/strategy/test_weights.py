@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_pipeline.strategy import weights
-from lightning_pipeline.strategy.torch_files import CheckpointError
-from lightning_pipeline.strategy.weights import load_weights
+from lightning_pipeline.checkpoint import weights
+from lightning_pipeline.checkpoint.torch_files import CheckpointError
+from lightning_pipeline.checkpoint.weights import load_weights
 from tests.memory_limit import little_memory
 
 INDEX = "model.safetensors.index.json"

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.partition import timing
 from lightning_pipeline.partition.placeholder import is_absent
-from lightning_pipeline.runtime import link, overhead
-from lightning_pipeline.strategy import cutting, trials
+from lightning_pipeline.planning import calibration as link
+from lightning_pipeline.planning import calibration as overhead
+from lightning_pipeline.planning import timing
+from lightning_pipeline.strategy import partitioner as cutting
+from lightning_pipeline.strategy import trials
 from tests.launching import PATIENCE_S
 
 NUM_MICROBATCHES = 4

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.strategy.advice import Advisor
+from lightning_pipeline.strategy.schedule_choice import Advisor
 from tests.launching import launch
 from tests.training.models import LitTokens, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, weights

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.runtime import meeting
+from lightning_pipeline.runtime import rendezvous as meeting
 from tests.launching import PATIENCE_S, free_port, launch
 from tests.training.measured import LitLayers, measured_stages, point_loader
 from tests.training.runs import QUIET

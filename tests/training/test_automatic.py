@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
-from lightning_pipeline.partition.costs import StepCosts
 from lightning_pipeline.partition.placeholder import is_absent
-from lightning_pipeline.strategy import cutting, trials
+from lightning_pipeline.planning.costs import StepCosts
+from lightning_pipeline.strategy import partitioner as cutting
+from lightning_pipeline.strategy import trials
 from tests.launching import launch
 from tests.models.lit import LayerDrop
 from tests.training.models import VOCABULARY, LitTokens, token_loader, tokens

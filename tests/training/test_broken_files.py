@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipeline.strategy.atomic_file import SUFFIX
-from lightning_pipeline.strategy.checkpoint_folder import read_folder
-from lightning_pipeline.strategy.checkpoint_io import AtomicCheckpointIO, CheckpointError
+from lightning_pipeline.checkpoint.files import SUFFIX, AtomicCheckpointIO, CheckpointError
+from lightning_pipeline.checkpoint.folder import read_folder
 from tests.launching import launch, run_ranks
 from tests.training.runs import Losses, differing, pipeline_trainer
 

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy, PipelineTimeline
-from lightning_pipeline.runtime import clock
-from lightning_pipeline.runtime.recording import Recording, gather_recordings
+from lightning_pipeline.engine import recorded_times as clock
+from lightning_pipeline.engine.recorded_times import Recording, gather_recordings
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.schedules import build, simulate
 from tests.launching import PATIENCE_S, launch

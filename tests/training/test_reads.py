@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipeline.runtime.ahead import AheadOfPython
+from lightning_pipeline.engine.ahead import AheadOfPython
 from tests.launching import launch
 from tests.training.runs import differing, pipeline_trainer, weights
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.strategy.checkpoint_folder import read_folder, replace_stored
+from lightning_pipeline.checkpoint.folder import read_folder, replace_stored
 from tests.launching import PATIENCE_S, launch
 from tests.training.models import LENGTH, NUM_BLOCKS, VOCABULARY, WIDTH, LitTokens, tokens
 from tests.training.runs import QUIET, Losses

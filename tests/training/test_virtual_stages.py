@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeline.runtime.visit import Visit
+from lightning_pipeline.engine.visit import Visit
 from lightning_pipeline.schedules import build
 from tests.launching import SOON_S, launch, run_ranks
 from tests.training.measured import LitMeasured, measured_stages, point_loader

@@ -1,0 +1,236 @@
+"""The format of a checkpoint folder, its reading, and its conversion into a plain file and back.
+
+A folder holds one Lightning checkpoint:
+
+- ``meta.pt``: the checkpoint as plain Lightning would write it, keys, order and positional ids included, with tensors
+  on the meta device in the places of those that are in shards. Tied tensors are one tensor.
+- torch.distributed.checkpoint's files (``.metadata``, ``*.distcp``): the tensors, by names such as
+  ``state_dict.net.head.weight`` and ``optimizer_0.state.net.head.weight.exp_avg``; a tied tensor has its first name.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+from lightning_pipeline.schedules.validation import shown
+
+from .check import check_optimizer_states
+from .files import TRUST_IT, publish, remove, unfinished
+from .folder_metadata import METADATA_FILE
+from .stored_tensors import ShardFiles, StoredTensor
+from .torch_files import CheckpointError, few, load_torch_file, reason_of
+
+META_FILE = "meta.pt"
+FORMAT = "lightning_pipeline checkpoint folder, version 1"
+_CONVERT_IT = "If you trust it, convert it with weights_only=False (--no-weights-only)"
+Place = tuple[dict[Any, Any], Any, str]
+"""A dict, a key in it, and the name in the shards of the tensor there."""
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether `path` is a local folder, as opposed to a file or an address."""
+    return "://" not in str(path) and Path(path).is_dir()
+
+
+def tensor_places(
+    checkpoint: dict[str, Any], sections: Sequence[str], parameter_names: Sequence[Sequence[str]]
+) -> Iterator[Place]:
+    """The places of a checkpoint whose tensors are in shards.
+
+    Args:
+        checkpoint: Lightning's.
+        sections: keys of the checkpoint with state dicts of the module: "state_dict", and what callbacks add.
+        parameter_names: of each optimizer, by positional id.
+    """
+    for section in sections:
+        state = checkpoint[section]
+        yield from ((state, key, f"{section}.{key}") for key, value in list(state.items()) if isinstance(value, Tensor))
+    for index, (optimizer, names) in enumerate(
+        zip(checkpoint.get("optimizer_states", []), parameter_names, strict=True)
+    ):
+        for position, state in optimizer["state"].items():
+            if isinstance(position, int):
+                before = f"optimizer_{index}.state.{names[position]}"
+                for key, value in list(state.items()):
+                    if isinstance(value, Tensor):
+                        yield state, key, f"{before}.{key}"
+
+
+def replace_tensors(places: Iterator[Place], new: Callable[[Tensor, str], Tensor]) -> None:
+    """Put ``new(tensor, name)`` in each place; one tensor in several places stays one."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}
+    for container, key, name in places:
+        old = container[key]
+        if id(old) not in done:
+            done[id(old)] = old, new(old, name)  # the old one is kept, so that no other takes its id
+        container[key] = done[id(old)][1]
+
+
+def read_folder(path: str | Path, weights_only: bool | None = None, *, way_out: str = TRUST_IT) -> dict[str, Any]:
+    """The checkpoint of a folder, whose tensors are read when they are used.
+
+    Args:
+        weights_only: as for ``torch.load``. Unless it is False, nothing of the folder can run code.
+        way_out: a sentence for the message if it has objects, on how to load it all the same.
+
+    Raises:
+        FileNotFoundError: the folder is no such checkpoint.
+        CheckpointError: it is damaged or not whole, of a later format, or has objects that ``weights_only`` refuses.
+    """
+    path = Path(path)
+    missing = [name for name in (META_FILE, METADATA_FILE) if not (path / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"the folder {path} is no checkpoint that save_distributed_checkpoint=True has written: it has no "
+            f"{' and no '.join(missing)}"
+        )
+    content = load_torch_file(path / META_FILE, weights_only=weights_only, way_out=way_out)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"{path / META_FILE} is in the format {shown(found)}, and this version reads {FORMAT!r}")
+    files = ShardFiles(path, weights_only, way_out=way_out)
+
+    def stored(tensor: Tensor, name: str) -> Tensor:
+        found = files.tensor(name) if tensor.is_meta else tensor
+        if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: {few([name])} is {tuple(tensor.shape)} of {tensor.dtype} by its "
+                f"{META_FILE}, and {tuple(found.shape)} of {found.dtype} by its {METADATA_FILE}"
+            )
+        return found
+
+    try:
+        checkpoint: dict[str, Any] = content["checkpoint"]
+        replace_tensors(tensor_places(checkpoint, content["sections"], content["parameter_names"]), stored)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / META_FILE} is damaged: {reason_of(error)}") from error
+    return checkpoint
+
+
+def replace_stored(checkpoint: Any) -> list[Tensor]:
+    """Read all tensors of what `read_folder` gave into it, tied ones once. Returns them."""
+    read: dict[int, Tensor] = {}
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, StoredTensor):
+            if id(value) not in read:
+                read[id(value)] = value.read()
+            return read[id(value)]
+        if isinstance(value, dict):
+            for key, item in list(value.items()):
+                value[key] = visit(item)
+        elif isinstance(value, list):
+            value[:] = map(visit, value)
+        return value
+
+    visit(checkpoint)
+    return list(read.values())
+
+
+def write_meta(
+    path: Path, checkpoint: dict[str, Any], sections: Sequence[str], parameter_names: Sequence[Sequence[str]]
+) -> None:
+    """Write `meta.pt` of a checkpoint that has meta tensors where they are in shards."""
+    content = {
+        "format": FORMAT,
+        "checkpoint": checkpoint,
+        "sections": list(sections),
+        "parameter_names": [list(names) for names in parameter_names],
+    }
+    with (path / META_FILE).open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def like_meta(tensor: Tensor, name: str = "") -> Tensor:
+    """The whole tensor's shape and dtype."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done: into a folder or a file, so many tensors, so many bytes of them."""
+
+    into_folder: bool
+    num_tensors: int
+    num_bytes: int
+
+
+def convert_checkpoint(source: Path, destination: Path, *, weights_only: bool = True) -> Conversion:
+    """Write a folder as a plain Lightning file, or such a file as a folder. What the destination had before is lost.
+
+    Args:
+        source: a folder that ``save_distributed_checkpoint=True`` has written, or a ``.ckpt`` file.
+        destination: where the other kind is written.
+        weights_only: as for ``torch.load``: False also loads objects, which run code of their own.
+
+    Raises:
+        FileNotFoundError: there is no source, or the folder is no checkpoint.
+        CheckpointError: the source is damaged or not whole, no checkpoint, or has objects that ``weights_only``
+            refuses.
+    """
+    if not source.exists():
+        raise FileNotFoundError(f"{source} does not exist")
+    try:
+        if is_folder(source):
+            return _to_file(source, destination.absolute(), weights_only)
+        return _to_folder(source, destination.absolute(), weights_only)
+    finally:
+        remove(unfinished(destination.absolute()))
+
+
+def _to_file(source: Path, destination: Path, weights_only: bool) -> Conversion:
+    checkpoint = read_folder(source, weights_only, way_out=_CONVERT_IT)
+    tensors = replace_stored(checkpoint)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished(destination).open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(destination)
+    return _summary(tensors, into_folder=False)
+
+
+def _to_folder(source: Path, destination: Path, weights_only: bool) -> Conversion:
+    checkpoint: Any = load_torch_file(source, weights_only=weights_only, way_out=_CONVERT_IT, mmap=True)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise CheckpointError(f"{source} is no checkpoint of Lightning's: it has no state_dict")
+    check_optimizer_states(checkpoint.get("optimizer_states", []), str(source))
+    # A file has no names of parameters in its optimizer states: positions do as well.
+    names = [
+        [str(position) for position in range(sum(len(group["params"]) for group in optimizer["param_groups"]))]
+        for optimizer in checkpoint.get("optimizer_states", [])
+    ]
+    tensors: dict[str, Tensor] = {}
+    stand_ins: dict[Any, Tensor] = {}
+
+    def take(tensor: Tensor, name: str) -> Tensor:
+        memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if tensor.numel() == 0 or memory not in stand_ins:
+            tensors[name], stand_ins[memory] = tensor, like_meta(tensor)
+        return stand_ins[memory]
+
+    replace_tensors(tensor_places(checkpoint, ["state_dict"], names), take)
+    folder = unfinished(destination)
+    remove(folder)
+    folder.mkdir(parents=True)
+    write_meta(folder, checkpoint, ["state_dict"], names)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    publish(destination)
+    return _summary(list(tensors.values()), into_folder=True)
+
+
+def _summary(tensors: list[Tensor], *, into_folder: bool) -> Conversion:
+    return Conversion(into_folder, len(tensors), sum(tensor.nbytes for tensor in tensors))

@@ -1,0 +1,209 @@
+"""Tensors of a checkpoint folder, read when they are used."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lightning_pipeline.runtime.direct import map_tensors
+from lightning_pipeline.schedules.validation import shown
+
+from .files import TRUST_IT
+from .folder_metadata import METADATA_FILE, read_metadata
+from .torch_files import (
+    CheckpointError,
+    few,
+    is_of_the_system,
+    is_trusted,
+    reason_of,
+    refused_classes,
+    with_file,
+)
+
+
+class ShardFiles:
+    """The tensors of a folder in torch.distributed.checkpoint's format.
+
+    Args:
+        path: the folder.
+        weights_only: as for ``torch.load``. Unless it is False nothing of the folder can run code, and its files are in
+            it, or, where its `.metadata` is a link as in Hugging Face's cache, beside what that points to.
+        way_out: a sentence for the message if it holds more, on how to load it all the same.
+
+    Raises:
+        OSError: the metadata cannot be read.
+        CheckpointError: it is damaged or names other classes or files, or these are not all there, or shorter than
+            they were written.
+    """
+
+    def __init__(self, path: Path, weights_only: bool | None = None, *, way_out: str = TRUST_IT) -> None:
+        self.path = path
+        self._reader = _Reader(path, None if is_trusted(weights_only) else way_out)
+        ends: dict[str, int] = {}
+        for stored in (self._reader.metadata.storage_data or {}).values():
+            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+        if not is_trusted(weights_only):
+            self._check_names(ends, way_out)
+        for name, end in ends.items():
+            size = (path / name).stat().st_size if (path / name).is_file() else None
+            if size is None or size < end:
+                found = "is missing" if size is None else f"has {size} of {end} bytes"
+                raise CheckpointError(f"the checkpoint {path} is not whole: its file {name} {found}")
+
+    def names(self) -> list[str]:
+        """All tensors, in the order of the metadata."""
+        entries = self._reader.metadata.state_dict_metadata
+        return [name for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
+
+    def tensor(self, name: str) -> StoredTensor:
+        """The tensor of this name, not read yet.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        found = self._reader.metadata.state_dict_metadata.get(name)
+        if not isinstance(found, TensorStorageMetadata):
+            raise CheckpointError(f"the checkpoint {self.path} has no tensor {few([name])}")
+        stored = torch.empty(found.size, dtype=found.properties.dtype, device="meta").as_subclass(StoredTensor)
+        stored.files, stored.name_in_files = self, name
+        return stored
+
+    def read(self, name: str, into: Tensor) -> Tensor:
+        """Copy a tensor to where it belongs; of a DTensor, this rank's slice.
+
+        Raises:
+            OSError: the system's.
+            CheckpointError: its files are damaged.
+        """
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load({name: into.detach()}, storage_reader=self._reader, planner=planner, no_dist=True)
+        except CheckpointException as error:  # torch's, which is no Exception
+            reason: BaseException = next((cause for cause, _ in error.failures.values()), error)
+            if is_of_the_system(reason):
+                raise with_file(reason, self.path) from None
+            if not isinstance(reason, (Exception, CheckpointException)):  # such as an interrupt
+                raise reason from None
+            found = f"holds {few(names)} in its place" if (names := refused_classes(reason)) else reason_of(reason)
+            raise CheckpointError(
+                f"the checkpoint {self.path} cannot give {few([name])}, from {few(self._files_of(name))}: {found}. "
+                f"It is damaged: take another one"
+            ) from reason
+        return into
+
+    def _files_of(self, name: str) -> list[str]:
+        places = self._reader.metadata.storage_data.items()
+        return sorted({place.relative_path for index, place in places if index.fqn == name})
+
+    def _check_names(self, names: Iterable[str], way_out: str) -> None:
+        roots = {self.path.resolve(), (self.path / METADATA_FILE).resolve().parent}
+        for name in names:
+            try:
+                found = (self.path / name).resolve() if is_relative(name) else None
+            except (OSError, RuntimeError):  # links in a ring
+                found = None
+            if found is None or not any(found.is_relative_to(root) for root in roots):
+                raise CheckpointError(
+                    f"the checkpoint {self.path} names the file {shown(name)}, which is not in it: its {METADATA_FILE} "
+                    f"is damaged, or made to read other files. {way_out}"
+                )
+
+
+def is_relative(name: str) -> bool:
+    """Whether a name from a file is one that a file can have, below the folder that it is relative to.
+
+    On any system, and links aside.
+    """
+    paths = (PurePosixPath(name), PureWindowsPath(name))
+    is_name = bool(paths[0].parts) and name.isprintable() and all(len(part) < 256 for part in paths[0].parts)
+    return is_name and len(name) < 4096 and not any(path.anchor or ".." in path.parts for path in paths)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata once, however many tensors follow.
+
+    Args:
+        way_out: of `read_metadata`; None for a folder that is trusted, whose metadata torch reads.
+    """
+
+    def __init__(self, path: Path, way_out: str | None) -> None:
+        super().__init__(path)
+        self._way_out = way_out
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        path = Path(self.path)
+        if self._way_out is not None:
+            return read_metadata(path, self._way_out)
+        try:
+            return super().read_metadata()
+        except OSError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {reason_of(error)}") from error
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+class StoredTensor(Tensor):
+    """Stands for a tensor in files.
+
+    Lightning hands a loaded checkpoint to hooks of the module and of callbacks, which may look at a tensor's shape,
+    give it another key, or compute with it, before the module and the optimizers take over what they need. So a
+    checkpoint of shards looks like any other: shapes are known, copying to a tensor reads straight into it, and any
+    other operation first reads the whole tensor to the CPU. What is never used is never read.
+    """
+
+    files: ShardFiles
+    name_in_files: str
+
+    def read(self) -> Tensor:
+        """The whole tensor, on the CPU."""
+        return self.files.read(self.name_in_files, torch.empty(self.shape, dtype=self.dtype))
+
+    def read_like(self, sharded: Tensor) -> Tensor:
+        """This rank's slice, as `sharded` has one of a tensor of the same shape."""
+        return self.files.read(self.name_in_files, torch.empty_like(sharded, dtype=self.dtype, requires_grad=False))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DESCRIBING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func == _IS_META:
+            return False
+        if func is Tensor.copy_ and not isinstance(args[0], StoredTensor) and args[0].shape == args[1].shape:
+            target, stored = args[:2]
+            if not target.is_meta:
+                stored.files.read(stored.name_in_files, target)
+            return target
+        read = [map_tensors(values, StoredTensor.read, kind=StoredTensor) for values in (args, kwargs)]
+        return func(*read[0], **read[1])
+
+
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_DESCRIBING = (
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+)

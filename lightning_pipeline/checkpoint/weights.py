@@ -1,0 +1,197 @@
+"""Files of weights, of which a rank reads what it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.partition.ownership import names_of_tensors
+from lightning_pipeline.schedules.validation import read_text, shown
+
+from .folder_metadata import METADATA_FILE
+from .stored_tensors import ShardFiles, is_relative
+from .torch_files import (
+    CheckpointError,
+    few,
+    is_of_the_system,
+    load_torch_file,
+    reason_of,
+    with_file,
+)
+
+INDEX_ENDING = ".index.json"
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+MAX_INDEX_BYTES = 2**26
+"""Of an index: some hundred thousand tensors."""
+
+_SAVE_WEIGHTS = (
+    "If you trust it, load it yourself, and save its weights alone: "
+    "torch.save(torch.load(path, weights_only=False)['state_dict'], other), or for a folder "
+    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, other)"
+)
+
+Weights = str | Path | Mapping[str, str | Path]
+Reader = Callable[[str], Tensor]
+
+
+def load_weights(module: nn.Module, weights: Weights, wanted: Iterable[str]) -> set[str]:
+    """Copy weights from files into the tensors of these names. Returns the names that the files have.
+
+    A tensor that is tied is found under any of its names.
+
+    Args:
+        weights: a file, or the file of each submodule, by name: ``{"model": "gpt2/model.safetensors"}``. A file is a
+            ``.safetensors``, an index of several (``model.safetensors.index.json``), a checkpoint of Lightning's or of
+            torch's, or a folder: of a Hugging Face model, or of torch.distributed.checkpoint.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        CheckpointError: it is damaged or has anything but tensors and plain values, or an index names what is no file
+            beside it.
+        ValueError: it has another shape, or none of the names of its submodule, or the module has no such submodule.
+    """
+    files = weights if isinstance(weights, Mapping) else {"": weights}
+    names = _names(module)
+    found: set[str] = set()
+    for prefix, path in files.items():
+        if prefix and prefix not in dict(module.named_modules(remove_duplicate=False)):
+            raise ValueError(f"weights has the key {prefix!r}, which is no submodule of {type(module).__name__}")
+        before = f"{prefix}." if prefix else ""
+        readers = dict(_readers(Path(path)))
+        inside = [name for aliases in names.values() for name in aliases if name.startswith(before)]
+        if inside and not any(name.removeprefix(before) in readers for name in inside):
+            raise ValueError(
+                f"{path} has none of the weights of {prefix or type(module).__name__}: it has {few(list(readers))}, "
+                f"and the module {few([name.removeprefix(before) for name in inside])}; name the submodule that the "
+                f"file is of, as in weights={{'model': {str(path)!r}}}"
+            )
+        for name in wanted:
+            aliases = [alias.removeprefix(before) for alias in names[name] if alias.startswith(before)]
+            alias = next((alias for alias in aliases if alias in readers), None)
+            if alias is not None:
+                _copy(module, name, readers[alias](alias), path)
+                found.add(name)
+    return found
+
+
+def _names(module: nn.Module) -> dict[str, list[str]]:
+    """All names of each tensor, by each of them."""
+    return {name: names for names in names_of_tensors(module) for name in names}
+
+
+@torch.no_grad()
+def _copy(module: nn.Module, name: str, value: Tensor, path: str | Path) -> None:
+    owner, _, last = name.rpartition(".")
+    tensor = getattr(module.get_submodule(owner), last)
+    if value.shape != tensor.shape:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)} and {path} has {list(value.shape)}: build the model with the sizes "
+            f"that the file was written with"
+        )
+    try:
+        tensor.copy_(value)
+    except RuntimeError as error:  # such as of a sparse tensor, or one without data
+        raise CheckpointError(f"weights: {path} has no values to copy to {name}: {reason_of(error)}") from error
+
+
+def _readers(path: Path) -> Iterator[tuple[str, Reader]]:
+    """The names of a file's tensors, each with a function that reads the one of a name."""
+    if not path.exists():
+        raise FileNotFoundError(f"weights: {path} does not exist")
+    if path.is_dir():
+        index = next((path / name for name in (*INDEXES, *SINGLE) if (path / name).is_file()), None)
+        if index is not None:
+            yield from _readers(index)
+        elif (path / METADATA_FILE).is_file():
+            yield from _distributed(path)
+        else:
+            known = ", ".join((*INDEXES, *SINGLE, METADATA_FILE))
+            raise FileNotFoundError(f"weights: the folder {path} has none of {known}")
+    elif path.name.endswith(INDEX_ENDING):
+        yield from _indexed(path)
+    elif path.suffix == ".safetensors":
+        yield from _safetensors(path)
+    else:
+        content: Any = load_torch_file(path, weights_only=True, way_out=_SAVE_WEIGHTS, mmap=True)
+        state = content.get("state_dict", content) if isinstance(content, Mapping) else content
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"weights: {path} holds a {type(state).__name__}, and no state dict")
+        yield from (
+            (name, state.__getitem__)
+            for name, value in state.items()
+            if isinstance(name, str) and isinstance(value, Tensor)
+        )
+
+
+def _indexed(path: Path) -> Iterator[tuple[str, Reader]]:
+    """The tensors of the files that Hugging Face's index names, which lie beside it or below."""
+    by_file: dict[str, list[str]] = {}
+    for name, file in _weight_map(path).items():
+        by_file.setdefault(file, []).append(name)
+    for file, inside in by_file.items():
+        if not is_relative(file):
+            raise CheckpointError(f"weights: {path} names the file {shown(file)}, which is not in its folder")
+        if file.endswith(INDEX_ENDING) or (path.parent / file).is_dir():
+            raise CheckpointError(f"weights: {path} names {shown(file)}, which is no file of weights")
+        readers = dict(_readers(path.parent / file))
+        missing = [name for name in inside if name not in readers]
+        if missing:
+            raise CheckpointError(f"weights: {path} places {few(missing)} in {shown(file)}, which does not have it")
+        yield from ((name, readers[name]) for name in inside)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        content = json.loads(read_text(path, kind="an index of weights", most=MAX_INDEX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"weights: {path} is no index in JSON: {error}") from None
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise CheckpointError(f"weights: {path} has no weight_map, which gives each tensor's name the name of a file")
+    return files
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, Reader]]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ImportError(f"weights: reading {path} takes the package safetensors: pip install safetensors") from None
+
+    @contextmanager
+    def told() -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, RuntimeError, ValueError, OSError) as error:
+            if is_of_the_system(error):
+                raise with_file(error, path) from None
+            raise CheckpointError(
+                f"weights: {path} cannot be read as safetensors: {reason_of(error)}. It is damaged: copy it again"
+            ) from error
+
+    with told():
+        file = safe_open(path, framework="pt")
+        names = list(file.keys())
+
+    def read(name: str) -> Tensor:
+        with told():
+            return file.get_tensor(name)
+
+    yield from ((name, read) for name in names)
+
+
+def _distributed(path: Path) -> Iterator[tuple[str, Reader]]:
+    """torch.distributed.checkpoint's folder: of a model's state dict, or of one under "state_dict"."""
+    files = ShardFiles(path, weights_only=True, way_out=_SAVE_WEIGHTS)
+    names = files.names()
+    keys = {name.removeprefix("state_dict."): name for name in names} | {name: name for name in names}
+    for key in names:
+        if not key.startswith("optimizer"):
+            name = key.removeprefix("state_dict.")
+            yield name, lambda name: files.tensor(keys[name]).read()

@@ -1,0 +1,204 @@
+"""The micro-batches of one step whose forwards run before the step's Python (`expectations` says why)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.work import LiveCount
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.provenance import copied, is_same
+from lightning_pipeline.recording.recording import Recording
+from lightning_pipeline.runtime.tensor_meta import as_bytes, from_bytes, num_bytes, places
+from lightning_pipeline.runtime.transport import Transport
+
+_RECEIVES_AHEAD = 4
+"""Micro-batches whose receives are posted before they are needed."""
+
+
+class AheadOfPython:
+    """What ranks tell one another of them, and how they are taken back.
+
+    Args:
+        microbatches: the step's, all of them ahead.
+        placement: the rank of each virtual stage.
+        rank: this rank's place in the pipeline.
+        read_module: gives every rank the data of tensors of the module.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[Microbatch],
+        placement: Sequence[int],
+        rank: int,
+        transport: Transport | None,
+        tensors: ModuleTensors,
+        device: torch.device,
+        *,
+        read_module: Callable[[Sequence[Tensor]], list[Tensor]],
+    ) -> None:
+        self._microbatches = microbatches
+        self._placement = placement
+        self._rank = rank
+        self._transport = transport
+        self._tensors = tensors
+        self._device = device
+        numbers = {number: None for one in microbatches if one.ahead for number in one.ahead.expectation.module_reads}
+        own = [tensors.tensors[number] for number in numbers]
+        for one in microbatches[:_RECEIVES_AHEAD]:
+            self._post(one)
+        self._of_module = dict(zip(map(id, own), read_module(own), strict=True)) if own else {}
+
+    def note_written(self, state: Microbatch, visit: int) -> None:
+        """Keep what a visit is about to write over, until the Python has come to its end."""
+        assert state.ahead is not None
+        for number in state.ahead.expectation.written[visit]:
+            tensor = self._tensors.tensors[number]
+            state.ahead.before.append((tensor, copied(tensor)))
+
+    def tell(self, state: Microbatch, visit: int) -> None:
+        """Give the other ranks what the step reads of a visit's values."""
+        assert state.ahead is not None
+        ahead = state.ahead
+        reads = ahead.expectation.reads_by_visit.get(visit)
+        if not reads or self._transport is None:
+            return
+        looks = ahead.expectation.looks_of(reads)
+        message = torch.zeros(num_bytes(looks) + 1, dtype=torch.uint8)
+        if ahead.error is None and not ahead.is_passed_over:
+            for value, look, place in zip(reads, looks, places(looks), strict=True):
+                message[place] = as_bytes(state.kept[value], look)
+            message[-1] = True  # whether the rest is what it should be
+        self._transport.send_read(message, self._number(state, visit))
+
+    def values(self, state: Microbatch, recording: Recording, values: Sequence[int]) -> list[Tensor] | None:
+        """The data of values that the step reads; None where it has not come to the read as expected.
+
+        Raises:
+            Exception: what a forward here has raised, which the step has not got past.
+        """
+        assert state.ahead is not None
+        expectation = state.ahead.expectation
+        is_expected = recording.event in expectation.path and set(values) <= set(expectation.reads)
+        if not is_expected or not self._has_taken_along(state, recording):
+            return None
+        answers = self._answers(state)
+        if answers is None:
+            return None
+        if state.ahead.error is not None:
+            raise state.ahead.error
+        return [answers[value].clone() for value in values]
+
+    def values_of_module(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """The data of tensors of the module, where all of them were expected to be read."""
+        if not all(id(tensor) in self._of_module for tensor in tensors):
+            return None
+        return [self._of_module[id(tensor)].clone() for tensor in tensors]
+
+    def has_ended(self, state: Microbatch, recording: Recording, loss_value: int, asked: Sequence[int]) -> bool:
+        """Whether a step's Python, which is at its end, has done what the forwards have run: it goes backward, then.
+
+        Raises:
+            Exception: what a forward here has raised.
+        """
+        if state.ahead is None or not state.ahead.is_open:
+            return False
+        expectation = state.ahead.expectation
+        is_as_expected = (
+            recording.event is expectation.end
+            and recording.is_simple
+            and loss_value == expectation.loss_value
+            and set(asked) <= set(expectation.asked)
+            and set(recording.reads) <= set(expectation.reads)
+            and self._has_taken_along(state, recording)
+            and self._answers(state) is not None
+        )
+        if is_as_expected:
+            state.ahead.is_open = False
+            if state.ahead.error is not None:
+                raise state.ahead.error
+        return is_as_expected
+
+    def pass_over(self, first: Microbatch, go_on: Callable[[], None], live: LiveCount) -> None:
+        """Take back what has run of a micro-batch and of later ones. All ranks come to call it."""
+        taken_back = [one for one in self._microbatches[first.index :] if one.ahead is not None and one.ahead.is_open]
+        for state in taken_back:
+            assert state.ahead is not None
+            state.ahead.is_passed_over = True
+        go_on()
+        for state in taken_back:
+            self._answers(state)  # those that nobody has asked for
+        for state in reversed(taken_back):
+            assert state.ahead is not None
+            for tensor, before in reversed(state.ahead.before):
+                with torch.no_grad():
+                    tensor.copy_(before)
+            live.now -= state.ahead.num_live
+            state.program, state.ahead, state.loss_value, state.loss_tensor = None, None, -1, None
+            state.inside, state.kept, state.asked = {}, {}, ()
+
+    # -- details ----------------------------------------------------------------------------------------------------
+
+    def _has_taken_along(self, state: Microbatch, recording: Recording) -> bool:
+        """Whether the Python so far has given its events what the forwards have run on."""
+        assert state.ahead is not None
+        ahead, captured = state.ahead, recording.captured
+        if len(captured) > len(ahead.captured):
+            return False
+        with torch._C.DisableTorchFunction():
+            while ahead.num_compared < len(captured):
+                if not is_same(ahead.captured[ahead.num_compared], captured[ahead.num_compared]):
+                    return False
+                ahead.num_compared += 1
+        return True
+
+    def _answers(self, state: Microbatch) -> dict[int, Tensor] | None:
+        """The values that a micro-batch's step reads, once they are there; None where they are wrong."""
+        assert state.ahead is not None
+        ahead, expectation = state.ahead, state.ahead.expectation
+        if ahead.has_answers:
+            return ahead.answers
+        for one in self._microbatches[state.index : state.index + _RECEIVES_AHEAD]:
+            self._post(one)
+        found: dict[int, Any] = {}
+        are_fine = not ahead.is_passed_over
+        for visit, reads in expectation.reads_by_visit.items():
+            if self._placement[visit % len(self._placement)] == self._rank:
+                are_fine &= ahead.error is None
+                found.update((value, state.kept.get(value)) for value in reads)
+                continue
+            assert ahead.arriving is not None
+            message = ahead.arriving[visit].wait(_what(state))
+            are_fine &= bool(message[-1])
+            looks = expectation.looks_of(reads)
+            for value, look, place in zip(reads, looks, places(looks), strict=True):
+                found[value] = from_bytes(message[place], look).to(self._device)
+        ahead.arriving = None
+        ahead.has_answers = True
+        ahead.answers = found if are_fine else None
+        return ahead.answers
+
+    def _post(self, state: Microbatch) -> None:
+        """Post the receives of what a micro-batch's step reads."""
+        ahead = state.ahead
+        if ahead is None or ahead.arriving is not None or ahead.has_answers:
+            return
+        ahead.arriving = {}
+        for visit, reads in ahead.expectation.reads_by_visit.items():
+            rank = self._placement[visit % len(self._placement)]
+            if rank != self._rank:
+                assert self._transport is not None
+                size, number = num_bytes(ahead.expectation.looks_of(reads)) + 1, self._number(state, visit)
+                ahead.arriving[visit] = self._transport.receive_read(size, number, rank, _what(state))
+
+    def _number(self, state: Microbatch, visit: int) -> int:
+        """Tells a message from the step's others: visits of a rank do not take turns."""
+        return state.index * len(self._placement) + visit
+
+
+def _what(state: Microbatch) -> str:
+    return f"what the step reads of micro-batch {state.index}"

@@ -1,0 +1,216 @@
+"""The batch of a step: the first rank tells the others what it is, and gives every rank what all compute with."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.engine.microbatch import Microbatch, Structure
+from lightning_pipeline.engine.work import Work
+from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
+from lightning_pipeline.partition.placeholder import Look, Placeholder, memory_of
+from lightning_pipeline.partition.rng import mix
+from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.topology import Channel
+from lightning_pipeline.runtime.transport import Transport
+
+MAX_STRUCTURES = 64
+"""Structures that are remembered; the one that was not seen for longest goes first."""
+
+
+@dataclass(slots=True)
+class Announcement:
+    """What the first rank tells the others of a step: each micro-batch's structure and size.
+
+    Attributes:
+        numbers: each micro-batch's structure, by number.
+        sizes: each micro-batch's number of samples.
+        new: structures that were not announced before, by number.
+        layouts: layouts that differ from their structure's in plain values, by micro-batch.
+    """
+
+    numbers: list[int]
+    sizes: list[int]
+    new: dict[int, Structure]
+    layouts: dict[int, Layout]
+
+
+class Delivery:
+    """Of the steps of one pipeline.
+
+    Args:
+        rank: this rank's place in the pipeline, of `num_ranks`.
+        transport: None where there is one rank.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, transport: Transport | None) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._transport = transport
+        self._structures: OrderedDict[int, Structure] = OrderedDict()
+        self._by_key: dict[Hashable, int] = {}
+        self._next_number = 0
+        self._parts: list[tuple[Tensor, Tensor]] = []  # of the batch on the first rank, with what the step has of each
+
+    def announce(
+        self, work: Work, microbatches: list[Any] | None
+    ) -> tuple[list[Microbatch], list[list[Tensor]] | None]:
+        """What the step's micro-batches are, and on the first rank their tensors.
+
+        Args:
+            microbatches: the first rank's.
+        """
+        tensors: list[list[Tensor]] | None = None
+        if self._rank == 0:
+            assert microbatches is not None
+            announcement, tensors = self._describe(work.kind, microbatches)
+            for peer in range(1, self._num_ranks):
+                assert self._transport is not None
+                self._transport.send_object(announcement, peer)
+        else:
+            assert self._transport is not None
+            announcement = self._transport.recv_object(0, "the announcement of the next batch")
+        for number in announcement.numbers:
+            if number not in announcement.new:
+                self._structures.move_to_end(number)
+        for number, structure in announcement.new.items():
+            self._structures[number] = structure
+            self._by_key[structure.key] = number
+        while len(self._structures) > max(MAX_STRUCTURES, len(announcement.numbers)):
+            _, structure = self._structures.popitem(last=False)
+            del self._by_key[structure.key]
+        return self._states(work, announcement), tensors
+
+    def deliver(self, states: list[Microbatch], tensors: list[list[Tensor]] | None) -> None:
+        """Give every rank the tensors that all compute with."""
+        self._parts = []
+        sparse = [
+            (state.index, number)
+            for state in states
+            for number, look in enumerate(state.structure.small)
+            if look.stride is None
+        ]
+        if tensors is not None:
+            for state, own in zip(states, tensors, strict=True):
+                everywhere, state.given = state.structure.split(own)
+                if self._num_ranks == 1:
+                    # Parts of one tensor count writes together, though no micro-batch writes into another one's.
+                    state.everywhere = [tensor.data for tensor in everywhere]
+                    continue
+                # As on the other ranks: no parts of one tensor.
+                state.everywhere = [tensor.detach().clone() for tensor in everywhere]
+                self._parts += zip(everywhere, state.everywhere, strict=True)
+            for peer in range(1, self._num_ranks):
+                assert self._transport is not None
+                for packed in _packed(states):
+                    self._transport.send(packed, peer, Channel.BATCH)
+                if sparse:
+                    self._transport.send_object([states[i].everywhere[number] for i, number in sparse], peer)
+            return
+        assert self._transport is not None
+        for state in states:
+            state.everywhere = [_ABSENT] * len(state.structure.small)
+        arriving = []
+        for places, dtype in _columns(states):
+            size = sum(states[index].structure.small[number].shape.numel() for index, number in places)
+            arriving.append((places, self._transport.recv(TensorMeta((size,), (1,), dtype), 0, Channel.BATCH)))
+        for places, receive in arriving:
+            flat = receive.wait("the batch")
+            offset = 0
+            for index, number in places:
+                look = states[index].structure.small[number]
+                size = look.shape.numel()
+                states[index].everywhere[number] = flat[offset : offset + size].reshape(look.shape).clone()
+                offset += size
+        if sparse:
+            received = self._transport.recv_object(0, "the batch's sparse tensors")
+            for (index, number), tensor in zip(sparse, received, strict=True):
+                states[index].everywhere[number] = tensor
+
+    def write_back(self, states: Sequence[Microbatch]) -> None:
+        """What the step has written into its batch, the loader finds there, as in one process."""
+        parts, self._parts = self._parts, []
+        arrays = {memory for state in states if state.recording is not None for memory in state.recording.exposed}
+        for tensor, part in parts:
+            if type(part) is Placeholder:
+                continue
+            # Torch counts its own writes, and not those through arrays.
+            if part.is_inference() or part._version or memory_of(part) in arrays:
+                with torch.no_grad():
+                    tensor.copy_(part)
+
+    # -- details ------------------------------------------------------------------------------------------------------
+
+    def _states(self, work: Work, announcement: Announcement) -> list[Microbatch]:
+        total = sum(announcement.sizes)
+        even = len(set(announcement.sizes)) == 1
+        return [
+            Microbatch(
+                index=index,
+                structure=self._structures[number],
+                layout=announcement.layouts.get(index, self._structures[number].layout),
+                num_samples=announcement.sizes[index],
+                weight=announcement.sizes[index] / total,
+                num_microbatches=len(announcement.numbers),
+                even=even,
+                seed=mix(work.seed, index),
+            )
+            for index, number in enumerate(announcement.numbers)
+        ]
+
+    def _describe(self, kind: Hashable, microbatches: list[Any]) -> tuple[Announcement, list[list[Tensor]]]:
+        announcement = Announcement([], [], {}, {})
+        sizes: list[int | None] = []
+        all_tensors = []
+        for index, microbatch in enumerate(microbatches):
+            tensors, layout, shape_key = signature(microbatch)
+            key = (kind, shape_key)
+            number = self._by_key.get(key)
+            if number is None:
+                number = self._next_number
+                self._next_number += 1
+                announcement.new[number] = Structure(key, layout, [Look.of(tensor) for tensor in tensors])
+                self._by_key[key] = number
+            else:
+                known = announcement.new.get(number) or self._structures[number]
+                if not _same(layout, known.layout):
+                    announcement.layouts[index] = layout
+            announcement.numbers.append(number)
+            sizes.append(num_rows(tensors) or batch_size(microbatch))
+            all_tensors.append(tensors)
+        # Where a split of the user's leaves open how many samples there are, micro-batches count alike.
+        announcement.sizes.extend(size if None not in sizes else 1 for size in sizes)  # type: ignore[misc]
+        return announcement, all_tensors
+
+
+def _columns(states: Sequence[Microbatch]) -> Iterator[tuple[list[tuple[int, int]], torch.dtype]]:
+    """Tensors that travel together: those of a dtype, each as micro-batch and number."""
+    found: dict[torch.dtype, list[tuple[int, int]]] = {}
+    for state in states:
+        for number, look in enumerate(state.structure.small):
+            if look.stride is None:
+                continue
+            found.setdefault(look.dtype, []).append((state.index, number))
+    for dtype, places in found.items():
+        yield places, dtype
+
+
+def _packed(states: Sequence[Microbatch]) -> Iterator[Tensor]:
+    for places, _ in _columns(states):
+        yield torch.cat([states[index].everywhere[number].reshape(-1) for index, number in places])
+
+
+_ABSENT = torch.empty(0, device="meta")
+
+
+def _same(layout: Layout, other: Layout) -> bool:
+    try:
+        return bool(layout == other)
+    except (RuntimeError, ValueError):  # constants that compare elementwise, such as arrays
+        return False

@@ -1,0 +1,110 @@
+"""The random state of a micro-batch's draws, and the user's random state while the engine works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipeline.partition.rng import generators, mix
+from lightning_pipeline.partition.torch_functions import Kind, is_drawing_of_own, kind_of
+from lightning_pipeline.recording.matcher import autocast_state
+from lightning_pipeline.recording.patched_torch import checkpoints_wrapped
+
+
+class Draws:
+    """The global generators of torch that a step on `device` may draw from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = generators(device)
+
+    def seed(self, microbatch: int, number: int) -> None:
+        """Before a draw.
+
+        Args:
+            microbatch: its seed.
+            number: of the draw in the micro-batch.
+        """
+        seed = mix(microbatch, number)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Everything drawn inside leaves the generators as they were."""
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+
+class Counted(TorchFunctionMode):
+    """While entered, the draws of a micro-batch whose step runs as it is are counted and seeded.
+
+    A checkpointed function draws the same again when it is computed again.
+    """
+
+    def __init__(self, draws: Draws, microbatch: int) -> None:
+        super().__init__()
+        self._draws = draws
+        self._microbatch = microbatch
+        self.number = 0
+        self._is_entered = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While the user's step runs."""
+        with self.resumed(), self:
+            yield
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """While the user's step, or a part of it, runs: what other code of the process is to know of it."""
+        self._is_entered = True
+        try:
+            with checkpoints_wrapped(self._resumed):
+                yield
+        finally:
+            self._is_entered = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind_of(func) is Kind.DRAWS and not is_drawing_of_own(kwargs or {}):
+            self._draws.seed(self._microbatch, self.number)
+            self.number += 1
+        return func(*args, **(kwargs or {}))
+
+    def _resumed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        first = self.number
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self.number = self.number, first
+            try:
+                with nullcontext() if self._is_entered else self.running():
+                    return function(*args, **kwargs)
+            finally:
+                self.number = before
+
+        return run
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """While entered, torch's state is what it was around the step: no modes, autograd on, no autocast."""
+    modes = []
+    while torch._C._len_torch_function_stack():
+        modes.append(torch._C._pop_torch_function_stack())
+    autocast = autocast_state()
+    try:
+        with ExitStack() as stack:
+            for kind, _ in autocast or ():
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(torch.set_grad_enabled(True))
+            yield
+    finally:
+        while modes:
+            torch._C._push_on_torch_function_stack(modes.pop())

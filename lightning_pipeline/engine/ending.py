@@ -1,0 +1,156 @@
+"""The end of a step: ranks make sure that they ran the same, and get what the user has kept of it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.engine.microbatch import Microbatch, digests
+from lightning_pipeline.partition.placeholder import Look, Placeholder, become
+from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.tensor_meta import as_bytes, from_bytes, num_bytes, places
+from lightning_pipeline.runtime.transport import Transport
+
+CAPACITY = 1024
+"""Bytes of values that travel in the first message of the exchange."""
+_SMALL = 256
+"""Bytes of a value that travels with others."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A value that is still referred to when a step ends."""
+
+    place: Placeholder
+    look: Look
+    owner: int
+    data: Tensor | None
+
+
+def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[int, int]]) -> list[Wanted]:
+    """What the user's code still refers to.
+
+    Args:
+        owner_of: of each micro-batch, the rank that has computed each value.
+    """
+    found = []
+    for state in microbatches:
+        for value in list(state.places):
+            place = state.places[value]
+            if type(place) is not Placeholder or place.recording is not state.recording:
+                continue  # a later micro-batch has written into it
+            # Those of the table, of this variable, and of the call.
+            if sys.getrefcount(place) > 3:
+                found.append(Wanted(place, place.look, owner_of[state.index][value], state.kept.get(value)))
+    return found
+
+
+def end_step(
+    microbatches: Sequence[Microbatch],
+    wanted: list[Wanted],
+    transport: Transport | None,
+    direct: Direct | None,
+    rank: int,
+    extra: Sequence[float],
+) -> list[list[float]]:
+    """Compare what ran, give every rank what is wanted, and exchange some numbers. All ranks must call it.
+
+    Returns:
+        Every rank's `extra`.
+
+    Raises:
+        RuntimeError: the ranks did not run the same; the message names the first call that differs.
+    """
+    if transport is None or direct is None:
+        return [list(extra)]
+    small = [one for one in wanted if _is_small(one.look)]
+    looks = [one.look for one in small]
+    packed = torch.zeros(num_bytes(looks), dtype=torch.uint8)
+    for one, place in zip(small, places(looks), strict=True):
+        if one.owner == rank:
+            assert one.data is not None
+            packed[place] = as_bytes(one.data, one.look)
+    first, rest = packed[:CAPACITY], packed[CAPACITY:]
+    row = torch.zeros(CAPACITY // 8 + 1 + len(extra), dtype=torch.float64)
+    row.view(torch.uint8)[: len(first)] = first
+    row[CAPACITY // 8] = digest_of(microbatches, wanted)
+    if extra:
+        row[CAPACITY // 8 + 1 :] = torch.tensor(list(extra), dtype=torch.float64)
+    rows = transport.all_gather_vector(row, "the end of the step")
+    digests = rows[:, CAPACITY // 8].tolist()
+    if len(set(digests)) > 1:
+        _tell_difference(microbatches, transport)
+    parts = [rows.view(torch.uint8)[:, :CAPACITY][:, : len(first)]]
+    if len(rest):
+        more = transport.all_gather_vector(rest.view(torch.float64), "values of the step")
+        parts.append(more.view(torch.uint8))
+    table = torch.cat(parts, 1)
+    for one, place in zip(small, places(looks), strict=True):
+        if one.owner != rank:
+            one.data = from_bytes(table[one.owner, place].clone(), one.look).to(one.look.device)
+    for one in wanted:
+        if not _is_small(one.look):
+            one.data = direct.spread(one.data, one.look, one.owner)
+    for one in wanted:
+        assert one.data is not None
+        with torch.no_grad():
+            # An object of its own: the stage's graph may refer to what it computed.
+            become(one.place, one.data.detach().clone() if one.owner == rank else one.data.detach())
+    return rows[:, CAPACITY // 8 + 1 :].tolist()
+
+
+def _is_small(look: Look) -> bool:
+    return look.num_bytes <= _SMALL and look.stride is not None
+
+
+def digest_of(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], before: float | None = None) -> float:
+    """Of what ran, and what is wanted of it.
+
+    Args:
+        before: the digest of steps before, which are to count as well.
+    """
+    made = hashlib.blake2b(repr(before).encode(), digest_size=6)
+    for state in microbatches:
+        assert state.recording is not None
+        made.update(state.recording.event.digest)
+        made.update(repr(digests(state.contents)).encode())
+    for one in wanted:
+        made.update(repr((one.place.value, one.look)).encode())
+    return float(int.from_bytes(made.digest(), "little"))
+
+
+_WAY_OUT = (
+    "Every rank runs the whole step, and has to come to the same: draw random numbers from global generators, or from "
+    "own ones seeded alike, and let nothing depend on the rank"
+)
+
+
+def _tell_difference(microbatches: Sequence[Microbatch], transport: Transport) -> None:
+    """Raise what there is to say of ranks that did not run the same."""
+    own = []
+    for state in microbatches:
+        assert state.recording is not None
+        events = [(event.digest, event.name, event.line, event.num_captured) for event in state.recording.event.path()]
+        own.append((events, digests(state.contents)))
+    told = [transport.broadcast_object(own, rank, "what a rank ran") for rank in range(transport.num_stages)]
+    for index, ran in enumerate(zip(*told, strict=True)):
+        paths = [path for path, _ in ran]
+        for number in range(max(map(len, paths))):
+            found = [path[number] if number < len(path) else (b"", "nothing more", "its end", 0) for path in paths]
+            if len({digest for digest, *_ in found}) > 1:
+                shown = "; ".join(f"stage {rank} ran {name} at {line}" for rank, (_, name, line, _) in enumerate(found))
+                raise RuntimeError(f"the ranks did not run the same code in micro-batch {index}: {shown}. {_WAY_OUT}")
+        for place, taken in enumerate(zip(*(taken for _, taken in ran), strict=False)):
+            if len(set(taken)) > 1:
+                users = (f"{name} at {line}" for _, name, line, end in paths[0] if place < end)
+                user = next(users, "a generator of its own, with a seed that is another one on each,")
+                raise RuntimeError(
+                    f"the ranks did not compute with the same numbers in micro-batch {index}: the first call that was "
+                    f"given others is {user}. {_WAY_OUT}"
+                )
+    raise RuntimeError("the ranks keep different values of a step: something in it depends on the rank")

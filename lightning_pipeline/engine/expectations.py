@@ -1,0 +1,193 @@
+"""Steps that read what stages compute, at the pace of those that do not.
+
+What a step's Python does after a read (``loss.item()``) may depend on what it has read, so that it cannot run ahead of
+the stages as it does otherwise. Where a step has read, the next ones of its kind are expected to run the same events,
+and the stages run them before the Python does::
+
+    without reads     Python 0, F0    Python 1, F1    ...    B0             B1
+    with reads        F0              F1              ...    Python 0, B0   Python 1, B1
+
+The Python gets what the forward has computed, once it has come to the read by the expected events and has given them
+what they have run on; a micro-batch goes backward when its Python has come to its end like this. Nothing rests on the
+expectation but time: where the Python does something else, all ranks come to see it at the same point. They pass over
+the forwards that are left of this and later micro-batches, so that all that is sent is received, take back what these
+have written into the module, and run the rest of the step in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.program import ModuleWrites, Program
+from lightning_pipeline.recording.provenance import Constant, Origin
+from lightning_pipeline.recording.recording import Recording
+
+_MISSED = -10
+_GIVEN_UP = -25
+_AT_MOST = 20
+"""A kind's score: a step that came as expected counts one, up to a limit; kinds below some score are not expected."""
+
+
+@dataclass
+class Expectation:
+    """How a micro-batch of some kind is expected to go.
+
+    Attributes:
+        path: the events from the beginning to the end, both included.
+        origins: of what they take along.
+        loss_value: number of the loss; -1 for none.
+        asked: values that are asked for after the step.
+        reads: values that are read in it.
+        module_reads: the module's tensors that are read, by number.
+        written: by visit, tensors of the module that it writes into.
+    """
+
+    program: Program
+    end: Event
+    path: frozenset[Event]
+    origins: list[Origin]
+    loss_value: int
+    asked: tuple[int, ...]
+    reads: tuple[int, ...]
+    module_reads: tuple[int, ...]
+    written: list[list[int]]
+
+    def looks_of(self, values: Sequence[int]) -> list[Look]:
+        return [self.program.looks[value] for value in values]
+
+    @cached_property
+    def reads_by_visit(self) -> dict[int, list[int]]:
+        """The values that are read, by the visit that makes them."""
+        found: dict[int, list[int]] = {}
+        for value in self.reads:
+            found.setdefault(self.program.homes[value], []).append(value)
+        return found
+
+
+@dataclass
+class Expectations:
+    """By the beginning of a kind's paths."""
+
+    _known: dict[Event, Expectation] = field(default_factory=dict)
+    _scores: dict[Event, int] = field(default_factory=dict)
+
+    def of(self, beginning: Event) -> Expectation | None:
+        return self._known.get(beginning)
+
+    def wants(self, beginning: Event) -> bool:
+        """Whether it would help to know where what a recording takes along comes from."""
+        return beginning in self._scores and beginning not in self._known and not self.has_given_up(beginning)
+
+    def has_given_up(self, beginning: Event) -> bool:
+        """Whether steps of this kind are not expected to come as before."""
+        return self._scores.get(beginning, 0) < _GIVEN_UP
+
+    def keep(self, beginnings: Collection[Event]) -> None:
+        """Forget others than these."""
+        for beginning in [one for one in self._scores if one not in beginnings]:
+            del self._scores[beginning]
+            self._known.pop(beginning, None)
+
+    def forget(self) -> None:
+        """What stages can run by themselves has changed."""
+        self._known.clear()
+        self._scores.clear()
+
+    def note_hit(self, beginning: Event) -> None:
+        self._scores[beginning] = min(self._scores[beginning] + 1, _AT_MOST)
+
+    def note_miss(self, beginning: Event) -> None:
+        self._known.pop(beginning, None)
+        self._scores[beginning] = self._scores.get(beginning, 0) + _MISSED
+
+    def learn(
+        self,
+        beginning: Event,
+        recording: Recording,
+        program: Program,
+        *,
+        can_run_ahead: bool,
+        loss_value: int,
+        asked: Sequence[int],
+    ) -> None:
+        """Take in a micro-batch that has read.
+
+        Args:
+            can_run_ahead: whether its program can run before its Python.
+        """
+        self._scores.setdefault(beginning, 0)
+        if not self.wants(beginning):
+            return
+        if not can_run_ahead or not _can_be_taken_back(program, recording.reads):
+            self._scores[beginning] = 10 * _MISSED
+            return
+        if recording.provenance is None:
+            return  # the next recording notes it
+        origins = _origins(recording)
+        if origins is None:
+            self.note_miss(beginning)
+            return
+        self._known[beginning] = Expectation(
+            program=program,
+            end=recording.event,
+            path=frozenset([beginning, *program.events]),
+            origins=origins,
+            loss_value=loss_value,
+            asked=tuple(dict.fromkeys([*asked, *recording.reads])),
+            reads=tuple(dict.fromkeys(recording.reads)),
+            module_reads=tuple(dict.fromkeys(recording.module_reads)),
+            written=_written(program),
+        )
+
+
+def _written(program: Program) -> list[list[int]]:
+    """By visit, the module's tensors that a program writes into."""
+    writes = ModuleWrites()
+    found: list[dict[int, None]] = [{} for _ in program.visits]
+    for event in program.events:
+        if event.visit >= 0:
+            found[event.visit].update(dict.fromkeys(writes.of(event)))
+    return [list(numbers) for numbers in found]
+
+
+def _origins(recording: Recording) -> list[Origin] | None:
+    """Where what a recording has taken along comes from; None if that is not known of something."""
+    provenance = recording.provenance
+    if provenance is None or not provenance.is_known or recording.overwritten:
+        return None
+    found: list[Origin] = []
+    for place, content in enumerate(recording.captured):
+        if place in provenance.captured:
+            found.append(provenance.captured[place])
+        elif isinstance(content, (int, float, complex)):
+            found.append(Constant(content))
+        else:
+            return None
+    return found
+
+
+def _can_be_taken_back(program: Program, reads: Sequence[int]) -> bool:
+    """Whether a run of its events leaves nothing behind but new tensors, and writes into the module's own memory; and
+    whether what is read is still the same when it has run."""
+    if program.leaves or any(program.foreign):
+        return False
+    writes = ModuleWrites()
+    memory: dict[object, object] = {}  # of values, by the first one in it; below zero of the module's
+    written = set()
+    for event in program.events:
+        if event.visit < 0:
+            continue
+        if getattr(event.function, "runs_python", False) or any(writes.of(event).values()):
+            return False
+        for slot, _, value in event.writes:
+            memory[value] = memory.get(event.inputs[slot], event.inputs[slot])
+            written.add(memory[value])
+        for output, slots in zip(event.outputs, event.result.shares, strict=True):
+            for slot in slots:
+                memory[output] = memory.get(event.inputs[slot], event.inputs[slot])
+    is_batch_written = any(isinstance(first, int) and 0 <= first < program.num_given for first in written)
+    return not is_batch_written and all(memory.get(value, value) not in written for value in reads)

@@ -1,0 +1,197 @@
+"""Hooks on gradients: when a gradient comes on its stage, every rank runs the user's function on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.placeholder import Look, is_absent
+from lightning_pipeline.partition.rng import generators
+from lightning_pipeline.partition.torch_functions import Kind, function_name, kind_of
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.operation import put_together, take_apart
+from lightning_pipeline.recording.recording import Recording
+from lightning_pipeline.runtime.direct import Direct
+
+
+class Data(Protocol):
+    """Brings data to every rank."""
+
+    def data_of(self, values: Sequence[int]) -> list[Tensor]: ...
+    def data_of_module(self, number: int) -> Tensor: ...
+
+
+class HookCalls:
+    """The hooks of one micro-batch.
+
+    Args:
+        recording: of its step.
+        direct: to the other ranks; None without any.
+        seed: starts the random numbers of a draw.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        tensors: ModuleTensors,
+        direct: Direct | None,
+        data: Data,
+        seed: Callable[[int], None],
+    ) -> None:
+        self._recording = recording
+        self._tensors = tensors
+        self._direct = direct
+        self._mode = _OnData(recording, tensors, data)
+        self._seed = seed
+        self._generators = generators(tensors.tensors[0].device if tensors.tensors else torch.device("cpu"))
+        self._random: list[Tensor] = []
+        self._own = hooks_of_parameters(tensors)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there are any; the same on all ranks."""
+        return bool(self._recording.hooks or self._own)
+
+    @property
+    def parameters(self) -> list[int]:
+        """Numbers of the parameters that have some."""
+        return list(self._own)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """While entered, for a stage's backward, the other ranks are told of each gradient that a hook gets."""
+        before = []
+        for hook in self._recording.hooks:
+            hook.run = lambda hook, gradients: self._tell(hook.number, gradients)
+        for number in self._own:
+            if is_absent(self._tensors.tensors[number]):
+                continue
+            hooks = self._tensors.tensors[number]._backward_hooks
+            assert hooks is not None
+            before.append((hooks, dict(hooks)))
+            hooks.clear()
+            hooks[0] = partial(self._tell_of_parameter, number)
+        try:
+            yield
+        finally:
+            for hooks, own in before:
+                hooks.clear()
+                hooks.update(own)
+            for hook in self._recording.hooks:
+                hook.run = None
+        if self._direct is not None:
+            self._direct.tell(None)
+
+    def listen(self, owner: int) -> None:
+        """Run the hooks that another rank runs, until its backward ends."""
+        assert self._direct is not None
+        while True:
+            told = self._direct.hear(owner, "the gradients of hooks")
+            if told is None:
+                return
+            number, layout, looks = told
+            self._call(number, tree.rebuild(layout, [self._direct.receive(look, owner) for look in looks]))
+
+    def _tell_of_parameter(self, number: int, gradient: Tensor) -> Any:
+        return self._tell(-1 - number, (gradient,))
+
+    def _tell(self, number: int, gradients: tuple[Any, ...]) -> Any:
+        if self._direct is not None:
+            tensors, layout = tree.flatten(gradients)
+            self._direct.tell((number, layout, [Look.of(tensor) for tensor in tensors]))
+            for tensor in tensors:
+                self._direct.spread(tensor, Look.of(tensor), self._direct.rank)
+        return self._call(number, gradients)
+
+    def _call(self, number: int, gradients: tuple[Any, ...]) -> Any:
+        with torch.no_grad(), self._drawing(), self._mode:
+            if number >= 0:
+                function = self._recording.hooks[number].function
+                return None if function is None else function(*gradients)
+            [gradient] = gradients
+            for function in self._own[-1 - number]:
+                found = function(gradient)
+                gradient = gradient if found is None else found
+            return gradient
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Random numbers go on from those of the step, from one hook to the next."""
+        if not self._random:
+            self._seed(self._recording.num_draws)
+        for generator, state in zip(self._generators, self._random, strict=False):
+            generator.set_state(state)
+        yield
+        self._random = [generator.get_state() for generator in self._generators]
+
+
+class _OnData(TorchFunctionMode):
+    """While entered, what the user's code refers to has its data."""
+
+    def __init__(self, recording: Recording, tensors: ModuleTensors, data: Data) -> None:
+        super().__init__()
+        self._recording = recording
+        self._tensors = tensors
+        self._data = data
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = kind_of(func)
+        if kind is Kind.DESCRIBES:
+            return func(*args, **kwargs)
+        call = take_apart(func, args, kwargs)
+        values: dict[int, int] = {}
+        numbers: dict[int, int] = {}
+        for place, tensor in enumerate(call.tensors):
+            value, number = self._recording.value_of(tensor), self._tensors.number_of(tensor)
+            if value is not None:
+                values[place] = value
+            if number is not None and not self._tensors.is_replicated(number):
+                numbers[place] = number
+        if not values and not numbers:
+            return func(*args, **kwargs)
+        if (kind is Kind.WRITES and 0 in {**values, **numbers}) or function_name(func) == "grad.__get__":
+            raise NotImplementedError(
+                f"{function_name(func)} in a hook on a gradient, of what a stage computes or holds: do it in "
+                f"on_after_backward ({users_line()})"
+            )
+        data = list(call.tensors)
+        for place, value in values.items():
+            [data[place]] = self._data.data_of([value])
+        for place, number in numbers.items():
+            data[place] = self._data.data_of_module(number)
+        return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+
+
+def hooks_of_parameters(tensors: ModuleTensors) -> dict[int, list[Callable[..., Any]]]:
+    """Hooks that are registered on parameters, by their numbers; the same on all ranks.
+
+    Raises:
+        NotImplementedError: there is one that would see a parameter after its gradient was added.
+    """
+    found = {}
+    with torch._C.DisableTorchFunction():
+        for number, tensor in enumerate(tensors.tensors):
+            if tensor._backward_hooks:
+                found[number] = list(tensor._backward_hooks.values())
+            for function in (tensor._post_accumulate_grad_hooks or {}).values():
+                if not (getattr(function, "__module__", None) or "").startswith("torch."):
+                    raise NotImplementedError(
+                        f"{tensors.names[number][0]} has a hook that runs after its gradient is accumulated, "
+                        f"{_shown(function)}: it would run on one stage only. Do it in on_after_backward or "
+                        f"on_before_optimizer_step"
+                    )
+    return found
+
+
+def _shown(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)

@@ -1,0 +1,425 @@
+"""Micro-batches whose steps read what stages compute, or go back to earlier stages: one by one, event by event.
+
+Micro-batches whose steps read what stages compute, or go back to earlier stages: one by one, event by event.
+
+Each event runs on the rank of its visit, as soon as its values are asked for or its step has ended; an operand that
+another visit has made goes there directly. All ranks go through the same events in the same order, so all of them know
+who sends what to whom.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.engine.gradient_hooks import HookCalls
+from lightning_pipeline.engine.microbatch import Carried, Microbatch
+from lightning_pipeline.engine.transfers import Transfer, Transfers
+from lightning_pipeline.engine.work import Work
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.recording.execution import Repeated, run_event, values_made
+from lightning_pipeline.recording.matcher import Held
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.program import ModuleWrites, Program
+from lightning_pipeline.recording.split_backward import backward_from
+from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.tensor_meta import conform
+
+_SIGNATURE = inspect.signature(torch.autograd.grad)
+
+
+def by_leaves(leaves: Mapping[int, Sequence[Tensor]]) -> Callable[..., Any]:
+    """`torch.autograd.grad` that adds up the gradients of a tensor's leaves, the last use's first, as autograd does.
+
+    Args:
+        leaves: by the tensor's id; those that are not in it, or have none, stand for themselves.
+    """
+
+    def grad(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        bound = _SIGNATURE.bind(*args, **kwargs)
+        inputs = bound.arguments["inputs"]
+        uses = [leaves.get(id(one)) or [one] for one in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+        bound.arguments["inputs"] = [leaf for own in uses for leaf in own]
+        if any(len(own) > 1 for own in uses):
+            bound.arguments["allow_unused"] = True  # a part of the uses
+        found = iter(torch.autograd.grad(*bound.args, **bound.kwargs))
+        return tuple(_sum([next(found) for _ in own]) for own in uses)
+
+    return grad
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in reversed(parts) if part is not None]
+    return reduce(add, present) if present else None
+
+
+class InOrder:
+    """Runs one micro-batch's events.
+
+    Args:
+        placement: the rank of each virtual stage.
+        holders: the ranks that hold a tensor of the module, the one that gives it to others first.
+        earlier: a value of an earlier micro-batch, of which every rank has the data then.
+    """
+
+    def __init__(
+        self,
+        state: Microbatch,
+        looks: Sequence[Look],
+        placement: Sequence[int],
+        rank: int,
+        tensors: ModuleTensors,
+        direct: Direct | None,
+        *,
+        holders: Callable[[int], Sequence[int]],
+        seed_draw: Callable[[int, int], None],
+        training: bool,
+        earlier: Callable[[Any, int], Tensor],
+    ) -> None:
+        self._earlier = earlier
+        self._state = state
+        self._placement = placement
+        self._rank = rank
+        self._tensors = tensors
+        self._direct = direct
+        self._holders = holders
+        self._seed_draw = seed_draw
+        self.looks: dict[int, Look] = dict(enumerate(looks))
+        self.homes: dict[int, int] = dict.fromkeys(range(len(looks)), 0)
+        self._here: dict[tuple[int, int], Tensor] = {}
+        self._transfers = Transfers(state.index, placement, rank, direct, training=training)
+        self._done: Event | None = None
+        self._writes = ModuleWrites()
+        if state.carried is not None:
+            self._transfers, self._done = state.carried.transfers, state.carried.event
+            self.looks, self.homes = dict(state.carried.program.looks), dict(state.carried.program.homes)
+            self._here.update(state.carried.here)
+            for event in state.carried.program.events:
+                self._writes.of(event)
+        self._rank_of = self._transfers.rank_of
+        self._depth = 0  # of checkpointed functions
+        self._stops_early = False
+        self._repeated: dict[int, Repeated] = {}  # by visit, of the checkpointed function that runs
+        if self._rank == placement[0]:
+            for value, tensor in enumerate(state.given):
+                self._here[0, value] = tensor
+
+    def run_up_to(self, end: Event) -> None:
+        """Run what has not run of a path."""
+        todo: list[Event] = []
+        event: Event | None = end
+        while event is not None and event.parent is not None and event is not self._done:
+            todo.append(event)
+            event = event.parent
+        self._done = end
+        for event in reversed(todo):
+            self._run(event)
+
+    def data_of(self, values: Sequence[int]) -> list[Tensor]:
+        """The data of values, on every rank."""
+        found = []
+        for value in values:
+            visit = self.homes[value]
+            owner = self._rank_of(visit)
+            tensor = self._here[visit, value].detach() if owner == self._rank else None
+            if self._direct is not None:
+                tensor = self._direct.spread(tensor, self.looks[value], owner)
+            assert tensor is not None
+            found.append(tensor.clone() if owner == self._rank else tensor)
+        return found
+
+    def data_of_module(self, number: int) -> Tensor:
+        """The data of a tensor of the module, on every rank."""
+        owner = self._holders(number)[0]
+        tensor = self._tensors.tensors[number]
+        if self._direct is None:
+            return tensor.detach()
+        return self._direct.spread(tensor.detach() if owner == self._rank else None, Look.of(tensor), owner)
+
+    def value(self, value: int) -> Tensor | None:
+        """A value's tensor, where this rank has made it."""
+        return self._here.get((self.homes[value], value))
+
+    def let_go(self) -> None:
+        """The micro-batch is done with."""
+        self._here.clear()
+        self._transfers.let_go()
+
+    def carry_on(self, event: Event, program: Program, values: Container[int]) -> Carried:
+        """What goes on after a meeting: these values. Graphs keep what they need, and the module's tensors change."""
+        here = {key: tensor for key, tensor in self._here.items() if key[1] in values}
+        return Carried(event, program, self._transfers, here)
+
+    def backward(self, program: Program, work: Work, *, retain_graph: bool = False) -> None:
+        """Run backward from the micro-batch's loss, visit by visit."""
+        state = self._state
+        wanted = program.with_gradients(state.loss_value)
+        transfers = self._transfers.returning(wanted)
+        last = max(self.homes.values(), default=0)
+        assert state.recording is not None
+        hooks = HookCalls(state.recording, self._tensors, self._direct, self, self._seed)
+        self._check_hooked(hooks, program, wanted)
+        gradients: dict[int, Tensor | None] = {}
+        self._transfers.merge()
+        repeated = self._used_repeatedly(program)
+        before = [(tensor, tensor.grad) for tensor, _ in repeated]
+        for tensor, _ in repeated:
+            tensor.grad = None
+        for visit in range(last, -1, -1):
+            is_mine = self._rank_of(visit) == self._rank
+            if hooks.are_there and not is_mine:
+                hooks.listen(self._rank_of(visit))
+            with hooks.told() if hooks.are_there and is_mine else nullcontext():
+                continued = [tensor for tensor, own in repeated if visit in own]
+                self._backward_of(visit, transfers, gradients, work, continued, retain_graph=retain_graph)
+            for index, one in reversed(list(enumerate(transfers))):
+                if one.destination == visit:
+                    look = self.looks[one.value] if one.value >= 0 else Look.of(self._tensors.tensors[-1 - one.value])
+                    gradient = gradients[index] = self._transfers.give_back(one, look, is_repeated=retain_graph)
+                    if one.source > visit and gradient is not None:  # a parameter's, which no visit to come gives
+                        backward_from([one.sent], [gradient], retain_graph=retain_graph)
+        self._transfers.end_backward(transfers, is_repeated=retain_graph)
+        for parameter, gradient in before:
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        for stage in reversed(range(len(self._placement))):
+            if self._placement[stage] == self._rank:
+                work.after_backward(stage, state)
+        state.gradients = [(place, self._retained(value)) for value, place in state.recording.retained]
+
+    # -- details ----------------------------------------------------------------------------------------------------
+
+    def _used_repeatedly(self, program: Program) -> list[tuple[Tensor, set[int]]]:
+        """Parameters that several visits of this rank use, with these: in one process a micro-batch's uses add up, one
+        after the other, before they are added to those of others."""
+        visits: dict[int, set[int]] = {}
+        for event in program.events:
+            if self._rank_of(event.visit) == self._rank:
+                for value in event.inputs:
+                    if type(value) is int and value < 0:
+                        visits.setdefault(-1 - value, set()).add(event.visit)
+        tensors = self._tensors.tensors
+        return [
+            (tensors[number], own)
+            for number, own in visits.items()
+            if len(own) > 1 and tensors[number].is_leaf and tensors[number].requires_grad
+        ]
+
+    def _backward_of(
+        self,
+        visit: int,
+        transfers: list[Transfer],
+        gradients: dict[int, Tensor | None],
+        work: Work,
+        continued: Sequence[Tensor],
+        *,
+        retain_graph: bool,
+    ) -> None:
+        """Run backward on a visit, on its rank.
+
+        Args:
+            continued: parameters to whose gradients of later visits those of this one are added, use by use.
+        """
+        if self._rank_of(visit) != self._rank:
+            return
+        state = self._state
+        roots: list[Any] = []
+        given: list[Tensor] = []
+        for index, one in reversed(list(enumerate(transfers))):
+            if one.source == visit and one.sent is not None:
+                gradient = gradients.get(index)
+                if gradient is not None:
+                    roots.append(one.sent)
+                    given.append(gradient)
+        if self.homes.get(state.loss_value) == visit:
+            loss = self._here[visit, state.loss_value]
+            assert work.loss_of is not None
+            weighted = work.loss_of(state, loss)
+            if roots:
+                roots.append(weighted)
+                given.append(torch.ones_like(weighted))
+            elif retain_graph:
+                work.run_backward(weighted, retain_graph=True)
+            else:
+                work.run_backward(weighted)
+        for parameter in continued if roots else ():
+            if parameter.grad is not None:
+                roots.append(torch.ops.aten.alias.default(parameter))  # the latest node, which comes first
+                given.append(parameter.grad)
+                parameter.grad = None
+        if roots:
+            backward_from(roots, given, retain_graph=retain_graph)
+
+    def _check_hooked(self, hooks: HookCalls, program: Program, wanted: Container[int]) -> None:
+        """A hook on a parameter gets all of its gradient, or none."""
+        for number in hooks.parameters:
+            users = (event for event in program.events if -1 - number in event.inputs)
+            visits = {event.visit for event in users if any(value in wanted for value in event.made())}
+            if len(visits) > 1:
+                raise NotImplementedError(
+                    f"{self._tensors.names[number][0]} has a hook on its gradient, and takes part on several stages or "
+                    f"several times on one: use its gradient in on_after_backward"
+                )
+
+    def _retained(self, value: int) -> Tensor | None:
+        """The gradient of a value of which it is retained, on every rank."""
+        owner = self._rank_of(self.homes[value])
+        own = self._here[self.homes[value], value].grad if owner == self._rank else None
+        if self._direct is None:
+            return own
+        if owner == self._rank:
+            self._direct.tell(own is not None)
+        elif not self._direct.hear(owner, "a retained gradient"):
+            return None
+        return None if owner == self._rank and own is None else self._direct.spread(own, self.looks[value], owner)
+
+    def _run(self, event: Event) -> None:
+        visit = event.visit
+        if visit < 0:
+            self._mark(event)
+            return
+        is_mine = self._rank_of(visit) == self._rank
+        operands: list[Tensor] = []
+        for slot, value in enumerate(event.inputs):
+            if not isinstance(value, int):
+                place = event.matcher.captured_tensors[slot]
+                recording = self._state.recording
+                assert recording is not None
+                content = recording.captured[event.first_captured + place]
+                if isinstance(content, tuple):
+                    content = self._earlier(*content)
+                elif isinstance(value, Held):
+                    content = self._held(content, value.ranks, visit)
+                operands.append(content)
+            elif value < 0:
+                operands.append(self._module_tensor(-1 - value, visit))
+            else:
+                is_named = _is_bound(event, slot) or event.function is torch.autograd.grad
+                operands.append(self._operand(value, visit, is_named=is_named))
+        if is_mine:
+            recording = self._state.recording
+            assert recording is not None
+            part = self._repeated.get(visit)
+            if self._depth and part is None:
+                part = self._repeated[visit] = Repeated(recording.captured, self._seed, self._stops_early)
+            if part is not None:
+                found = part.run(event, operands)
+            elif event.function is torch.autograd.grad:
+                leaves = {
+                    id(tensor): self._transfers.leaves(value, visit)
+                    for value, tensor in zip(event.inputs, operands, strict=True)
+                    if type(value) is int
+                }
+                found = run_event(event, operands, recording.captured, self._seed, by_leaves(leaves))
+            else:
+                found = run_event(event, operands, recording.captured, self._seed)
+            for value, tensor in values_made(event, operands, found):
+                self._here[visit, value] = tensor
+        for look, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
+            if value is not None:
+                assert isinstance(look, Look)
+                self.looks[value], self.homes[value] = look, visit
+        for number, is_replaced in self._writes.of(event).items():
+            self._share_write(number, visit, event, operands, is_replaced=is_replaced)
+
+    def _share_write(
+        self, number: int, visit: int, event: Event, operands: Sequence[Tensor], *, is_replaced: bool
+    ) -> None:
+        """A tensor of the module has been written into on one rank: the others that hold it follow."""
+        writer = self._rank_of(visit)
+        look = next((look for slot, look, _ in event.writes if event.inputs[slot] == -1 - number), None)
+        tensor = self._tensors.tensors[number]
+        look = look or Look.of(tensor)
+        for key in [key for key in self._here if key[1] == -1 - number and key[0] != visit]:
+            del self._here[key]
+        holders = self._holders(number)
+        if writer == self._rank:
+            own = tensor if writer in holders else self._here[visit, -1 - number]
+            for rank in holders:
+                if rank != writer:
+                    assert self._direct is not None
+                    self._direct.send(conform(own.detach(), look), rank)
+        elif self._rank in holders:
+            assert self._direct is not None
+            data = self._direct.receive(look, writer)
+            if is_replaced:
+                tensor.data = data
+            else:
+                with torch.no_grad():
+                    tensor.copy_(data)
+
+    def _seed(self, number: int) -> None:
+        self._seed_draw(self._state.seed, number)
+
+    def _mark(self, event: Event) -> None:
+        if event.function is CHECKPOINT_BEGINS:
+            if not self._depth:
+                self._stops_early = event.call.args[0]
+            self._depth += 1
+        elif event.function is CHECKPOINT_ENDS:
+            self._depth -= 1
+            if not self._depth:
+                self._repeated = {}
+
+    def _operand(self, value: int, visit: int, *, is_named: bool) -> Tensor:
+        """A value for one use on a visit.
+
+        Args:
+            is_named: the use writes into it, shares its memory, or asks for its gradient.
+        """
+        home, look = self.homes[value], self.looks[value]
+        returns = self._transfers.gives_gradient(look)
+        if home != visit and (visit, value) not in self._here:
+            return self._moved(value, home, visit, look, self._here.get((home, value)))
+        if returns and home != visit and not is_named:
+            own = self._here.get((home, value))
+            there = self._here[visit, value] if self._rank_of(visit) == self._rank else None
+            again = self._transfers.repeat(value, home, visit, own, there)
+            return _NOTHING if again is None else again
+        if returns and home == visit:
+            self._transfers.note_use(value, visit)
+        return self._here.get((visit, value), _NOTHING)
+
+    def _moved(self, value: int, source: int, destination: int, look: Look, own: Tensor | None) -> Tensor:
+        """A value, or a tensor of the module, that another visit has, on its first use on a visit."""
+        moved = self._transfers.move(value, source, destination, look, own)
+        found = self._here[destination, value] = _NOTHING if moved is None else moved
+        return found
+
+    def _module_tensor(self, number: int, visit: int) -> Tensor:
+        rank = self._rank_of(visit)
+        holders = self._holders(number)
+        tensor = self._tensors.tensors[number]
+        if rank in holders:
+            return tensor if rank == self._rank else _NOTHING
+        found = self._here.get((visit, -1 - number))
+        if found is None:
+            home = self._placement.index(holders[0])
+            own = tensor if self._rank == holders[0] else None
+            found = self._moved(-1 - number, home, visit, Look.of(tensor), own)
+        return found
+
+    def _held(self, tensor: Tensor, holders: Sequence[int], visit: int) -> Tensor:
+        """What was made in a hook, on the rank of a visit."""
+        rank = self._rank_of(visit)
+        if rank in holders or self._direct is None:
+            return tensor
+        if holders[0] == self._rank:
+            self._direct.send(conform(tensor, Look.of(tensor)), rank)
+        return self._direct.receive(Look.of(tensor), holders[0]) if rank == self._rank else tensor
+
+
+def _is_bound(event: Event, slot: int) -> bool:
+    """Whether an event writes into an operand, or gives something that shares its memory."""
+    return slot in [written for written, _, _ in event.writes] or any(slot in shared for shared in event.result.shares)
+
+
+_NOTHING = torch.empty(0, device="meta")

@@ -1,0 +1,97 @@
+"""Gradients of tensors that every rank has and that are no parameters, such as a batch's after `requires_grad_()`.
+
+A step's backward leaves them on the ranks that computed with the tensors; when it ends, all ranks get them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition.ownership import holders_of
+from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.transport import Transport
+
+
+class LeafGradients:
+    """Shares the gradients of leaves that steps take along."""
+
+    def __init__(self, tensors: ModuleTensors, transport: Transport, direct: Direct) -> None:
+        self._tensors = tensors
+        self._transport = transport
+        self._direct = direct
+        self._known: list[weakref.ref[Tensor]] = []
+        self._before: list[tuple[Tensor, Tensor | None, int]] = []  # each with its gradient, and how often written into
+
+    def begin(self) -> None:
+        """Note, as a step begins, what gradients the leaves have."""
+        leaves = [leaf for leaf in (reference() for reference in self._known) if leaf is not None]
+        self._before = [(leaf, leaf.grad, _num_writes(leaf.grad)) for leaf in leaves]
+
+    def share(self, captured: Sequence[Tensor]) -> None:
+        """Share the gradients of what a step took along, as it ends. All ranks must call it."""
+        if not captured:
+            self._before = []
+            return
+        leaves = [leaf for leaf in _leaves(captured) if self._is_shared(leaf)]
+        own = [leaf.grad is not None and self._has_changed(leaf) for leaf in leaves]
+        vector = torch.tensor(own, dtype=torch.float64)
+        rows = self._transport.all_gather_vector(vector, "gradients of tensors").tolist()
+        for index, leaf in enumerate(leaves):
+            self._share_one(leaf, [rank for rank, row in enumerate(rows) if row[index]])
+        self._known, self._before = [weakref.ref(leaf) for leaf in leaves], []
+
+    def _has_changed(self, leaf: Tensor) -> bool:
+        """Whether it has another gradient than when the step began, or other numbers in it."""
+        for before, gradient, writes in self._before:
+            if before is leaf:
+                return leaf.grad is not gradient or _num_writes(leaf.grad) != writes
+        return True
+
+    def _share_one(self, leaf: Tensor, ranks: Sequence[int]) -> None:
+        old = next((gradient for before, gradient, _ in self._before if before is leaf), None)
+        if len(ranks) > 1 and old is not None and leaf.grad is old:
+            raise NotImplementedError(
+                f"the gradient of a tensor of shape {list(leaf.shape)} that is no parameter adds up over steps, and "
+                f"several stages compute with it: make it a parameter, or set its grad to None after each step"
+            )
+        look = Look.of(leaf).but(requires_grad=False, is_parameter=False)
+        total: Tensor | None = None
+        for rank in reversed(ranks):  # one process comes to later uses first
+            part = self._direct.spread(leaf.grad if rank == self._direct.rank else None, look, rank)
+            total = part if total is None else total + part
+        if total is not None:
+            leaf.grad = total
+
+    def _is_shared(self, leaf: Tensor) -> bool:
+        is_modules = self._tensors.number_of(leaf) is not None
+        return not is_modules and type(leaf) is not Placeholder and holders_of(leaf) is None
+
+
+def _num_writes(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
+def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves from which tensors were computed, each once, in the same order on all ranks."""
+    found: dict[int, Tensor] = {}
+    seen = set()
+    todo = []
+    for tensor in tensors:
+        if tensor.grad_fn is None:
+            found.setdefault(id(tensor), tensor)
+        todo.append(tensor.grad_fn)
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found.setdefault(id(node.variable), node.variable)
+            todo += [following for following, _ in node.next_functions]
+    return list(found.values())

@@ -1,0 +1,452 @@
+"""PipelineGradReducer: gradients averaged over replicas, in buckets that overlap with other backwards."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipeline.runtime.backends import all_reduce
+from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
+from lightning_pipeline.runtime.failure import waiting_for
+
+
+class Bucket:
+    """Tensors of one dtype and device that travel in one flat tensor, followed by a flag each: one if it is there.
+
+    Args:
+        places: the tensors' numbers, for the caller.
+        likes: tensors of their shapes, memory formats, dtype and device.
+    """
+
+    def __init__(self, places: Sequence[int], likes: Sequence[Tensor]) -> None:
+        self.places = tuple(places)
+        self.dtype = likes[0].dtype
+        self.device = likes[0].device
+        self.numel = 0
+        self._slices: list[tuple[torch.Size, tuple[int, ...], int]] = []
+        for like in likes:
+            dense = torch.empty_like(like, device="meta")  # its memory format, without holes
+            self._slices.append((dense.shape, dense.stride(), self.numel))
+            self.numel += dense.numel()
+
+    def empty(self) -> tuple[Tensor, list[Tensor]]:
+        """Memory for the tensors and their flags, and each tensor's slice of it."""
+        flat = torch.empty(self.numel + len(self.places), dtype=self.dtype, device=self.device)
+        return flat, [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._slices]
+
+
+class Sum:
+    """A bucket on its way: the sum of what all ranks of a group put in, from its start.
+
+    Args:
+        tensors: one for each place, or None, which counts as zeros.
+        divisor: the tensors are divided by it beforehand.
+        timed: note when it ends, for `end`.
+
+    Attributes:
+        start: when it was started (`time.perf_counter`).
+        end: when the collective was over on CPU; elsewhere, when `wait` returned.
+
+    Raises:
+        RuntimeError: the group failed.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        tensors: Sequence[Tensor | None],
+        group: dist.ProcessGroup | None,
+        *,
+        divisor: int = 1,
+        timed: bool = False,
+    ) -> None:
+        self.bucket = bucket
+        self.start, self.end = time.perf_counter(), math.inf
+        flat, self._slices = bucket.empty()
+        self.values, self._flags = flat[: bucket.numel], flat[bucket.numel :].fill_(1)
+        self._absent = [index for index, tensor in enumerate(tensors) if tensor is None]
+        for index in self._absent:
+            self._slices[index].zero_()
+            self._flags[index].zero_()
+        there = [tensor for tensor in tensors if tensor is not None]
+        if there:
+            into = [view for view, tensor in zip(self._slices, tensors, strict=True) if tensor is not None]
+            torch._foreach_copy_(into, there)
+        if divisor != 1:
+            self.values.div_(divisor)
+        work = all_reduce(flat, group=group)
+        self._work: dist.Work | None = work
+        if timed and flat.device.type == "cpu":
+            work.get_future().add_done_callback(self._ended)
+
+    def wait(self) -> None:
+        """Until `values` are the sums; on an accelerator the current stream waits, not the host."""
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            work.wait()
+        finally:
+            del work  # in a traceback it would keep the group's connections open
+        self.end = min(self.end, time.perf_counter())
+
+    def results(self) -> list[Tensor | None]:
+        """After `wait`: each slice, or None for what no rank put in."""
+        results: list[Tensor | None] = list(self._slices)
+        if self._absent:  # otherwise the host need not look at what is on the device
+            flags = self._flags.tolist()
+            for index in self._absent:
+                if not flags[index]:
+                    results[index] = None
+        return results
+
+    def _ended(self, _: torch.futures.Future) -> None:
+        self.end = time.perf_counter()
+
+
+def into_buckets(places: Sequence[int], likes: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
+    """Tensors of a kind in buckets of up to `bucket_bytes`, in the order given; a larger tensor has its own."""
+    filling: dict[Hashable, list[int]] = {}
+    sizes: Counter[Hashable] = Counter()
+    full: list[list[int]] = []
+    for index, like in enumerate(likes):
+        kind, size = (like.dtype, like.device), like.numel() * like.element_size()
+        if kind in filling and sizes[kind] + size > bucket_bytes:
+            full.append(filling.pop(kind))
+            sizes[kind] = 0
+        filling.setdefault(kind, []).append(index)
+        sizes[kind] += size
+    found = sorted([*full, *filling.values()], key=lambda indices: indices[-1])  # as they become complete
+    return [Bucket([places[index] for index in indices], [likes[index] for index in indices]) for indices in found]
+
+
+NAMED_IN_ERRORS = 4
+"""Parameters of a bucket that an error names."""
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class PipelineGradReducer:
+    """Divides gradients by `scale_sense`, sums them over replicas in buckets, and publishes them in ``.grad``.
+
+        gradient = sum over replicas and micro-batches / scale_sense [/ number of replicas]
+
+    Backward has summed over the micro-batches already. By itself it is called as MindSpore's reducer is::
+
+        reducer = PipelineGradReducer(module.parameters())
+        reducer()                       # works on .grad
+        gradients = reducer(gradients)  # or on gradients in the order of the parameters; .grad is left alone
+
+    Under a schedule the buckets of parameters whose last backward is over travel while others are computed::
+
+        reducer.begin([of_stage_3, of_stage_1])  # parameters that become final together, the earliest first
+        reducer.ready(of_stage_3)                # after the last backward there
+        reducer.ready(of_stage_1)
+        reducer.finish()                         # the other parameters, and the results
+
+    Every replica has the same parameters, in one order and with the same ones frozen, and gives `begin` the same
+    groups; the collectives then come in one order, whatever is ready first. What has no gradient may differ between
+    replicas: zeros count for it, and a parameter without one anywhere keeps None. Sums have the same bits on all
+    replicas and in every run. A published gradient is a slice of its bucket, in the parameter's memory format.
+
+    Args:
+        parameters: of this rank's stages, each once. Those that are frozen (or on the meta device) when a step begins
+            are left out of it.
+        scale_sense: what the loss was multiplied by. A tensor of one element, on the gradients' device or the CPU, is
+            read at every step.
+        opt_shard: not here; ``PipelineStrategy(opt_shard=True)`` shards the optimizer state.
+        group: the ranks that hold replicas of these parameters; None for the default group, or for no replicas where
+            `torch.distributed` is not initialised.
+        gradients_mean: mean over replicas; else their sum.
+        bucket_bytes: size of a bucket, in bytes; a larger parameter has one for itself.
+        names: of the parameters, for error messages.
+
+    Raises:
+        ValueError: a parameter comes twice, `scale_sense` or `bucket_bytes` is not positive, `opt_shard` is True, this
+            rank is not in the group, or names are not as many as parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        scale_sense: float | Tensor = 1.0,
+        opt_shard: bool | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        gradients_mean: bool = True,
+        bucket_bytes: int = 25 << 20,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        if opt_shard:
+            raise ValueError(
+                "opt_shard=True is not the reducer's, which gives every replica all gradients: leave it out here, and "
+                "set PipelineStrategy(opt_shard=True) to shard the optimizer state"
+            )
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes has to be positive, got {bucket_bytes}")
+        self.parameters = list(parameters)
+        self.names = list(names) if names is not None else [f"parameter {n}" for n in range(len(self.parameters))]
+        self.scale_sense = _checked_scale(scale_sense)
+        self.gradients_mean = gradients_mean
+        self.num_replicas = dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
+        self.observe: Callable[[int, float, float], None] | None = None
+        """Gets each bucket's number, start and end (`time.perf_counter`), in `finish`. It ends when its collective is
+        over on CPU, and when the host goes on elsewhere."""
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+        self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
+        self._layout: list[Any] = []
+        self._buckets: list[Bucket] = []
+        self._early: set[int] = set()
+        self._step: _Step | None = None
+        if len(self._places) < len(self.parameters):
+            raise ValueError(
+                f"of {len(self.parameters)} parameters only {len(self._places)} are different; pass each once, as "
+                f"module.parameters() does"
+            )
+        if len(self.names) != len(self.parameters):
+            raise ValueError(f"got {len(self.names)} names for {len(self.parameters)} parameters; pass one for each")
+        if self.num_replicas < 1:
+            raise ValueError("this rank is not in the group; pass the one that holds its replicas")
+
+    @torch.no_grad()
+    def __call__(self, gradients: Sequence[Tensor | None] | None = None) -> Gradients:
+        """Reduce now. Returns the reduced gradients in the order of the parameters, None where no replica has one.
+
+        Args:
+            gradients: one for each parameter, frozen or not; they are not changed. None takes those in ``.grad``, and
+                puts the results there.
+
+        Raises:
+            ValueError: there is not one gradient for each parameter, or one has another shape or dtype or is sparse.
+            RuntimeError: the group failed.
+        """
+        if gradients is None:
+            self.begin()
+            self.finish()
+            return tuple(parameter.grad for parameter in self.parameters)
+        if len(gradients) != len(self.parameters):
+            raise ValueError(f"got {len(gradients)} gradients for {len(self.parameters)} parameters; pass one for each")
+        reduced: list[Tensor | None] = [None] * len(gradients)
+        self._new_step([list(range(len(gradients)))], gradients.__getitem__, reduced.__setitem__).finish()
+        return tuple(reduced)
+
+    def begin(self, expected: Sequence[Iterable[nn.Parameter]] | None = None) -> None:
+        """Start a step, before its first `ready`. What an unfinished step had under way is dropped.
+
+        Args:
+            expected: groups of parameters that become final together, in the order in which that will be; the same on
+                every replica. Another order in fact costs overlap, not correctness. Parameters in no group, or in
+                several, are final at `finish`, whatever `ready` says. None: all are one group.
+        """
+        trained = [place for place, p in enumerate(self.parameters) if p.requires_grad and not p.is_meta]
+        groups = [set(trained)] if expected is None else [self._places_of(group) for group in expected]
+        times = Counter(place for group in groups for place in group)
+        early = [[place for place in trained if place in group and times[place] == 1] for group in groups]
+        self._early = {place for group in early for place in group}
+        rest = [place for place in trained if place not in self._early]
+        self._step = self._new_step([*early, rest], self._take, self._publish)
+
+    @torch.no_grad()
+    def ready(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients of `parameters` are final: start the buckets that are complete, if those before have started.
+
+        Returns without waiting for other replicas. Until `finish`, ``.grad`` of what has started is None.
+
+        Raises:
+            ValueError: a gradient is sparse.
+            RuntimeError: no step has begun, or the group failed.
+        """
+        self._current("ready").ready(self._places_of(parameters) & self._early)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Start what is left, wait for all, and put the results in ``.grad``.
+
+        Raises:
+            ValueError: a gradient is sparse.
+            RuntimeError: no step has begun, the group failed, or a gradient came after it was said to be final.
+        """
+        step = self._current("finish")
+        self._step = None
+        step.finish()
+
+    # -- details ----------------------------------------------------------------------------------------------------
+
+    def _current(self, called: str) -> _Step:
+        if self._step is None:
+            raise RuntimeError(f"{called}() was called outside of a step: call begin() before it")
+        return self._step
+
+    def _places_of(self, parameters: Iterable[nn.Parameter]) -> set[int]:
+        return {self._places[parameter] for parameter in parameters if parameter in self._places}
+
+    def _take(self, place: int) -> Tensor | None:
+        parameter = self.parameters[place]
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
+
+    def _publish(self, place: int, gradient: Tensor | None) -> None:
+        parameter = self.parameters[place]
+        if parameter.grad is not None:
+            raise RuntimeError(
+                f"a backward added to the gradient of {self.names[place]} after ready() said that it was final: call "
+                f"ready() after the last backward that uses it, or leave it to finish()"
+            )
+        parameter.grad = gradient
+
+    def _new_step(
+        self,
+        groups: list[list[int]],
+        take: Callable[[int], Tensor | None],
+        publish: Callable[[int, Tensor | None], None],
+    ) -> _Step:
+        like = self.parameters
+        layout = [[(place, like[place].shape, like[place].dtype, like[place].device) for place in g] for g in groups]
+        if layout != self._layout:
+            self._layout, self._buckets = layout, []
+            for group in groups:
+                group = sorted(group, reverse=True)  # backward comes to the last parameters first
+                self._buckets += into_buckets(group, [like[place] for place in group], self._bucket_bytes)
+        return _Step(self, self._group, self._buckets, take, publish)
+
+
+class _Step:
+    """One step's buckets, started in their order.
+
+    Args:
+        take: gives the gradient at a place, for good.
+        publish: gets the reduced one.
+    """
+
+    def __init__(
+        self,
+        reducer: PipelineGradReducer,
+        group: dist.ProcessGroup | None,
+        buckets: list[Bucket],
+        take: Callable[[int], Tensor | None],
+        publish: Callable[[int, Tensor | None], None],
+    ) -> None:
+        self._reducer = reducer
+        self._group = group
+        self._buckets = buckets
+        self._take = take
+        self._publish = publish
+        self._final: set[int] = set()
+        self._sums: list[Sum] = []
+        self._alone = reducer.num_replicas == 1
+
+    def ready(self, places: set[int]) -> None:
+        """Start the next buckets, as far as they are complete."""
+        self._final |= places
+        while not self._alone and len(self._sums) < len(self._buckets):
+            bucket = self._buckets[len(self._sums)]
+            if not self._final.issuperset(bucket.places):
+                break
+            self._start(bucket)
+
+    def finish(self) -> None:
+        """Start the others, wait, divide and publish."""
+        if self._alone:
+            self._divide_own()
+            return
+        for bucket in self._buckets[len(self._sums) :]:
+            self._start(bucket)
+        for number, started in enumerate(self._sums):
+            self._wait(number, started)
+            self._divide(started.values)
+        for number, started in enumerate(self._sums):
+            for place, gradient in zip(started.bucket.places, started.results(), strict=True):
+                self._publish(place, gradient)
+            if self._reducer.observe is not None:
+                self._reducer.observe(number, started.start, started.end)
+
+    def _start(self, bucket: Bucket) -> None:
+        gradients = [self._take(place) for place in bucket.places]
+        for place, gradient in zip(bucket.places, gradients, strict=True):
+            if gradient is not None:
+                self._check(place, gradient)
+        divisor = self._reducer.num_replicas if self._divides_before(bucket.dtype) else 1
+        timed = self._reducer.observe is not None
+        with self._summing(len(self._sums), bucket):
+            self._sums.append(Sum(bucket, gradients, self._group, divisor=divisor, timed=timed))
+
+    def _wait(self, number: int, started: Sum) -> None:
+        with self._summing(number, started.bucket):
+            started.wait()
+
+    @contextmanager
+    def _summing(self, number: int, bucket: Bucket) -> Iterator[None]:
+        """Around the sum of a bucket, whose errors then say which it was."""
+        names = [self._reducer.names[place] for place in bucket.places]
+        more = f" and {len(names) - NAMED_IN_ERRORS} more" if len(names) > NAMED_IN_ERRORS else ""
+        place = f"bucket {number + 1} of {len(self._buckets)} ({', '.join(names[:NAMED_IN_ERRORS])}{more})"
+        try:
+            with waiting_for(f"the gradients of other replicas, {place}"):
+                yield
+        except (PeerFailedError, PipelineTimeoutError):
+            self._sums.clear()
+            raise
+        except RuntimeError as error:
+            self._sums.clear()
+            raise RuntimeError(
+                f"the all-reduce of gradients over {self._reducer.num_replicas} replicas failed at {place}: {error}. A "
+                f"replica has ended or is late, or has other parameters or other frozen ones than this"
+            ) from error
+
+    def _check(self, place: int, gradient: Tensor) -> None:
+        parameter, name = self._reducer.parameters[place], self._reducer.names[place]
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of {name} is sparse ({gradient.layout}), and replicas exchange dense ones only: make "
+                f"its layer with sparse=False"
+            )
+        if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
+            raise ValueError(
+                f"the gradient of {name} has shape {tuple(gradient.shape)} and dtype {gradient.dtype}, the parameter "
+                f"{tuple(parameter.shape)} and {parameter.dtype}: they have to be the same"
+            )
+
+    def _divides_before(self, dtype: torch.dtype) -> bool:
+        """Sums of float16 may be out of its range where the mean is not."""
+        return self._reducer.gradients_mean and dtype == torch.float16
+
+    def _divide(self, sums: Tensor) -> None:
+        divisor = self._reducer.scale_sense
+        if self._reducer.gradients_mean and not self._divides_before(sums.dtype):
+            divisor = divisor * self._reducer.num_replicas
+        if not isinstance(divisor, Tensor):
+            if divisor != 1:
+                sums.div_(divisor)
+        elif sums.dtype.itemsize < 4:  # in this dtype, which accelerators divide in, the divisor may be infinite
+            sums.copy_(sums.float().div_(divisor))
+        else:
+            sums.div_(divisor)
+
+    def _divide_own(self) -> None:
+        """Without other replicas."""
+        scale = self._reducer.scale_sense
+        for bucket in self._buckets:
+            for place in bucket.places:
+                gradient = self._take(place)
+                if gradient is not None and (isinstance(scale, Tensor) or scale != 1):
+                    gradient = gradient.clone()
+                    self._divide(gradient)
+                self._publish(place, gradient)
+
+
+def _checked_scale(scale_sense: float | Tensor) -> float | Tensor:
+    if isinstance(scale_sense, Tensor):
+        if scale_sense.numel() != 1:
+            raise ValueError(f"scale_sense has to have one element, got a tensor of shape {tuple(scale_sense.shape)}")
+        return scale_sense.detach().reshape(())
+    if not (scale_sense > 0 and math.isfinite(scale_sense)):
+        raise ValueError(f"scale_sense has to be positive and finite, got {scale_sense}")
+    return scale_sense

@@ -1,0 +1,212 @@
+"""Parameters that several stages use: one value at the start, one gradient at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.engine.fully_sharded import local_part
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.topology import Channel
+from lightning_pipeline.runtime.transport import Transport
+
+EXACT_BYTES = 1 << 20
+"""Up to this size a shared parameter's gradients are added up micro-batch by micro-batch."""
+
+Stages = tuple[int, ...]
+
+
+class SharedGradients:
+    """Gradients of the parameters that several stages hold, summed over these stages.
+
+    One process adds, for each micro-batch, the gradients of a parameter's uses, from the last use to the first, and
+    then adds that to the sum so far. The parameter's owner, the first stage that holds it, does the same with what the
+    others send, so that the bits are the same. That takes a message a micro-batch; parameters above `EXACT_BYTES` are
+    added up on each stage first and sent once a step.
+
+    Which parameters are shared comes to light in the first step, so until then every one that may be is watched.
+    """
+
+    def __init__(self, transport: Transport | None, stage: int) -> None:
+        self._transport = transport
+        self._stage = stage
+        self._watched: dict[str, nn.Parameter] = {}
+        self._before: dict[str, Tensor | None] = {}
+        self._parts: dict[str, list[Tensor | None]] = {}
+
+    def begin(self, candidates: Mapping[str, nn.Parameter]) -> None:
+        """Before the schedule.
+
+        Args:
+            candidates: parameters that several virtual stages use, or may turn out to; alike on all ranks, though not
+                all ranks need have their data.
+        """
+        self._watched = {}
+        if self._transport is not None:
+            self._watched = {name: parameter for name, parameter in candidates.items() if _is_small(parameter)}
+        self._before = {name: parameter.grad for name, parameter in self._watched.items()}
+        self._parts = {name: [] for name in self._watched}
+        for parameter in self._watched.values():
+            parameter.grad = None
+
+    def after_backward(self, microbatch: int) -> None:
+        """After a micro-batch's backward on one virtual stage: put its gradients aside."""
+        for name, parameter in self._watched.items():
+            parts = self._parts[name]
+            parts.extend([None] * (microbatch + 1 - len(parts)))
+            parts[microbatch] = _add_up(parts[microbatch], [parameter.grad])
+            parameter.grad = None
+
+    def finish(self, shared: Mapping[str, tuple[nn.Parameter, Stages]], *, complete: bool) -> None:
+        """After the schedule: add up. All stages must call it.
+
+        Args:
+            shared: the parameters that several stages hold, and these stages.
+            complete: no further batch adds to these gradients, so every holder needs the sum.
+        """
+        exact = {name: held for name, held in shared.items() if name in self._watched}
+        for name, parameter in self._watched.items():
+            if name not in exact:
+                parameter.grad = _add_up(self._before[name], self._parts[name])
+        if exact and self._transport is not None:
+            self._finish_exact(exact, self._transport, complete)
+        if complete:
+            rest = [held for name, held in shared.items() if name not in exact]
+            sum_over_holders(rest, self._transport, self._stage)
+        self._watched, self._before, self._parts = {}, {}, {}
+
+    def _finish_exact(
+        self, exact: Mapping[str, tuple[nn.Parameter, Stages]], transport: Transport, complete: bool
+    ) -> None:
+        width = 1 + max(len(self._parts[name]) for name in exact)
+        here = torch.zeros(len(exact), width, dtype=torch.float64)
+        for row, name in enumerate(exact):
+            here[row, 0] = self._before[name] is not None
+            for column, part in enumerate(self._parts[name], start=1):
+                here[row, column] = part is not None
+        table = transport.all_gather_vector(here.flatten(), "presence of shared gradients")
+        present = table.bool().reshape(-1, len(exact), width).tolist()
+        # All parts travel before any sum does, in one order everywhere, so that blocking sends cannot wait in a ring.
+        for row, (name, (parameter, stages)) in enumerate(exact.items()):
+            if self._stage == stages[0]:
+                totals = []
+                for column in range(1, width):
+                    givers = [giver for giver in reversed(stages) if present[giver][row][column]]
+                    totals.append(self._total(parameter, self._parts[name][column - 1], givers, transport))
+                parameter.grad = _add_up(self._before[name], totals)
+            elif self._stage in stages:
+                for part in self._parts[name]:
+                    if part is not None:
+                        transport.send(part.contiguous(), stages[0], Channel.SHARED)
+        if complete:
+            for row, (parameter, stages) in enumerate(exact.values()):
+                if present[stages[0]][row][0] or any(any(present[giver][row][1:]) for giver in stages):
+                    _spread_gradient(parameter, stages, transport, self._stage)
+        transport.flush()
+
+    def _total(
+        self, parameter: nn.Parameter, own: Tensor | None, givers: Iterable[int], transport: Transport
+    ) -> Tensor | None:
+        """One micro-batch's gradient over all holders, the last stage's first."""
+        total: Tensor | None = None
+        for giver in givers:
+            part = own
+            if giver != self._stage:
+                part = transport.recv(_meta(parameter), giver, Channel.SHARED).wait("a shared parameter's gradient")
+            assert part is not None
+            total = part if total is None else total + part
+        return total
+
+
+def shared_parameters(
+    parameters: Mapping[str, nn.Parameter], ownership: Ownership
+) -> dict[str, tuple[nn.Parameter, Stages]]:
+    """Each parameter that several stages use, once, with these stages; in the same order everywhere."""
+    shared = set(ownership.shared_names())
+    found: dict[str, tuple[nn.Parameter, Stages]] = {}
+    seen: set[int] = set()
+    for name, parameter in parameters.items():
+        if name in shared and id(parameter) not in seen:
+            seen.add(id(parameter))
+            found[name] = (parameter, ownership.holders[name])
+    return found
+
+
+def sum_over_holders(shared: Sequence[tuple[nn.Parameter, Stages]], transport: Transport | None, stage: int) -> None:
+    """Give every holder of a parameter the sum of all holders' gradients."""
+    if transport is None or not shared:
+        return
+    here = [1.0 if stage in stages and parameter.grad is not None else 0.0 for parameter, stages in shared]
+    table = transport.all_gather_vector(torch.tensor(here, dtype=torch.float64), "presence of shared gradients")
+    present = table.bool().tolist()
+    for index, (parameter, stages) in enumerate(shared):
+        givers = [holder for holder in reversed(stages) if present[holder][index]]
+        if stage not in stages or not givers:
+            continue
+        if stage == stages[0]:
+            total: Tensor | None = None
+            for giver in givers:
+                part = parameter.grad
+                if giver != stage:
+                    part = transport.recv(_meta(parameter), giver, Channel.SHARED).wait("a shared gradient")
+                assert part is not None
+                total = part if total is None else total + part
+            parameter.grad = total
+        elif parameter.grad is not None:
+            transport.send(parameter.grad.contiguous(), stages[0], Channel.SHARED)
+        _spread_gradient(parameter, stages, transport, stage)
+    transport.flush()
+
+
+def spread_from_owner(tensors: Sequence[tuple[Tensor, Sequence[int]]], transport: Transport | None, stage: int) -> None:
+    """Give every holder of a tensor its owner's value (the first holder is the owner)."""
+    if transport is None:
+        return
+    with torch.no_grad():
+        for tensor, stages in tensors:
+            tensor = local_part(tensor)
+            is_sparse = tensor.layout is not torch.strided
+            if stage == stages[0]:
+                for holder in stages[1:]:
+                    if is_sparse:
+                        transport.send_object(tensor.detach().cpu(), holder)
+                    else:
+                        transport.send(tensor.detach().contiguous(), holder, Channel.SHARED)
+            elif stage in stages and not tensor.is_meta:
+                what = "a shared tensor's value"
+                if is_sparse:
+                    tensor.copy_(transport.recv_object(stages[0], what))
+                else:
+                    tensor.copy_(transport.recv(_meta(tensor), stages[0], Channel.SHARED).wait(what))
+    transport.flush()
+
+
+def _spread_gradient(parameter: nn.Parameter, stages: Stages, transport: Transport, stage: int) -> None:
+    if stage == stages[0]:
+        assert parameter.grad is not None
+        for holder in stages[1:]:
+            transport.send(parameter.grad.contiguous(), holder, Channel.SHARED)
+    elif stage in stages:
+        what = "the sum of a shared parameter's gradients"
+        parameter.grad = transport.recv(_meta(parameter), stages[0], Channel.SHARED).wait(what)
+
+
+def _add_up(total: Tensor | None, parts: Iterable[Tensor | None]) -> Tensor | None:
+    """As autograd accumulates: the first is taken as it is, the others are added in place."""
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total.add_(part)
+    return total
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= EXACT_BYTES
+
+
+def _meta(tensor: Tensor) -> TensorMeta:
+    """How a tensor of this shape travels: contiguous."""
+    shape = tuple(tensor.shape)
+    return TensorMeta(shape, tuple(torch.empty(shape, device="meta").stride()), tensor.dtype)

@@ -1,0 +1,350 @@
+"""Steps suspended where micro-batches meet: each runs in a thread of its own, one at a time.
+
+Under manual optimization the user's step calls for what is the whole batch's, such as an optimizer's step. There every
+micro-batch's step waits until the others have come to the same call, which is then done once::
+
+    micro-batch 0   forward  backward |                | forward ...
+    micro-batch 1   forward  backward |                | forward ...
+    the batch                         | optimizer.step |
+
+A thread keeps what torch knows of a step between its calls, as autocast and modes are, apart from that of the others.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+
+from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.execution import autocast_as
+from lightning_pipeline.recording.matcher import autocast_state
+
+BACKWARD = "backward"
+CLOSURE_ENDS = "the end of a closure"
+STEP_ENDS = "the end of training_step"
+_RUN_CLOSURE = object()
+
+
+@dataclass(slots=True)
+class Meeting:
+    """What a step has come to, and waits for the others.
+
+    Attributes:
+        what: the call, alike for all micro-batches.
+        perform: does for the batch what was called for, given what runs all micro-batches' closures.
+        closure: the micro-batch's own.
+        loss: what backward is called on, or a closure has returned.
+        value: its number in the recording; -1 for what every rank has.
+        retain_graph: backward may come once more.
+        line: where in the user's code.
+        deferred: calls before this one that nobody could tell from calls here: what they are, and what does them.
+    """
+
+    what: str
+    perform: Callable[[Callable[[], Any] | None], Any] | None = None
+    closure: Callable[[], Any] | None = None
+    loss: Tensor | None = None
+    value: int = -1
+    retain_graph: bool = False
+    line: str = ""
+    deferred: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[str]:
+        """What the batch is called for, in order."""
+        return [*(what for what, _ in self.deferred), self.what]
+
+
+class _Thread(threading.Thread):
+    """Runs one step after another: what libraries keep for each thread, such as buffers for matrices, is made once."""
+
+    def __init__(self) -> None:
+        super().__init__(name="training_step", daemon=True)
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while (call := self.calls.get()) is not None:
+            call()
+            del call  # or it would keep the step's tensors until the next one
+
+
+_idle: list[_Thread] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # threads do not come along
+
+
+def end_idle_threads() -> None:
+    """After a run. Threads of steps that still wait end with their process."""
+    while _idle:
+        thread = _idle.pop()
+        thread.calls.put(None)
+        thread.join()
+
+
+class _ClosedError(BaseException):
+    """Unwinds a step that nobody will go on with."""
+
+
+class Suspended:
+    """One micro-batch's step.
+
+    Args:
+        function: the step.
+        note: is called with each meeting, in the step's thread.
+    """
+
+    def __init__(self, function: Callable[[], None], note: Callable[[Meeting], None], device: torch.device) -> None:
+        self._function = function
+        self._note = note
+        self._device = device
+        self._modes = _get_current_function_mode_stack()
+        self._autocast = autocast_state()
+        self._is_its_turn, self._is_ours = threading.Lock(), threading.Lock()  # each is released by the other side
+        self._is_its_turn.acquire()
+        self._is_ours.acquire()
+        self._meeting: Meeting | None = None
+        self._answer: Any = None
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._deferred: list[tuple[str, Callable[[], Any]]] = []
+        self._thread: _Thread | None = None
+
+    def resume(self, answer: Any = None) -> Meeting:
+        """Let the step go on to the next meeting, which is its end in the end.
+
+        Args:
+            answer: what the call that it waits for gives.
+
+        Raises:
+            BaseException: whatever the step has raised.
+        """
+        self._answer = answer
+        if self._thread is None:
+            self._thread = _idle.pop() if _idle else _Thread()
+            self._thread.calls.put(functools.partial(contextvars.copy_context().run, self._run))
+        else:
+            self._is_its_turn.release()
+        self._is_ours.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        assert self._meeting is not None
+        return self._meeting
+
+    def run_closure(self) -> Meeting:
+        """Let the step, which waits with a closure, run that."""
+        return self.resume(_RUN_CLOSURE)
+
+    def close(self) -> None:
+        """Unwind the step if it waits. It is not to run any more."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._is_its_turn.release()
+            _idle.append(self._thread)
+            self._thread = None
+
+    def defer(self, what: str, perform: Callable[[], Any]) -> None:
+        """Have the batch do something before whatever comes next of its own."""
+        self._deferred.append((what, perform))
+
+    def meet(self, meeting: Meeting) -> Any:
+        """Wait, in the step's thread, until the batch has done what is called for. Returns what that gives."""
+        meeting.line = users_line()
+        answer = self._wait(meeting)
+        while answer is _RUN_CLOSURE:
+            assert meeting.closure is not None
+            answer = self._wait(Meeting(CLOSURE_ENDS, loss=meeting.closure(), line=meeting.line))
+        return answer
+
+    def _run(self) -> None:
+        _of_thread.step = self
+        try:
+            if self._device.type != "cpu":
+                torch.get_device_module(self._device).set_device(self._device)
+            for mode in self._modes:
+                torch._C._push_on_torch_function_stack(mode)
+            with torch.enable_grad(), autocast_as(self._autocast):
+                self._function()
+            self._come_to(Meeting(STEP_ENDS))
+        except _ClosedError:
+            return
+        except BaseException as error:
+            self._error = error
+        finally:
+            while torch._C._len_torch_function_stack():
+                torch._C._pop_torch_function_stack()
+            _of_thread.step = None
+        self._is_ours.release()
+
+    def _wait(self, meeting: Meeting) -> Any:
+        if self._is_closed:
+            raise _ClosedError
+        self._come_to(meeting)
+        self._is_ours.release()
+        self._is_its_turn.acquire()
+        if self._is_closed:
+            raise _ClosedError
+        return self._answer
+
+    def _come_to(self, meeting: Meeting) -> None:
+        meeting.deferred, self._deferred = self._deferred, []
+        self._note(meeting)
+        self._meeting = meeting
+
+
+class _OfThread(threading.local):
+    step: Suspended | None = None
+
+
+_of_thread = _OfThread()
+
+
+def running_step() -> Suspended | None:
+    """The step in whose thread this is called."""
+    return _of_thread.step
+
+
+MeetingOf = Callable[[Microbatch], Meeting]
+
+
+class BatchWork(Protocol):
+    """What the batch does where its micro-batches have met.
+
+    Attributes:
+        needs_losses: every rank is to have the data of the losses that backward is called on.
+    """
+
+    needs_losses: bool
+
+    def before_part(self) -> None:
+        """Before micro-batches go on."""
+
+    def after_part(self) -> None:
+        """After they have met for anything but a backward."""
+
+    def before_backward(self) -> None:
+        """Before the backward of the first micro-batch."""
+
+    def after_backward(self, losses: Sequence[Tensor | None]) -> None:
+        """After that of the last one. `losses`: of the micro-batches; data where it `needs_losses`."""
+
+    def closure_value(self, values: Sequence[Tensor | None]) -> Tensor | None:
+        """What the closures of the micro-batches come to."""
+
+
+class Parts:
+    """Runs the steps of a batch's micro-batches, part by part.
+
+    Args:
+        steps: of the micro-batches.
+        around: entered around what micro-batches do, and not around what the batch does.
+        resumed: entered around a micro-batch's own code.
+        run: runs what there is of micro-batches up to where they meet, given what lets their own code go on to there.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[Microbatch],
+        steps: Sequence[Suspended],
+        work: BatchWork,
+        *,
+        around: Callable[[], AbstractContextManager[None]],
+        resumed: Callable[[Microbatch], AbstractContextManager[None]],
+        run: Callable[[MeetingOf], None],
+    ) -> None:
+        self._states = states
+        self._steps = steps
+        self._work = work
+        self._around = around
+        self._resumed = resumed
+        self._run = run
+        self._go_on: Callable[[Suspended], Meeting] = Suspended.resume
+        self._meetings: list[Meeting] = []
+
+    def run(self) -> None:
+        """Run the steps to their ends.
+
+        Raises:
+            RuntimeError: micro-batches come to different calls.
+        """
+        try:
+            self._run_to(STEP_ENDS, Suspended.resume)
+        finally:
+            for step in self._steps:
+                step.close()
+
+    def _run_to(self, end: str, go_on: Callable[[Suspended], Meeting]) -> list[Meeting]:
+        while True:
+            meetings = self._next(go_on)
+            if meetings[0].what == end:
+                return meetings
+            answer = self._perform(meetings)
+            go_on = _answering(answer)
+
+    def _next(self, go_on: Callable[[Suspended], Meeting]) -> list[Meeting]:
+        """Where the micro-batches meet next."""
+        self._go_on, self._meetings = go_on, []
+        self._work.before_part()
+        with self._around():
+            self._run(self._meeting_of)
+        if self._meetings[0].what == BACKWARD:
+            self._work.after_backward([meeting.loss for meeting in self._meetings])
+        else:
+            self._work.after_part()
+        return self._meetings
+
+    def _meeting_of(self, state: Microbatch) -> Meeting:
+        """Where a micro-batch's own code comes to next; that of those before it comes to it first."""
+        while len(self._meetings) <= state.index:
+            one = self._states[len(self._meetings)]
+            with self._resumed(one):
+                meeting = self._go_on(self._steps[one.index])
+            first = self._meetings[0] if self._meetings else meeting
+            if meeting.calls != first.calls:
+                raise RuntimeError(_differing(first, meeting, one.index))
+            if meeting is first:
+                for _, perform in meeting.deferred:
+                    perform()
+                if meeting.what == BACKWARD:
+                    self._work.before_backward()
+            self._meetings.append(meeting)
+        return self._meetings[state.index]
+
+    def _perform(self, meetings: Sequence[Meeting]) -> Any:
+        """Do what the batch was called for. Returns what the call gives."""
+        first = meetings[0]
+        if first.what == BACKWARD:  # is done
+            return None
+        assert first.perform is not None
+        return first.perform(self._run_closures if first.closure is not None else None)
+
+    def _run_closures(self) -> Tensor | None:
+        ended = self._run_to(CLOSURE_ENDS, Suspended.run_closure)
+        return self._work.closure_value([meeting.loss for meeting in ended])
+
+
+def _answering(answer: Any) -> Callable[[Suspended], Meeting]:
+    return lambda step: step.resume(answer)
+
+
+def _differing(first: Meeting, other: Meeting, index: int) -> str:
+    told = [(one.calls[-1] if len(one.calls) == 1 else " then ".join(one.calls), one.line) for one in (first, other)]
+    (there, line), (here, other_line) = told
+    return (
+        f"micro-batch 0 comes to {there} ({line or 'the end of its step'}) and micro-batch {index} to {here} "
+        f"({other_line or 'the end of its step'}): what is done once for the batch has to be called for by all of its "
+        f"micro-batches in the same order, whatever is in them"
+    )

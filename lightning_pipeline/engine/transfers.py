@@ -1,0 +1,226 @@
+"""Values of a micro-batch that runs event by event, on their way between visits, and the way back of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_pipeline.engine.visit import written_into
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.recording.split_backward import Caught
+from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.tensor_meta import conform
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A value on its way from the visit that makes it to another one, for one use of it there.
+
+    Attributes:
+        sent: on the sender, where its gradient enters the graph.
+        arrived: on the receiver, the leaf.
+        caught: what comes to it in backward.
+        is_merged: its gradient travels with that of the next use.
+        is_gone: a backward has been here, and has let go of the graph.
+    """
+
+    value: int
+    source: int
+    destination: int
+    sent: Any = None
+    arrived: Tensor | None = None
+    caught: Caught | None = None
+    is_merged: bool = False
+    is_gone: bool = False
+
+    def arrive(self, leaf: Tensor) -> None:
+        """It is on the receiver."""
+        self.arrived, self.caught = leaf, Caught(leaf)
+
+
+class Transfers:
+    """The transfers of one micro-batch. All ranks must make the same calls, and know of all transfers.
+
+    Args:
+        microbatch: its number, for errors.
+        placement: the rank of each virtual stage.
+        direct: to the other ranks; None without any.
+        training: gradients go back.
+    """
+
+    def __init__(
+        self, microbatch: int, placement: Sequence[int], rank: int, direct: Direct | None, *, training: bool
+    ) -> None:
+        self._microbatch = microbatch
+        self._placement = placement
+        self._rank = rank
+        self._direct = direct
+        self._training = training
+        self._all: list[Transfer] = []
+        self._uses: dict[int, list[tuple[int, Transfer | None]]] = {}
+        """Of values that give gradients: the visit of each use, in order, and how they came there."""
+
+    def rank_of(self, visit: int) -> int:
+        """The rank on which a visit runs."""
+        return self._placement[visit % len(self._placement)]
+
+    def gives_gradient(self, look: Look) -> bool:
+        """Whether a gradient goes back to where a value came from."""
+        return self._training and look.requires_grad
+
+    def note_use(self, value: int, visit: int) -> None:
+        """Take note of a use of a value that is on its visit already, and for which it does not travel."""
+        self._uses.setdefault(value, []).append((visit, None))
+
+    def move(self, value: int, source: int, destination: int, look: Look, own: Tensor | None) -> Tensor | None:
+        """Give a visit a value of another one. Returns it on the rank of that visit.
+
+        Args:
+            own: the value, on the rank that gives it.
+        """
+        sender, receiver = self.rank_of(source), self.rank_of(destination)
+        transfer = Transfer(value, source, destination)
+        returns = self.gives_gradient(look)
+        if returns:
+            self._note(transfer)
+        arrived = None
+        if sender == self._rank:
+            assert own is not None
+            if returns:
+                transfer.sent = get_gradient_edge(torch.ops.aten.alias.default(own))  # in the order of uses
+            if receiver == sender:
+                arrived = own.detach().clone()
+            else:
+                assert self._direct is not None
+                self._direct.send(conform(own, look), receiver)
+        elif receiver == self._rank:
+            assert self._direct is not None
+            arrived = self._direct.receive(look, sender, f"an activation of micro-batch {self._microbatch}")
+        if arrived is None:
+            return None
+        if returns:
+            transfer.arrive(arrived.requires_grad_())
+            arrived = written_into(arrived)
+        return arrived
+
+    def repeat(
+        self, value: int, source: int, destination: int, own: Tensor | None, there: Tensor | None
+    ) -> Tensor | None:
+        """Give another use of a value that has come to a visit a leaf of its own, so that uses add up in their order.
+
+        Args:
+            own: the value, on the rank that has made it.
+            there: the value, on the rank that it has come to.
+        """
+        transfer = Transfer(value, source, destination)
+        self._note(transfer)
+        if own is not None:
+            transfer.sent = get_gradient_edge(torch.ops.aten.alias.default(own))
+        if there is None:
+            return None
+        leaf = there.detach().requires_grad_()
+        transfer.arrive(leaf)
+        return written_into(leaf)
+
+    def leaves(self, value: int, destination: int) -> list[Tensor]:
+        """What a value is on a visit that it has come to, on the rank of that: a leaf for each use, in order."""
+        found = (one.arrived for one in self._all if one.value == value and one.destination == destination)
+        return [leaf for leaf in found if leaf is not None]
+
+    def returning(self, wanted: Container[int]) -> list[Transfer]:
+        """Those of the module's tensors, and of the wanted values, in order.
+
+        Raises:
+            RuntimeError: a backward has been there.
+        """
+        found = [one for one in self._all if one.value in wanted or (one.value < 0 and not one.is_gone)]
+        if any(one.is_gone for one in found):
+            raise RuntimeError(
+                "a backward goes a second time through what stages have computed, and the first one has let go of what "
+                "it needs: give the first one retain_graph=True, or compute it anew"
+            )
+        return found
+
+    def add(self, transfer: Transfer) -> None:
+        """Take in what has gone from one visit to the next with others."""
+        self._note(transfer)
+
+    def merge(self) -> None:
+        """Let the gradients of a value's last uses travel as one, where they are on one visit: they are the first that
+        one process adds up. Those of earlier uses are added to that one by one."""
+        for uses in self._uses.values():
+            last, _ = uses[-1]
+            for (visit, transfer), (following, _) in zip(reversed(uses[:-1]), reversed(uses), strict=False):
+                if visit != last or following != last:
+                    break
+                if transfer is not None:
+                    transfer.is_merged = True
+
+    def give_back(self, transfer: Transfer, look: Look, *, is_repeated: bool = False) -> Tensor | None:
+        """Give the visit that sent a value its gradient. Returns it on the rank of that visit.
+
+        Args:
+            is_repeated: it may be asked for once more.
+        """
+        if transfer.is_merged:
+            return None
+        sender, receiver = self.rank_of(transfer.source), self.rank_of(transfer.destination)
+        if receiver == self._rank:
+            assert transfer.arrived is not None
+            gradient = self._merged(transfer)
+            if gradient is None:
+                gradient = torch.zeros_like(transfer.arrived)
+            if not is_repeated:
+                transfer.arrived = transfer.caught = None
+            if sender == receiver:
+                return gradient
+            assert self._direct is not None
+            self._direct.send_as_it_is(gradient, sender)
+            return None
+        if sender == self._rank:
+            assert self._direct is not None
+            return self._direct.receive_as_it_was(look, receiver, f"a gradient of micro-batch {self._microbatch}")
+        return None
+
+    def end_backward(self, transfers: Sequence[Transfer], *, is_repeated: bool) -> None:
+        """Gradients have gone back by these transfers.
+
+        Args:
+            is_repeated: they may once more, as the graph is kept.
+        """
+        if is_repeated:
+            for one in transfers:
+                one.is_merged = False
+                if one.caught is not None:
+                    one.caught.clear()
+            return
+        for one in transfers:
+            one.is_gone, one.sent, one.arrived, one.caught = True, None, None, None
+
+    def let_go(self) -> None:
+        """The micro-batch is done with."""
+        self._all.clear()
+        self._uses.clear()
+
+    def _note(self, transfer: Transfer) -> None:
+        self._all.append(transfer)
+        self._uses.setdefault(transfer.value, []).append((transfer.destination, transfer))
+
+    def _merged(self, transfer: Transfer) -> Tensor | None:
+        """The gradient of a use, and of those that travel with it."""
+        assert transfer.caught is not None
+        total = transfer.caught.gradient
+        uses = [one for _, one in self._uses.get(transfer.value, ()) if one is not None]
+        index = next((place for place, one in enumerate(uses) if one is transfer), 0)
+        while index > 0 and uses[index - 1].is_merged:
+            index -= 1
+            caught = uses[index].caught
+            gradient = caught.gradient if caught is not None else None
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        return total

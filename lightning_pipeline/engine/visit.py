@@ -1,0 +1,399 @@
+"""A visit's work on the micro-batches of a step: its part of each program forward and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_pipeline.engine.ahead import AheadOfPython
+from lightning_pipeline.engine.gradient_strides import GradientStrides
+from lightning_pipeline.engine.microbatch import Here, Inside, Microbatch
+from lightning_pipeline.engine.work import LiveCount, Work
+from lightning_pipeline.recording.execution import visit_function
+from lightning_pipeline.recording.split_backward import SplitBackward, backward_from, caught
+from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, from_memory, laid_out, wire, zeros_like
+from lightning_pipeline.runtime.topology import Channel, Site
+from lightning_pipeline.runtime.transport import Transport
+
+
+class Visit:
+    """What a rank does with the micro-batches of one step on one of its visits.
+
+    Args:
+        visit: counted along the data.
+        placement: the rank of each visit.
+        microbatches: the step's; `record` sees to it that one is recorded.
+        tensors: the module's, by number.
+        seed_draw: starts the random numbers of a draw of a micro-batch.
+        ahead: of micro-batches whose forwards run before the step's Python; None where none do.
+
+    Attributes:
+        following, preceding: the visit after and before, where they are on the same rank; set by the caller.
+        ready_at: when the inputs of the last forward or backward were there (`time.perf_counter`).
+    """
+
+    def __init__(
+        self,
+        visit: int,
+        placement: Sequence[int],
+        *,
+        transport: Transport | None,
+        microbatches: list[Microbatch],
+        record: Callable[[Microbatch], None],
+        tensors: list[Tensor],
+        seed_draw: Callable[[int, int], None],
+        work: Work,
+        live: LiveCount,
+        ahead: AheadOfPython | None,
+    ) -> None:
+        self.visit = visit
+        self.following: Visit | None = None
+        self.preceding: Visit | None = None
+        self.ready_at = 0.0
+        self._site = Site.of(visit, placement)
+        self._transport = transport
+        self._microbatches = microbatches
+        self._record = record
+        self._tensors = tensors
+        self._seed_draw = seed_draw
+        self._work = work
+        self._training = work.loss_of is not None
+        self._live = live
+        self._ahead = ahead
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def post_forward(self, microbatch: int) -> bool:
+        """Post the receives of a micro-batch's inputs, if it is recorded."""
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return True
+        if state.program is None:
+            return False
+        inside = state.on(self.visit)
+        if not inside.is_posted:
+            inside.is_posted = True
+            assert self._transport is not None
+            inside.arriving = [
+                self._transport.recv(_meta(state, strand.value), self._site.rank_before, Channel.FORWARD)
+                for strand in self._receives(state)
+            ]
+        return True
+
+    def receive_forward(self, microbatch: int) -> None:
+        state = self._microbatches[microbatch]
+        if not state.is_done and state.ahead is None:
+            self._record(state)
+        self.post_forward(microbatch)
+
+    def forward(self, microbatch: int) -> None:
+        """Run the visit's part of a micro-batch's program."""
+        state = self._microbatches[microbatch]
+        if not state.is_done and state.ahead is None:
+            self._record(state)
+        if state.is_done:
+            return
+        inside = state.on(self.visit)
+        use = self._take(state, inside)
+        self.ready_at = time.perf_counter()
+        if state.ahead is None:
+            self._live.add()
+            self._compute(state, inside, use)
+        else:
+            self._compute_ahead(state, inside, use)
+        if self._training and (state.ahead is None or not (state.ahead.is_passed_over or state.ahead.error)):
+            self._keep_edges(state, inside)
+        if self.following is not None:
+            # Copies, as over a connection: the next visit may write into what it receives.
+            self._microbatches[microbatch].on(self.visit + 1).arriving = [
+                Here(tensor.detach().clone()) for _, tensor in inside.outputs
+            ]
+            inside.outputs = []
+        if not self._training and not state.is_passed_over:
+            self._live.now -= 1
+
+    def _compute(self, state: Microbatch, inside: Inside, use: Sequence[Tensor]) -> None:
+        program = state.program
+        assert program is not None
+        if self.visit >= len(program.visits):
+            return
+        kept = tuple(value for value in state.asked if program.homes[value] == self.visit)
+        key = (self.visit, kept)
+        run = program.functions.get(key)
+        if run is None:
+            run = program.functions[key] = visit_function(program, self.visit, kept)
+        self._resolve(state)
+        before = torch.is_grad_enabled()
+        try:
+            sends, found = run(
+                use,
+                state.captured,
+                self._tensors,
+                lambda number: self._seed_draw(state.seed, number),
+                {**dict(enumerate(state.given)), **state.kept} if program.carried else state.given,
+            )
+        finally:
+            torch._C._set_grad_enabled(before)
+        for value, tensor in zip(kept, found, strict=True):
+            if value == state.loss_value:
+                state.loss_tensor = tensor
+            state.kept[value] = tensor.detach()
+            if state.carried is not None:
+                state.carried.here[program.begins + self.visit, value] = tensor
+        inside.outputs = list(zip(program.visits[self.visit].sends, sends, strict=True))
+
+    def _compute_ahead(self, state: Microbatch, inside: Inside, use: Sequence[Tensor]) -> None:
+        """Before the step's Python, which may turn out to do something else: what fails here need not be an error."""
+        assert self._ahead is not None and state.ahead is not None and state.program is not None
+        if not state.ahead.is_passed_over:
+            self._live.add()
+            state.ahead.num_live += self._training
+            if self.visit < len(state.program.visits):
+                self._ahead.note_written(state, self.visit)
+            try:
+                self._compute(state, inside, use)
+            except (PeerFailedError, PipelineTimeoutError):
+                raise
+            except Exception as error:
+                state.ahead.error = error
+        if (state.ahead.is_passed_over or state.ahead.error) and self.visit < len(state.program.visits):
+            sends = state.program.visits[self.visit].sends
+            inside.outputs = [(strand, zeros_like(state.program.looks[strand.value])) for strand in sends]
+        self._ahead.tell(state, self.visit)
+
+    def _resolve(self, state: Microbatch) -> None:
+        """Put the data of earlier micro-batches' values in their places, where it is here."""
+        assert state.program is not None
+        captured = state.captured
+        for place in state.program.foreign[self.visit]:
+            content = captured[place]
+            if type(content) is tuple:
+                captured[place] = data_of(self._microbatches, *content)
+
+    def send_forward(self, microbatch: int) -> None:
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return
+        inside = state.on(self.visit)
+        assert self._transport is not None and state.program is not None
+        for strand, tensor in inside.outputs:
+            look = state.program.looks[strand.value]
+            self._transport.send(conform(tensor, look), self._site.rank_after, Channel.FORWARD)
+        inside.outputs = []
+
+    def _take(self, state: Microbatch, inside: Inside) -> list[Tensor]:
+        """A micro-batch's inputs, once they are there."""
+        what = f"the activations of micro-batch {state.index} ({self.visit}F{state.index})"
+        use = []
+        assert state.program is not None
+        for strand, arriving in zip(self._receives(state), inside.arriving or (), strict=True):
+            look = state.program.looks[strand.value]
+            tensor = laid_out(arriving.wait(what), look.stride)
+            if self._training and look.requires_grad:
+                inside.received[strand] = tensor.requires_grad_()
+                tensor = written_into(tensor)
+            use.append(tensor)
+        inside.arriving = None
+        return use
+
+    def _receives(self, state: Microbatch) -> Sequence[Any]:
+        assert state.program is not None
+        visits = state.program.visits
+        return visits[self.visit].receives if self.visit < len(visits) else ()
+
+    def _keep_edges(self, state: Microbatch, inside: Inside) -> None:
+        """Keep of the outputs what backward needs: their places in the graph, not their data."""
+        assert state.program is not None
+        wanted = set(state.program.returning(self.visit + 1, state.loss_value)) if state.loss_value >= 0 else set()
+        for strand, tensor in inside.outputs:
+            if strand in wanted:
+                inside.edges[strand] = get_gradient_edge(tensor)
+        for visit, strand in state.carried.crossing if state.carried is not None else ():
+            if visit == self.visit:
+                inside.kept_leaves[strand] = inside.received[strand]
+            elif visit == self.visit + 1:
+                [tensor] = [tensor for sent, tensor in inside.outputs if sent == strand]
+                inside.kept_edges[strand] = get_gradient_edge(tensor)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def post_backward(self, microbatch: int) -> bool:
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return True
+        if state.program is None:
+            return False
+        inside, known = state.on(self.visit), self._strides(state, self.visit + 1)
+        if not inside.are_gradients_posted:
+            if not known.can_post():
+                return False
+            inside.are_gradients_posted = True
+            inside.arriving_strides = known.post(self._receive_back)
+            inside.arriving_gradients = [self._receive_back(meta) for meta in known.metas]
+        return True
+
+    def receive_backward(self, microbatch: int) -> None:
+        state = self._microbatches[microbatch]
+        if not self.post_backward(microbatch) and state.program is not None:
+            self._strides(state, self.visit + 1).hear(_gradients_of(state, self.visit))
+            self.post_backward(microbatch)
+
+    def _receive_back(self, meta: TensorMeta) -> Any:
+        assert self._transport is not None
+        return self._transport.recv(meta, self._site.rank_after, Channel.BACKWARD)
+
+    def _strides(self, state: Microbatch, visit: int) -> GradientStrides:
+        """Of the gradients that go back from a visit."""
+        program, key = state.program, (visit, state.loss_value)
+        assert program is not None
+        found = program.gradient_strides.get(key)
+        if found is None:
+            looks = [program.looks[strand.value] for strand in program.returning(*key)]
+            found = program.gradient_strides[key] = GradientStrides(looks)
+        return found
+
+    def _pass_over(self, state: Microbatch) -> None:
+        """Only pass on messages."""
+        inside = state.on(self.visit)
+        self._gradients(state, inside)
+        assert state.program is not None
+        self._pass_back(state, [None] * len(state.program.returning(self.visit, state.loss_value)))
+
+    def backward(self, microbatch: int) -> None:
+        """Run backward from the loss, and from the gradients of what was sent."""
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return
+        if state.is_passed_over:
+            self._pass_over(state)
+            return
+        roots, gradients = self._roots(state)
+        inside = state.on(self.visit)
+        with caught(self._leaves(state, inside)) as found:
+            if gradients == [None]:
+                self._work.run_backward(roots[0])
+            elif roots:
+                backward_from(roots, [_one(r) if g is None else g for r, g in zip(roots, gradients, strict=True)])
+        self._pass_back(state, found)
+        inside.received = {}
+        self._finish_backward(state)
+
+    def backward_input(self, microbatch: int) -> None:
+        """The part of backward that the visit before waits for: the gradients of what was received."""
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return
+        if state.is_passed_over:
+            self._pass_over(state)
+            return
+        inside = state.on(self.visit)
+        leaves = self._leaves(state, inside)
+        roots, gradients = self._roots(state)
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if roots and not self._work.can_split:
+            with caught(leaves) as found:
+                self._work.run_backward(roots[0])
+        elif roots:
+            inside.split = SplitBackward(roots, gradients, [get_gradient_edge(leaf) for leaf in leaves])
+            found = inside.split.input_gradients()
+        inside.received = {}
+        self._pass_back(state, found)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The rest of backward: the gradients of parameters."""
+        state = self._microbatches[microbatch]
+        if state.is_done or state.is_passed_over:
+            return
+        self.ready_at = time.perf_counter()
+        inside = state.on(self.visit)
+        if inside.split is not None:
+            inside.split.weight_gradients()
+            inside.split = None
+        self._finish_backward(state)
+
+    def send_backward(self, microbatch: int) -> None:
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return
+        inside = state.on(self.visit)
+        assert self._transport is not None
+        strides = self._strides(state, self.visit)
+        message = strides.announce(inside.gradients)
+        for gradient in (*([] if message is None else [message]), *strides.to_send(inside.gradients)):
+            self._transport.send(gradient, self._site.rank_before, Channel.BACKWARD)
+        inside.gradients = []
+
+    def _roots(self, state: Microbatch) -> tuple[list[Any], list[Tensor | None]]:
+        """Where backward starts, with the gradients there."""
+        inside = state.on(self.visit)
+        program = state.program
+        assert program is not None
+        roots: list[Any] = [inside.edges[strand] for strand in program.returning(self.visit + 1, state.loss_value)]
+        gradients: list[Tensor | None] = [*self._gradients(state, inside)]
+        inside.edges = {}
+        if state.loss_tensor is not None and program.homes[state.loss_value] == self.visit:
+            assert self._work.loss_of is not None
+            loss, state.loss_tensor = state.loss_tensor, None
+            roots.append(self._work.loss_of(state, loss))
+            gradients.append(None)
+        self.ready_at = time.perf_counter()
+        return roots, gradients
+
+    def _gradients(self, state: Microbatch, inside: Inside) -> list[Tensor]:
+        """What comes back of what was sent, once it is there."""
+        arriving, inside.arriving_gradients = inside.arriving_gradients or [], None
+        what = _gradients_of(state, self.visit)
+        if self.following is not None or not arriving:
+            return [one.wait(what) for one in arriving]
+        strides = self._strides(state, self.visit + 1).strides(inside.arriving_strides, what)
+        inside.arriving_strides = None
+        return [from_memory(one.wait(what), stride) for one, stride in zip(arriving, strides, strict=True)]
+
+    def _leaves(self, state: Microbatch, inside: Inside) -> list[Tensor]:
+        assert state.program is not None
+        return [inside.received[strand] for strand in state.program.returning(self.visit, state.loss_value)]
+
+    def _pass_back(self, state: Microbatch, gradients: Sequence[Tensor | None]) -> None:
+        assert state.program is not None
+        inside = state.on(self.visit)
+        strands = state.program.returning(self.visit, state.loss_value)
+        for strand, gradient in zip(strands, gradients, strict=True):
+            inside.gradients.append(zeros_like(state.program.looks[strand.value]) if gradient is None else gradient)
+        if self.preceding is not None:
+            state.on(self.visit - 1).arriving_gradients = [Here(gradient) for gradient in inside.gradients]
+            inside.gradients = []
+
+    def _finish_backward(self, state: Microbatch) -> None:
+        self._work.after_backward(self.visit, state)
+        self._live.now -= 1
+
+
+def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> Tensor:
+    """The data of a value of an earlier micro-batch, which this rank has made."""
+    return next(one.kept[value] for one in microbatches if one.recording is recording)
+
+
+def written_into(leaf: Tensor) -> Tensor:
+    """A leaf of autograd's as a tensor that may be written into, which no view of a leaf may be. It has its memory, but
+    where a view would have other strides along dimensions of one element, by which convolutions go."""
+    view = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    return view if view.stride() == leaf.stride() else leaf.clone()
+
+
+def _gradients_of(state: Microbatch, visit: int) -> str:
+    return f"the gradients of micro-batch {state.index} ({visit}B{state.index})"
+
+
+def _one(loss: Tensor) -> Tensor:
+    return torch.ones_like(loss)
+
+
+def _meta(state: Microbatch, value: int) -> TensorMeta:
+    assert state.program is not None
+    return wire(state.program.looks[value])

@@ -1,0 +1,133 @@
+"""What is patched in torch while a hook runs: calls that function modes miss, and parameters in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.overrides import handle_torch_function
+
+from lightning_pipeline.engine.fully_sharded import local_part, slice_like, whole
+from lightning_pipeline.hooks.operands import TensorKeys
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.ownership import holders_of, note_holders
+from lightning_pipeline.partition.placeholder import Placeholder, in_hook, is_absent, placeholder
+from lightning_pipeline.partition.users_line import users_line
+
+
+@contextmanager
+def ranks_noted(send: Callable[[], None]) -> Iterator[None]:
+    """While entered, it is noted who asks torch for the rank, and `send` is called before collectives of the user's:
+    all of torch's ask whether this rank is in the group."""
+    plain = distributed_c10d._rank_not_in_group
+
+    def seen(group: Any) -> bool:
+        if in_hook.is_here():
+            in_hook.note_rank()
+            send()
+        return plain(group)
+
+    distributed_c10d._rank_not_in_group = seen
+    try:
+        yield
+    finally:
+        distributed_c10d._rank_not_in_group = plain
+
+
+@contextmanager
+def parameters_seen(keys: TensorKeys) -> Iterator[None]:
+    """While entered, modes see parameters that are copied or pickled, and those that are made get keys."""
+    before = {name: nn.Parameter.__dict__[name] for name in ("__new__", "__deepcopy__", "__reduce_ex__")}
+    new = before["__new__"].__func__
+
+    def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        holders = holders_of(data) if in_hook.on and isinstance(data, Tensor) else None
+        if holders is None:
+            return new(cls, data, requires_grad)
+        if type(data) is Placeholder:
+            look = data.look.but(requires_grad=requires_grad, is_leaf=True, is_parameter=True)
+            return keys.note(placeholder(look, data.what), holders)
+        with torch._C.DisableTorchFunction():
+            return keys.note(new(cls, data.detach(), requires_grad), holders)
+
+    def through(name: str) -> Callable[..., Any]:
+        def run(tensor: Tensor, argument: Any) -> Any:
+            if in_hook.on and holders_of(tensor) is not None:
+                return handle_torch_function(getattr(Tensor, name), (tensor,), tensor, argument)
+            return before[name](tensor, argument)
+
+        return run
+
+    nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
+    nn.Parameter.__deepcopy__ = through("__deepcopy__")  # type: ignore[method-assign]
+    nn.Parameter.__reduce_ex__ = through("__reduce_ex__")  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(nn.Parameter, name, function)
+
+
+_IS_VIEW = "_of_slices"
+"""The attribute of a view of what was gathered for a call."""
+
+
+def on_whole_tensors(
+    run: Callable[[Any, Any, Any], Any], func: Any, args: Any, kwargs: dict[str, Any], name: str
+) -> Any:
+    """Run a call on whole tensors in the places of slices, and write into these what it writes into those.
+
+    All replicas must call it.
+
+    Raises:
+        NotImplementedError: slices are of ranks of one stage, by tensor parallelism.
+    """
+    gathered: dict[int, tuple[DTensor, Tensor, int]] = {}
+
+    def gather(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if is_absent(tensor):
+            raise NotImplementedError(
+                f"{name} is given a parameter that tensor parallelism has split, outside of steps ({users_line()}): "
+                f"leave such parameters out, or leave them whole"
+            )
+        if id(tensor) not in gathered:
+            found = whole(tensor)
+            note_holders(found, holders_of(tensor))
+            gathered[id(tensor)] = tensor, found.requires_grad_(tensor.requires_grad), found._version
+        return gathered[id(tensor)][1]
+
+    with torch._C.DisableTorchFunction():
+        given = tree.replace((args, kwargs), gather)
+    result = run(func, *given)
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        slices = {id(found): part for part, found, _ in gathered.values()}
+        memories = {found.untyped_storage().data_ptr() for _, found, _ in gathered.values()}
+        for part, found, version in gathered.values():
+            if found._version > version:
+                local_part(part).copy_(local_part(slice_like(part, found)))
+        for made in tree.leaves(result):
+            if type(made) is Placeholder or id(made) in slices or made.layout is not torch.strided:
+                continue
+            if made.untyped_storage().data_ptr() in memories:
+                made.__dict__[_IS_VIEW] = True
+        return tree.replace(result, lambda made: slices.get(id(made), made))
+
+
+def refuse_writing(tensor: Tensor, name: str) -> None:
+    """Raise where a write would be lost.
+
+    Raises:
+        NotImplementedError: the tensor is a view of what was gathered for a call before.
+    """
+    if _IS_VIEW in tensor.__dict__:
+        raise NotImplementedError(
+            f'{name} writes into a view, such as .data, of a parameter that data_parallel="fsdp" keeps in slices '
+            f"({users_line()}): write into the parameter itself under torch.no_grad(), or use opt_shard=True"
+        )

@@ -1,0 +1,190 @@
+"""Autograd within a step: hooks on gradients, `.grad`, `torch.autograd.grad` and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.gradient_hooks import hook_of_tensor, retained
+from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.partition.torch_functions import function_name
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.execution import run_event, values_made
+from lightning_pipeline.recording.inference import NOTHING, Inference, Result
+from lightning_pipeline.recording.matcher import UNLIKE, never
+from lightning_pipeline.recording.operation import Call, put_together, tensors_in
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.recorder import Recorder
+    from lightning_pipeline.recording.recording import Recording
+
+
+class Graph:
+    """What some values of a recording were computed from.
+
+    Args:
+        end: the last event so far.
+        captured: what the recording has taken along.
+        outputs: numbers of the values.
+    """
+
+    def __init__(self, end: Event, captured: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self._captured = captured
+        self._homes: dict[int, int] = {}
+        self._outputs = [value for value in outputs if type(value) is int and value >= 0]
+        self._before: list[Event] = []  # in order
+        needed: set[Any] = set(self._outputs)
+        for event in reversed(end.path()):
+            made = event.made()
+            self._homes.update(dict.fromkeys(made, event.visit))
+            if event.visit >= 0 and not needed.isdisjoint(made):
+                self._before.append(event)
+                needed.update(
+                    value
+                    for value, look in zip(event.inputs, event.looks, strict=True)
+                    if type(value) is int and value >= 0 and look.requires_grad
+                )
+        self._before.reverse()
+
+    def visits(self, wanted: Sequence[tuple[Any, Tensor]] | None) -> dict[int, list[int]]:
+        """The visits of what leads from `wanted` (all leaves, for None) to the outputs, each with the numbers of the
+        module's tensors that take part in it there."""
+        found: dict[int, list[int]] = {self._homes.get(value, 0): [] for value in self._outputs}
+        reached = {value for value, _ in wanted or () if type(value) is int}
+        leaves = [tensor for value, tensor in wanted or () if value is None]
+        for event in self._before:
+            if not event.gives_gradients():
+                continue
+            is_on_way = wanted is None or not reached.isdisjoint(event.inputs)
+            for slot, place in event.matcher.captured_tensors.items():
+                captured = self._captured[event.first_captured + place]
+                is_on_way |= event.inputs[slot] is None and any(captured is leaf for leaf in leaves)
+            if is_on_way:
+                reached.update(event.made())
+                own = found.setdefault(event.visit, [])
+                own += [-1 - value for value in event.inputs if type(value) is int and value < 0]
+        return found
+
+    def result(
+        self,
+        visit: int,
+        function: Any,
+        call: Call,
+        inputs: Sequence[Any],
+        looks: Sequence[Look],
+        inference: Inference,
+    ) -> Result:
+        """What a call of autograd gives, found out on a graph of fake tensors."""
+        if function is not torch.autograd.grad:
+            return NOTHING
+        fakes: dict[Any, Tensor] = {}
+
+        def fake(value: Any, look: Look, captured: Any = None) -> Tensor:
+            key = value if value is not None else ("captured", id(captured))
+            if key not in fakes:
+                fakes[key] = inference.fake(look)
+            return fakes[key]
+
+        with inference.mode:
+            for event in self._before:
+                if event.visit != visit:
+                    continue
+                operands = []
+                for slot, (value, look) in enumerate(zip(event.inputs, event.looks, strict=True)):
+                    place = event.matcher.captured_tensors.get(slot)
+                    captured = None if place is None else self._captured[event.first_captured + place]
+                    operands.append(fake(value if type(value) is int else None, look, captured))
+                found = run_event(event, operands, self._captured, lambda number: None)
+                fakes.update(values_made(event, operands, found))
+            own = [
+                fake(value if type(value) is int else None, look, tensor)
+                for value, look, tensor in zip(inputs, looks, call.tensors, strict=True)
+            ]
+            kwargs = put_together(call.kwargs, own, call.numbers)
+            found = function(*put_together(call.args, own, call.numbers), **kwargs)
+        made, layout = tree.flatten(found)
+        return Result(layout, tuple(Look.of(tensor) for tensor in made), tuple(() for _ in made), ())
+
+
+GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("grad", "_grad"))
+"""The functions by which a tensor's gradient is read."""
+
+
+def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[..., Any] | None = None) -> Any:
+    """Answer `register_hook`, `retain_grad`, and others of their kind."""
+    recording.is_simple = False
+    if recording.recorder.tensors.number_of(tensor) is not None or type(tensor) is not Placeholder:
+        with torch._C.DisableTorchFunction():
+            return func(tensor) if function is None else func(tensor, function)
+    if not tensor.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(tensor) if function is None else func(tensor, function)  # torch's own error
+    name = function_name(func)
+    if name == "retain_grad":
+        if not tensor.is_leaf:
+            recording.retained.append((tensor.value, tensor))
+            recording.__torch_function__(retained, (), (tensor,))
+        return None
+    if name != "register_hook" or function is None:
+        raise NotImplementedError(
+            f"{name} on what a stage computes is not supported within a step: use register_hook ({users_line()})"
+        )
+    return recording.register(hook_of_tensor, tensor, function)
+
+
+def read_gradient(recording: Recording, tensor: Tensor) -> None:
+    """Answer ``tensor.grad``: before its backward a value has none."""
+    if recording.recorder.tensors.number_of(tensor) is not None or recording.has_run_backward:
+        raise NotImplementedError(
+            f"the gradient of {getattr(tensor, 'what', 'a parameter')} is read within a step: it is on one stage, "
+            f"and other micro-batches' are not in it; read it in on_after_backward, or take torch.autograd.grad "
+            f"({users_line()})"
+        )
+
+
+def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Answer `torch.autograd.grad`, or a backward, which has to be within one visit."""
+    is_grad = func is torch.autograd.grad
+    if not is_grad:
+        recording.is_simple = False  # gradients of parameters add up in the order of micro-batches
+        recording.has_run_backward = True
+        for child in recording.event.children:
+            found = child.matcher.match(func, args, kwargs, recording)
+            if found is not UNLIKE:
+                recording.event = child
+                return found
+    recorder = recording.recorder
+    call, inputs, looks, state = recording.look_at(func, args, kwargs)
+    values = {id(tensor): value for tensor, value in zip(call.tensors, inputs, strict=True)}
+    outputs = tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
+    graph = Graph(recording.event, recording.captured, [values.get(id(one)) for one in outputs])
+    wanted = None
+    if is_grad:
+        wanted = [(values.get(id(one)), one) for one in tensors_in(args[1] if len(args) > 1 else kwargs["inputs"])]
+    visits = graph.visits(wanted)
+    if len(visits) != 1:
+        shown = " and ".join(str(visit % recorder.num_stages) for visit in sorted(visits))
+        modules = [_modules_of(recorder, visits[visit]) for visit in sorted(visits)]
+        named = f" ({'; '.join(map(', '.join, modules))})" if all(modules) else ""
+        raise NotImplementedError(
+            f"{function_name(func)} goes back over what stages {shown} compute ({users_line()}): gradients within "
+            f"a step can be had within one stage. Put these modules on one stage{named}, or differentiate with respect "
+            f"to what its first module is given"
+        )
+    [visit] = visits
+    result = graph.result(visit, func, call, inputs, looks, recorder.inference)
+    event = recording.follow(func, call, inputs, looks, state, result, visit=visit, draws=False)
+    if not is_grad:
+        event.match = never
+    return recording.answer(event, func, args, kwargs)
+
+
+def _modules_of(recorder: Recorder, numbers: Sequence[int]) -> list[str]:
+    """The names of the modules that have some of the module's tensors, in order."""
+    names = [recorder.tensors.names[number][0].rpartition(".")[0] for number in numbers]
+    return list(dict.fromkeys(name for name in names if name))

@@ -1,0 +1,166 @@
+"""Events: the torch functions of recorded steps, as a tree of what has followed what."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.partition.torch_functions import function_name
+from lightning_pipeline.recording.inference import Result
+from lightning_pipeline.recording.matcher import Matcher, make_matcher
+from lightning_pipeline.recording.operation import Call, shown
+
+
+def CHECKPOINT_BEGINS(stops_early: bool) -> None:
+    """In a path: what follows is computed again in backward."""
+
+
+def CHECKPOINT_ENDS() -> None:
+    """In a path: so much for that."""
+
+
+def MICROBATCHES_MEET(what: str, value: int) -> None:
+    """In a path: a step goes on when all micro-batches have come here, where the batch has something done."""
+
+
+class Event:
+    """One call of a torch function, after those that came before it.
+
+    Attributes:
+        parent: the event before; None for the beginning, which is no call.
+        children: what has followed, the latest first.
+        function, call: torch's function, and its arguments' templates.
+        inputs: of each tensor argument: number of a value, below zero of a module's tensor, or `CAPTURED`.
+        looks: of each tensor argument.
+        state: whether autograd, and inference mode, are on, and autocast.
+        result: what it gives.
+        outputs: of each tensor of the result, the number of the new value; None for an argument.
+        writes: of each argument that is written into: its slot, its look afterwards, the number of its new value.
+        visit: where it runs; -1 for marks, which run nowhere.
+        draws: it draws random numbers; its first captured number is which draw of the micro-batch it is.
+        num_values, num_captured: of the path up to here.
+        line: where in the user's code it was first met.
+        digest: of the path up to here, alike on all ranks.
+        as_part: where micro-batches meet: the program of what has run since they last met, or None.
+        shortcuts: where calls of whole modules lead from here (see `pure_modules`).
+    """
+
+    __slots__ = (
+        "as_part", "call", "children", "digest", "draws", "first_captured", "function", "inputs", "line", "looks",
+        "match", "matcher", "num_captured", "num_values", "outputs", "parent", "pool", "program", "result", "shortcuts",
+        "state", "visit", "writes",
+    )  # fmt: skip
+
+    call: Call
+    digest: bytes
+    draws: bool
+    first_captured: int
+    function: Any
+    inputs: tuple[Any, ...]
+    line: str
+    looks: tuple[Look, ...]
+    num_captured: int
+    num_values: int
+    outputs: tuple[int | None, ...]
+    program: Any
+    as_part: Any
+    result: Result
+    state: tuple[bool, bool, Any]
+    visit: int
+    writes: tuple[tuple[int, Look, int], ...]
+    parent: Event | None
+    children: list[Event]
+    match: Callable[..., Any]
+    pool: list[Placeholder]
+    matcher: Matcher
+    shortcuts: dict[Any, Any] | None
+
+    @staticmethod
+    def beginning(num_values: int, digest: bytes) -> Event:
+        """Where paths begin, with so many values that are there before."""
+        made = Event()
+        made.parent, made.children, made.visit = None, [], -1
+        made.shortcuts = made.as_part = None
+        made.num_values, made.num_captured = num_values, 0
+        made.digest, made.pool, made.program = digest, [], None
+        return made
+
+    def followed_by(
+        self,
+        function: Any,
+        call: Call,
+        inputs: Sequence[Any],
+        looks: Sequence[Look],
+        state: tuple[bool, bool, Any],
+        result: Result,
+        *,
+        visit: int,
+        draws: bool,
+        line: str,
+        module_tensors: Sequence[Tensor],
+    ) -> Event:
+        """A new child."""
+        made = Event()
+        made.parent, made.children, made.program, made.as_part, made.shortcuts = self, [], None, None, None
+        made.function, made.call, made.inputs, made.looks = function, call, tuple(inputs), tuple(looks)
+        made.state, made.result, made.visit, made.draws, made.line = state, result, visit, draws, line
+        count = self.num_values
+        outputs: list[int | None] = []
+        for look in result.tensors:
+            outputs.append(None if isinstance(look, int) else count)
+            count += not isinstance(look, int)
+        writes = []
+        for slot, look in result.writes:
+            writes.append((slot, look, count))
+            count += 1
+        made.outputs, made.writes, made.num_values = tuple(outputs), tuple(writes), count
+        text = repr((self.digest, function_name(function), shown(call.args), shown(call.kwargs), inputs, looks, state))
+        made.digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        made.first_captured = self.num_captured
+        made.matcher = make_matcher(
+            function,
+            call.args,
+            call.kwargs,
+            state,
+            inputs,
+            looks,
+            module_tensors,
+            result.tensors,
+            outputs,
+            result.layout,
+            writes,
+            draws=draws,
+            what=f"the result of {function_name(function)} ({line})",
+        )
+        made.match, made.pool = made.matcher.match, made.matcher.pool
+        made.num_captured = self.num_captured + made.matcher.num_captured
+        call.tensors, call.numbers = [], []
+        self.children.insert(0, made)
+        return made
+
+    def made(self) -> list[int]:
+        """The values that it makes: results, and new contents of what it writes into."""
+        return [value for value in self.outputs if value is not None] + [value for _, _, value in self.writes]
+
+    def gives_gradients(self) -> bool:
+        """Whether gradients go back through it."""
+        looks = [*self.result.tensors, *(look for _, look, _ in self.writes)]
+        return any(isinstance(look, Look) and look.requires_grad for look in looks)
+
+    @property
+    def name(self) -> str:
+        return function_name(self.function)
+
+    def path(self) -> list[Event]:
+        """The events up to here, the first one first."""
+        found: list[Event] = []
+        event: Event | None = self
+        while event is not None and event.parent is not None:
+            found.append(event)
+            event = event.parent
+        found.reverse()
+        return found

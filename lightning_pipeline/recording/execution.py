@@ -1,0 +1,332 @@
+"""Running a visit of a program on data: straight-line Python, generated from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.recording.compiled_calls import CompiledCall
+from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot, put_together
+from lightning_pipeline.recording.program import Fork, Program, Region, Strand, VisitFunction
+from lightning_pipeline.recording.recomputation import Frame, recomputed
+
+
+def run_event(
+    event: Event,
+    operands: Sequence[Tensor],
+    captured: Sequence[Any],
+    seed: Callable[[int], None],
+    instead: Callable[..., Any] | None = None,
+) -> Any:
+    """Run one event on data.
+
+    Args:
+        operands: of each tensor slot.
+        captured: what the recording has taken along.
+        seed: starts the random numbers of a draw.
+        instead: called in the place of the event's function.
+    """
+    numbers = {slot: captured[event.first_captured + place] for slot, place in event.matcher.captured_numbers.items()}
+    function = instead or event.function
+    if event.draws and type(function) is CompiledCall:
+        function = function.drawing(seed, captured[event.first_captured])
+    elif event.draws:
+        seed(captured[event.first_captured])
+    grad, _, autocast = event.state
+    args = put_together(event.call.args, operands, numbers)  # type: ignore[arg-type]
+    kwargs = put_together(event.call.kwargs, operands, numbers)  # type: ignore[arg-type]
+    with torch.set_grad_enabled(grad), autocast_as(autocast):
+        return function(*args, **kwargs)
+
+
+def values_made(event: Event, operands: Sequence[Tensor], found: Any) -> Iterator[tuple[int, Tensor]]:
+    """The numbers and tensors of the values that an event has made, those of operands that it writes into included.
+
+    Args:
+        found: what `run_event` gave.
+    """
+    for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):
+        if value is not None:
+            yield value, tensor
+    for slot, _, value in event.writes:
+        yield value, operands[slot]
+
+
+@contextmanager
+def autocast_as(state: Any) -> Iterator[None]:
+    """Autocast as ``autocast_state`` gave it."""
+    with ExitStack() as stack:
+        for kind, dtype in state or ():
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
+
+
+def visit_function(program: Program, visit: int, kept: Sequence[int]) -> VisitFunction:
+    """A function that runs a visit.
+
+    Args:
+        kept: values that are made in it, to be given back.
+    """
+    return _Writer(program, visit, kept).function()
+
+
+class _Writer:
+    """Writes the source of one visit.
+
+    A value is a variable, ``v17``; what an earlier visit has made, and came as a strand, ``r17_0``. Each is let go
+    after its last use, but for what autograd keeps.
+    """
+
+    def __init__(self, program: Program, visit: int, kept: Sequence[int]) -> None:
+        self._program = program
+        self._visit = visit
+        self._plan = program.visits[visit]
+        self._kept = kept
+        self._names: dict[str, Any] = {"fork": torch.ops.aten.alias.default, "leaves": tree.leaves}
+        self._lines: list[str] = []
+        self._indent = 1
+        self._used: set[str] = set()  # variables, since a region began
+        self._made: set[str] = set()
+        self._variables: dict[int, str] = {}  # of values that are made here, or written into
+        self._grad: bool | None = None
+        self._autocast: Any = None
+
+    def function(self) -> VisitFunction:
+        program, plan = self._program, self._plan
+        received = ", ".join(_of(strand) for strand in plan.receives)
+        self._line("def visit(received, captured, tensors, seed, batch):", indent=0)
+        if self._visit == 0:
+            for value in range(program.num_given):
+                self._variables[value] = f"batch[{value}]"
+        for value, home in program.carried.items():
+            if home == self._visit:
+                self._variables[value] = f"batch[{value}]"
+        if received:
+            self._line(f"{received}{',' * (len(plan.receives) == 1)} = received")
+            self._line("del received")
+        forks: dict[int, list[Fork]] = {}
+        for fork in plan.forks:
+            forks.setdefault(fork.before, []).append(fork)
+        last = self._last_uses()
+        for region, numbers in groupby(plan.events, program.regions.get):
+            if region is None:
+                for number in numbers:
+                    self._event_with_forks(number, forks)
+                    self._free(last.get(number, ()))
+            else:
+                self._region(region, list(numbers), forks, last)
+        self._leave_autocast()
+        sends = ", ".join(self._variable(strand.value, source) for strand, source in plan.sends.items())
+        kept = ", ".join(self._variable(value, None) for value in self._kept)
+        self._line(f"return [{sends}], [{kept}]")
+        source = "\n".join(self._lines)
+        code = compile(source, f"<visit of {program.digest.hex()}>", "exec")
+        exec(code, self._names)
+        return self._names["visit"]
+
+    def _event_with_forks(self, number: int, forks: dict[int, list[Fork]]) -> None:
+        for fork in forks.get(number, ()):
+            source = self._variable(fork.strand.value, fork.source)
+            self._made.add(_of(fork.strand))
+            self._line(f"{_of(fork.strand)} = fork({source})")
+        self._event(number, self._program.events[number])
+
+    def _free(self, names: Iterable[str]) -> None:
+        if names:
+            self._line(f"{' = '.join(sorted(names))} = None")
+
+    def _region(
+        self, region: Region, numbers: list[int], forks: dict[int, list[Fork]], last: dict[int, set[str]]
+    ) -> None:
+        """Events that are computed again in backward: a function of their own."""
+        self._leave_autocast()
+        before, self._lines, self._indent, self._grad = self._lines, [], self._indent + 1, None
+        self._used, self._made = set(), set()
+        freed: set[str] = set()
+        for number in numbers:
+            self._event_with_forks(number, forks)
+            self._free({name for name in last.get(number, ()) if name in self._made})
+            freed |= last.get(number, set())
+        self._leave_autocast()
+        made, inner = self._made, self._lines
+        given = sorted(name for name in self._used - made if name.isidentifier())
+        kept = sorted(made - freed)
+        self._lines, self._indent, self._grad = before, self._indent - 1, None
+        name = f"region{region.begins}"
+        self._line(f"def {name}({', '.join(given)}):")
+        self._lines += inner
+        self._line(f"    return ({''.join(f'{each}, ' for each in kept)})")
+        self._line(f"{self._constant(torch._C._set_grad_enabled)}(True)")
+        is_last = all(
+            self._program.regions.get(number) != region
+            for plan in self._program.visits[self._visit + 1 :]
+            for number in plan.events
+        )
+        result = f"{''.join(f'{each}, ' for each in kept)}= " if kept else ""
+        arguments = "".join(f"{each}, " for each in given)
+        stops = region.stops_early and is_last
+        self._line(f"{result}{self._constant(recomputed)}({name}, ({arguments}), {stops})")
+        self._free({name for name in freed if name not in made} | {name})
+
+    def _leave_autocast(self) -> None:
+        if self._autocast is not None:
+            self._line("cast.__exit__(None, None, None)")
+            self._autocast = None
+
+    def _event(self, number: int, event: Event) -> None:
+        if event.state[0] is not self._grad:
+            self._grad = event.state[0]
+            self._line(f"{self._constant(torch._C._set_grad_enabled)}({self._grad})")
+        if event.state[2] != self._autocast:
+            self._leave_autocast()
+            self._autocast = event.state[2]
+            if self._autocast is not None:
+                self._line(f"cast = {self._constant(autocast_as)}({self._constant(self._autocast)}); cast.__enter__()")
+        function = self._constant(event.function)
+        if event.draws and type(event.function) is CompiledCall:
+            function = f"{function}.drawing(seed, captured[{event.first_captured}])"
+        elif event.draws:
+            self._line(f"seed(captured[{event.first_captured}])")
+        arguments = [self._text(number, event, template) for template in event.call.args]
+        for name, template in event.call.kwargs.items():
+            text = self._text(number, event, template)
+            arguments.append(f"{name}={text}" if name.isidentifier() else f"**{{{name!r}: {text}}}")
+        call = f"{function}({', '.join(arguments)})"
+        made = [None if value is None else f"v{value}" for value in event.outputs]
+        self._made.update(name for name in made if name is not None)
+        layout = event.result.layout
+        if not any(made):
+            self._line(call)
+        elif isinstance(layout, tree.Slot):
+            self._line(f"{made[0]} = {call}")
+        elif isinstance(layout, tree.Sequence) and [*layout.items] == [tree.Slot(i) for i in range(len(made))]:
+            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = {call}")
+        else:
+            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = leaves({call})")
+        for value in event.outputs:
+            if value is not None:
+                self._variables[value] = f"v{value}"
+        for slot, _, value in event.writes:
+            before = event.inputs[slot]
+            if type(before) is int and before >= 0:
+                self._variables[value] = self._operand(number, before)
+            else:
+                self._variables[value] = self._text(number, event, TensorSlot(slot))
+
+    def _text(self, number: int, event: Event, template: Template) -> str:
+        kind = type(template)
+        if kind is TensorSlot:
+            value = event.inputs[template.number]
+            if type(value) is not int:
+                return f"captured[{event.first_captured + event.matcher.captured_tensors[template.number]}]"
+            return f"tensors[{-1 - value}]" if value < 0 else self._operand(number, value)
+        if kind is NumberSlot:
+            return f"captured[{event.first_captured + event.matcher.captured_numbers[template.number]}]"
+        if kind is tuple or kind is list:
+            inner = ", ".join(self._text(number, event, item) for item in template)
+            return f"[{inner}]" if kind is list else f"({inner}{',' * (len(template) == 1)})"
+        if kind is slice:
+            parts = (template.start, template.stop, template.step)
+            return f"slice({', '.join(self._text(number, event, part) for part in parts)})"
+        if kind is dict:
+            return f"{{{', '.join(f'{key!r}: {self._text(number, event, item)}' for key, item in template.items())}}}"
+        if kind in (int, bool, type(None), str):
+            return repr(template)
+        return self._constant(template)
+
+    def _operand(self, number: int, value: int) -> str:
+        return self._variable(value, self._plan.operands.get((number, value)))
+
+    def _variable(self, value: int, strand: Strand | None) -> str:
+        name = self._variables[value] if strand is None else _of(strand)
+        self._used.add(name)
+        return name
+
+    def _last_uses(self) -> dict[int, set[str]]:
+        """Variables that nobody needs after an event."""
+        given = [*range(self._program.num_given if self._visit == 0 else 0)]
+        given += [value for value, home in self._program.carried.items() if home == self._visit]
+        names: dict[int, str] = {value: f"batch[{value}]" for value in given}
+        last: dict[str, int] = {}
+        for number in self._plan.events:
+            event = self._program.events[number]
+            for value in event.inputs:
+                if type(value) is int and value >= 0:
+                    strand = self._plan.operands.get((number, value))
+                    last[names.get(value, f"v{value}") if strand is None else _of(strand)] = number
+            for value in event.outputs:
+                if value is not None:
+                    last[f"v{value}"] = number
+            for slot, _, value in event.writes:
+                before = event.inputs[slot]
+                if type(before) is int and before >= 0:
+                    strand = self._plan.operands.get((number, before))
+                    names[value] = names.get(before, f"v{before}") if strand is None else _of(strand)
+                    last[names[value]] = number
+        needed = {names.get(s.value, f"v{s.value}") if o is None else _of(o) for s, o in self._plan.sends.items()}
+        needed |= {names.get(value, f"v{value}") for value in self._kept}
+        for fork in self._plan.forks:
+            needed.add(_of(fork.source) if fork.source else names.get(fork.strand.value, f"v{fork.strand.value}"))
+        found: dict[int, set[str]] = {}
+        for name, number in last.items():
+            if name not in needed and not name.startswith("batch"):
+                found.setdefault(number, set()).add(name)
+        return found
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def _line(self, text: str, *, indent: int | None = None) -> None:
+        self._lines.append("    " * (self._indent if indent is None else indent) + text)
+
+
+def _of(strand: Strand) -> str:
+    return f"r{strand.value}_{strand.number}"
+
+
+class Repeated:
+    """The events of a checkpointed function on one visit, which run again in backward.
+
+    Args:
+        captured: what the recording has taken along.
+        seed: starts the random numbers of a draw.
+    """
+
+    def __init__(self, captured: Sequence[Any], seed: Callable[[int], None], stops_early: bool) -> None:
+        self._captured = captured
+        self._seed = seed
+        self._frame = Frame(self._again, stop_early=stops_early)
+        self._places: dict[int, int] = {}  # of values that are not made here, among the frame's inputs
+        self._made: set[int] = set()
+        self._events: list[tuple[Event, list[Tensor | None]]] = []
+
+    def run(self, event: Event, operands: Sequence[Tensor]) -> Any:
+        """Run an event the first time."""
+        others: list[Tensor | None] = []
+        for value, tensor in zip(event.inputs, operands, strict=True):
+            is_value = isinstance(value, int) and value >= 0
+            others.append(None if is_value else tensor)
+            if is_value and value not in self._made and value not in self._places:
+                self._places[value] = self._frame.add_input(tensor)
+        self._made.update(event.made())
+        self._events.append((event, others))
+        with self._frame.keeping_nothing():
+            return run_event(event, operands, self._captured, self._seed)
+
+    def _again(self, *inputs: Tensor) -> None:
+        values = {value: inputs[place] for value, place in self._places.items()}
+        for event, others in self._events:
+            operands = [
+                values[value] if tensor is None else tensor for value, tensor in zip(event.inputs, others, strict=True)
+            ]
+            found = run_event(event, operands, self._captured, self._seed)
+            values.update(values_made(event, operands, found))

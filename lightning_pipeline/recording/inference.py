@@ -1,0 +1,350 @@
+"""What an operation gives, learnt on fake tensors: looks of the result, what it shares memory with, what it writes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.placeholder import Look, contiguous_strides
+from lightning_pipeline.partition.torch_functions import function_name, written_by
+from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.recording.operation import Call, TensorSlot, put_together
+
+_UNKNOWN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+class CallError(NotImplementedError):
+    """A call that cannot be part of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an operation gives.
+
+    Attributes:
+        layout: of the result; its slots number `tensors`.
+        tensors: for each, its look, or the number of the argument that it is.
+        shares: for each new tensor, the arguments whose memory it shares.
+        writes: the arguments that are written into, each with its look afterwards.
+        draws: how often random numbers are drawn in it, where it is made of other functions.
+    """
+
+    layout: Layout
+    tensors: tuple[Look | int, ...]
+    shares: tuple[tuple[int, ...], ...]
+    writes: tuple[tuple[int, Look], ...]
+    draws: int = 0
+
+
+NOTHING = Result(tree.Constant(None), (), (), ())
+
+
+_CONTIGUOUS_ON_CPU = frozenset(
+    (
+        torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten._native_batch_norm_legit.default,
+        torch.ops.aten._native_batch_norm_legit.no_stats,
+        torch.ops.aten.log_sigmoid_forward.default,
+        torch.ops.aten.log_sigmoid.default,
+    )
+)
+"""Their kernels for the CPU lay results out anew, where their fake implementations keep the strides of the input."""
+
+
+class _FakeTensorMode(FakeTensorMode):
+    """Knows the strides that results have on the CPU: what crosses a stage's boundary with others is summed in another
+    order there, and gradients end in other bits than on one stage.
+
+    Attributes:
+        written: tensors that have been written into.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.written: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.written += written_by(func, args, kwargs or {})
+        found: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.native_group_norm.default and (kept := _channels_last_of(args[0])) is not None:
+            return found[0].contiguous(memory_format=kept), *found[1:]  # contiguous since torch 2.14
+        if func not in _CONTIGUOUS_ON_CPU or args[0].device.type != "cpu":
+            return found
+        if isinstance(found, Tensor):
+            return found.contiguous()
+        is_norm = "batch_norm" in func.name()
+        return found if is_norm and _channels_last_of(args[0]) is not None else (found[0].contiguous(), *found[1:])
+
+
+def _channels_last_of(tensor: Tensor) -> torch.memory_format | None:
+    """The format in which its channels are last; None if they are not."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    format = formats.get(tensor.dim())
+    return format if format is not None and tensor.is_contiguous(memory_format=format) else None
+
+
+_SMALL, _LARGE = 1 << 18, 1 << 26
+"""Bytes of a call's tensors up to which its strides are found on real ones; the latter of `_LAID_OUT_OTHERWISE`."""
+
+_BUILT_IN = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    types.MethodWrapperType,
+)
+
+_LAID_OUT_OTHERWISE = frozenset(
+    (
+        *("roll", "one_hot", "max_pool1d", "max_pool1d_with_indices", "max_unpool1d", "max_unpool2d", "max_unpool3d"),
+        *("pad", "channel_shuffle", "native_channel_shuffle", "rrelu", "rrelu_", "nll_loss", "cross_entropy", "normal"),
+        *("copysign", "floor_divide", "__floordiv__", "__rfloordiv__", "div", "divide", "ldexp", "logaddexp"),
+        *("logaddexp2", "logical_and", "logical_or", "logical_xor", "heaviside", "xlogy", "xlog1py"),
+    )
+)
+"""Functions whose results have other strides on the CPU than fake ones, by name."""
+
+
+class _NotingWrites(TorchDispatchMode):
+    """Notes what is written into, of real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.written += written_by(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class Inference:
+    """Runs functions on fake tensors of one process. Autograd, autocast and the default dtype are as they are now."""
+
+    def __init__(self) -> None:
+        self.mode = _FakeTensorMode()
+
+    def result(self, function: Any, call: Call, looks: Sequence[Look]) -> Result | None:
+        """What `function` gives; None where only the data tells, or torch does not know.
+
+        Args:
+            looks: of the call's tensors.
+        """
+        if any(look.stride is None for look in looks):
+            found = self._on_zeros(function, call, looks)
+            return found if found == self._on_zeros(function, call, looks, num_stored=1) else None
+        with self.mode:
+            fakes = [_made(look) for look in looks]
+        try:
+            with self.mode:
+                found = _run(function, call, fakes, looks, self.mode)
+            return self._laid_out(found, function, call, looks)
+        except CallError:
+            raise
+        except _UNKNOWN:
+            return None
+        except Exception as error:
+            if "data is not allocated" in str(error):  # it looks into the data, as into the sizes of packed sequences
+                return None
+            return self._on_zeros(function, call, looks)
+
+    def _on_zeros(
+        self, function: Any, call: Call, looks: Sequence[Look], num_stored: int = 0, *, as_ever: bool = False
+    ) -> Result | None:
+        """What `function` gives where its fake implementation is stricter than the real one, or where there is none, as
+        for sparse tensors; None where data matters.
+
+        Torch's own functions say so where the looks of their results depend on data, and this one has not.
+
+        Args:
+            num_stored: elements that sparse tensors store, on which some results depend.
+            as_ever: without looking for writes to tensors in lists, as poolings go other ways while somebody looks on.
+        """
+        try:
+            with torch.no_grad():
+                zeros = [_made(look, 0) if look.stride is not None else _sparse(look, num_stored) for look in looks]
+            with nullcontext(_NotingWrites()) if as_ever else _NotingWrites() as noted:
+                return _run(function, call, zeros, looks, noted)
+        except Exception:
+            return None
+
+    def _laid_out(self, found: Result, function: Any, call: Call, looks: Sequence[Look]) -> Result:
+        """What a function gives, with the strides that it has on the CPU: fake implementations come to others where
+        operands are permuted differently, along dimensions of one element, and where kernels have ways of their own.
+        Strides do not depend on data, so zeros show them, where they take no time."""
+        made = [look for look in found.tensors if isinstance(look, Look)]
+        if not any(len(look.shape) > 1 for look in made) or not _is_of_torch(function):
+            return found
+        if any(look.device.type != "cpu" or look.stride is None for look in (*looks, *made)):
+            return found
+        is_known = function_name(function) in _LAID_OUT_OTHERWISE
+        if not is_known and all(look.stride == contiguous_strides(look.shape) for look in (*looks, *made)):
+            return found
+        limit = _LARGE if is_known else _SMALL
+        if sum(look.num_bytes for look in (*looks, *made)) > limit:
+            return found
+        before = torch.default_generator.get_state()
+        try:
+            real = self._on_zeros(function, call, looks, as_ever=True)
+        finally:
+            torch.default_generator.set_state(before)
+        if real is None or _without_strides(real) != _without_strides(found):
+            return found
+        return replace(found, tensors=real.tensors, shares=real.shares)
+
+    def fake(self, look: Look) -> Tensor:
+        """A fake tensor of this look."""
+        with self.mode:
+            return _made(look)
+
+    def result_on_data(self, function: Any, call: Call, data: Sequence[Tensor], looks: Sequence[Look]) -> Result:
+        """What `function` gives on this data, which is not changed. `looks` are those that it has in the step."""
+        with torch.no_grad():
+            tensors = [_made(look, tensor) for look, tensor in zip(looks, data, strict=True)]
+        with _NotingWrites() as noted:
+            return _run(function, call, tensors, looks, noted)
+
+
+def _made(look: Look, content: Tensor | float | None = None) -> Tensor:
+    """A tensor of this look."""
+    stride = look.stride
+
+    def made_anew() -> Tensor:
+        if stride is None:
+            assert isinstance(content, Tensor)
+            return content.detach().clone()
+        if content is None:
+            return torch.empty_strided(look.shape, stride, dtype=look.dtype, device=look.device)
+        repeated = [step == 0 and size > 1 for size, step in zip(look.shape, stride, strict=True)]
+        shape = [1 if one else size for one, size in zip(repeated, look.shape, strict=True)]
+        made = torch.empty_strided(shape, stride, dtype=look.dtype, device=look.device)
+        if isinstance(content, Tensor):
+            places = tuple(slice(0, 1) if one else slice(None) for one in repeated)
+            made.copy_(content.detach()[places])
+        else:
+            made.fill_(content)
+        return made.expand(look.shape) if any(repeated) else made
+
+    with torch.inference_mode(False):
+        if look.is_parameter:
+            return nn.Parameter(made_anew(), requires_grad=look.requires_grad)
+        made = made_anew()
+        if not look.requires_grad:
+            return made
+        made.requires_grad_()
+        if look.is_leaf:
+            return made
+        with torch.enable_grad():  # a tensor of the graph, that may be written into
+            if stride is None:
+                return made.clone()
+            if content is not None:
+                return torch.ops.aten._unsafe_view.default(made, look.shape)
+            return made_anew().copy_(made)
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether it is one of torch's own functions, which does nothing but compute."""
+    if isinstance(function, types.FunctionType):
+        return function.__module__.startswith("torch.")
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return function.__module__ == "torch._ops.aten"
+    return isinstance(function, _BUILT_IN)
+
+
+def _without_strides(result: Result) -> Any:
+    return result.layout, [one.but(stride=None) if isinstance(one, Look) else one for one in result.tensors]
+
+
+def _sparse(look: Look, num_stored: int) -> Tensor:
+    """A sparse tensor of zeros."""
+    made = torch.sparse_coo_tensor(
+        torch.zeros(len(look.shape), num_stored, dtype=torch.int64),
+        torch.zeros(num_stored, dtype=look.dtype),
+        look.shape,
+        device=look.device,
+    )
+    return _made(look, made if look.layout is torch.sparse_coo else made.to_sparse(layout=look.layout))
+
+
+def _run(
+    function: Any, call: Call, tensors: Sequence[Tensor], looks: Sequence[Look], noted: _FakeTensorMode | _NotingWrites
+) -> Result:
+    """What `function` gives on these tensors, which it may write into, as is `noted`."""
+    noted.written.clear()
+    storages = [_storage(tensor) for tensor in tensors]
+    versions = [tensor._version for tensor in tensors]
+    found = function(
+        *put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers)
+    )
+    ids = set(map(id, noted.written))
+    noted.written.clear()
+    written = {number for number, tensor in enumerate(tensors) if id(tensor) in ids}
+    return _result(found, tensors, storages, versions, looks, written | writes_beside(function, call))
+
+
+def _result(
+    found: Any,
+    arguments: Sequence[Tensor],
+    storages: Sequence[int | None],
+    versions: Sequence[int],
+    looks: Sequence[Look],
+    written: Set[int],
+) -> Result:
+    made, layout = tree.flatten(found)
+    numbers = {id(argument): number for number, argument in enumerate(arguments)}
+    tensors: list[Look | int] = []
+    shares: list[tuple[int, ...]] = []
+    for tensor in made:
+        number = numbers.get(id(tensor))
+        tensors.append(Look.of(tensor) if number is None else number)
+        own = _storage(tensor)
+        shares.append(() if own is None else tuple(i for i, other in enumerate(storages) if other == own))
+    writes = tuple(
+        (number, Look.of(argument))
+        for number, (argument, version, look) in enumerate(zip(arguments, versions, looks, strict=True))
+        if argument._version != version or Look.of(argument) != look or number in written
+    )
+    return Result(layout, tuple(tensors), tuple(shares), writes)
+
+
+def written_by_array(tensor: Tensor, content: Tensor) -> None:
+    """What numpy does to a tensor whose memory it shares: autograd does not hear of it."""
+    tensor.data.copy_(content)
+
+
+def writes_beside(function: Any, call: Call) -> frozenset[int]:
+    """Arguments that a function writes into without a word to autograd: a batch norm's running statistics, and what
+    `.data` is set of."""
+    if function_name(function) == "data.__set__" or function is written_by_array:
+        return frozenset([call.args[0].number])
+    if function_name(function) not in ("batch_norm", "instance_norm"):
+        return frozenset()
+    names: tuple[str, ...] = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    if function in (torch.batch_norm, torch.instance_norm):
+        names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn")
+    if function is torch.nn.functional.instance_norm:
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    is_training = given.get("training", given.get("use_input_stats", False))
+    statistics = (given.get("running_mean"), given.get("running_var"))
+    return frozenset(slot.number for slot in statistics if is_training and isinstance(slot, TensorSlot))
+
+
+def _storage(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None

@@ -1,0 +1,319 @@
+"""Functions that tell whether a call is the one that an event knows, and answer it if it is.
+
+Their source is made from the event's templates, as the pictured one is from ``F.linear(h, self.weight, None)`` where h
+is value 17, the weight the module's tensor 5, and the result value 18::
+
+    def match(function, args, kwargs, recording):
+        if function is not F or kwargs or len(args) != 3: return UNLIKE
+        a0, a1, a2 = args
+        if grad() is not True or inference() is not False or autocast() is not False: return UNLIKE
+        if type(a0) is not Placeholder or a0.value != 17 or a0.recording is not recording or a0.look is not L0:
+            return UNLIKE
+        if a1 is not T[5]: return UNLIKE
+        if a2 is not None: return UNLIKE
+        p0 = pool[0]
+        if refs(p0) != 3 or p0.look is not M0: p0 = pool[0] = placeholder(M0, W)
+        p0.value = 18; p0.recording = recording
+        return p0
+
+A placeholder that nobody refers to any more is used again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.ownership import HELD_BY
+from lightning_pipeline.partition.placeholder import Look, Placeholder, placeholder
+from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot
+
+UNLIKE = object()
+"""What a matcher returns for another call."""
+
+CAPTURED = None
+"""In place of a value's number: the argument is a tensor that every rank has, and is taken along as it is."""
+
+
+class Held(NamedTuple):
+    """In place of a value's number: the argument was made in a hook of what some ranks hold, and so do they hold it. It
+    is taken along as it is.
+
+    Attributes:
+        ranks: that hold it.
+        stages: the virtual stages on these ranks.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+
+
+class Foreign(NamedTuple):
+    """In place of a value's number: the argument is a value of an earlier micro-batch, with its home on a visit."""
+
+    visit: int
+
+
+_GETTER = type(Tensor.data.__get__)  # type: ignore[attr-defined]
+_UNIQUE = (bool, type(None), type(Ellipsis), torch.dtype, torch.memory_format, torch.layout)
+
+
+class Matcher(NamedTuple):
+    """A matcher, and what belongs to it.
+
+    Attributes:
+        match: (function, args, kwargs, recording) -> the result, or `UNLIKE`.
+        pool: the placeholders that it answers with.
+        captured_tensors, captured_numbers: for slots whose content is taken along, its place among what is captured.
+        num_captured: by each call.
+    """
+
+    match: Callable[..., Any]
+    pool: list[Placeholder]
+    captured_tensors: dict[int, int]
+    captured_numbers: dict[int, int]
+    num_captured: int
+
+
+class Source:
+    """The lines of one matcher, and the objects that they name."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {
+            "UNLIKE": UNLIKE,
+            "Placeholder": Placeholder,
+            "Tensor": Tensor,
+            "renewed": renewed,
+            "refs": sys.getrefcount,
+            "grad": torch.is_grad_enabled,
+            "inference": torch.is_inference_mode_enabled,
+            "autocast": torch._C._is_any_autocast_enabled,
+        }
+        self.lines: list[str] = []
+        self.captures: list[str] = []
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def unless(self, condition: str) -> None:
+        self.lines.append(f"    if {condition}: return UNLIKE")
+
+    def function(self, name: str) -> Callable[..., Any]:
+        exec("\n".join(self.lines), self.names)
+        return self.names[name]
+
+
+def make_matcher(
+    function: Any,
+    args: Sequence[Template],
+    kwargs: dict[str, Template],
+    state: tuple[bool, bool, Any],
+    inputs: Sequence[Any],
+    looks: Sequence[Look],
+    module_tensors: Sequence[Tensor],
+    tensors: Sequence[Look | int],
+    outputs: Sequence[int | None],
+    layout: tree.Layout,
+    writes: Sequence[tuple[int, Look, int]],
+    *,
+    draws: bool,
+    what: str,
+) -> Matcher:
+    """The matcher of one event.
+
+    Args:
+        function, args, kwargs: of the call; templates.
+        state: whether autograd, and inference mode, are on, and autocast as ``autocast_state`` gives it.
+        inputs: of each tensor slot: the number of a value, one below zero of a module's tensor, or `CAPTURED`.
+        looks: of each tensor slot.
+        module_tensors: by number.
+        tensors: of the result: looks of new ones, numbers of arguments.
+        outputs: numbers of the new values, None for arguments.
+        writes: of each argument that is written into: its slot, its look afterwards, and the number of its new value.
+        draws: random numbers.
+        what: how errors call the result.
+    """
+    source = Source()
+    captured_tensors: dict[int, int] = {}
+    captured_numbers: dict[int, int] = {}
+    if draws:
+        source.captures.append("recording.note_draw()")
+    names: dict[int, str] = {}
+    source.lines.append("def match(function, args, kwargs, recording):")
+    count = len(args)
+    # A property's getter is another object each time.
+    other = "is not" if type(function) is not _GETTER else "!="
+    source.unless(f"function {other} {source.constant(function)} or len(args) != {count}")
+    if kwargs:
+        source.unless(f"not kwargs or len(kwargs) != {len(kwargs)}")
+    else:
+        source.unless("kwargs")
+    if count:
+        source.lines.append(f"    {', '.join(f'a{i}' for i in range(count))}{',' * (count == 1)} = args")
+    missing = source.constant(object())
+    for index, key in enumerate(kwargs):
+        source.lines.append(f"    k{index} = kwargs.get({key!r}, {missing})")
+    grad, inference, autocast = state
+    source.unless(f"grad() is not {grad} or inference() is not {inference} or autocast() is not {autocast is not None}")
+    if autocast is not None:
+        source.unless(f"{source.constant(autocast_state)}() != {source.constant(autocast)}")
+
+    def tensor(name: str, slot: int) -> None:
+        if slot in names:
+            source.unless(f"{name} is not {names[slot]}")
+            return
+        names[slot] = name
+        value, look = inputs[slot], source.constant(looks[slot])
+        if value is CAPTURED:
+            l0 = looks[slot]
+            source.unless(
+                f"type({name}) is Placeholder or not isinstance({name}, Tensor) or {HELD_BY!r} in {name}.__dict__ or "
+                f"{name}.shape != {source.constant(l0.shape)} or {name}.dtype is not {source.constant(l0.dtype)} or "
+                f"{name}.layout is not {source.constant(l0.layout)} or "
+                f"{'' if l0.stride is None else f'{name}.stride() != {l0.stride!r} or '}"
+                f"{name}.requires_grad is not {l0.requires_grad} or {name}.device != {source.constant(l0.device)}"
+            )
+            captured_tensors[slot] = len(source.captures)
+            source.captures.append(f"recording.capture({name})")
+        elif type(value) is Held:
+            source.unless(f"not {source.constant(is_held_alike)}({name}, {source.constant(value.ranks)}, {look})")
+            captured_tensors[slot] = len(source.captures)
+            source.captures.append(f"recording.captured.append({name})")
+        elif type(value) is Foreign:
+            source.unless(
+                f"type({name}) is not Placeholder or {name}.recording is recording or {name}.recording is None or "
+                f"{name}.look is not {look} or {name}.recording.home_of({name}.value) != {value.visit}"
+            )
+            captured_tensors[slot] = len(source.captures)
+            source.captures.append(f"recording.captured.append(({name}.recording, {name}.value))")
+        elif value < 0:
+            source.unless(f"{name} is not {source.constant(module_tensors)}[{-1 - value}]")
+            if looks[slot].is_parameter:
+                source.unless(f"{name}.requires_grad is not {looks[slot].requires_grad}")
+        else:
+            source.unless(
+                f"type({name}) is not Placeholder or {name}.value != {value} or {name}.recording is not recording or "
+                f"{name}.look is not {look}"
+            )
+
+    def walk(name: str, template: Template) -> None:
+        kind = type(template)
+        if kind is TensorSlot:
+            tensor(name, template.number)
+        elif kind is NumberSlot:
+            source.unless(f"type({name}) is not {source.constant(template.type)} or not {name}")
+            captured_numbers[template.number] = len(source.captures)
+            source.captures.append(f"recording.captured.append({name})")
+        elif kind is tuple or kind is list:
+            source.unless(f"type({name}) is not {kind.__name__} or len({name}) != {len(template)}")
+            for index, item in enumerate(template):
+                walk(f"{name}[{index}]", item)
+        elif kind is slice:
+            source.unless(f"type({name}) is not slice")
+            for part in ("start", "stop", "step"):
+                walk(f"{name}.{part}", getattr(template, part))
+        elif kind is dict:
+            source.unless(f"type({name}) is not dict or list({name}) != {source.constant(list(template))}")
+            for key, item in template.items():
+                walk(f"{name}[{source.constant(key)}]", item)
+        elif isinstance(template, _UNIQUE):
+            source.unless(f"{name} is not {source.constant(template)}")
+        elif kind in (int, str, float, torch.Size, torch.device, complex, bytes):
+            source.unless(f"type({name}) is not {source.constant(kind)} or {name} != {source.constant(template)}")
+        else:
+            source.unless(f"{name} is not {source.constant(template)}")
+
+    for index, template in enumerate(args):
+        walk(f"a{index}", template)
+    for index, template in enumerate(kwargs.values()):
+        walk(f"k{index}", template)
+    source.lines += [f"    {line}" for line in source.captures]
+    pool: list[Placeholder] = []
+    source.names["pool"] = pool
+    found: list[str] = []
+    shown = source.constant(what)
+    for look, value in zip(tensors, outputs, strict=True):
+        if value is None:
+            found.append(names[look])  # type: ignore[index]
+            continue
+        assert isinstance(look, Look)
+        place, name, own = len(pool), f"p{len(pool)}", source.constant(look)
+        pool.append(placeholder(look, what))
+        found.append(name)
+        source.lines += [
+            f"    {name} = pool[{place}]",
+            f"    if refs({name}) != 3 or {name}.look is not {own}:",
+            f"        {name} = pool[{place}] = renewed({name}, {own}, {shown})",
+            f"    {name}.value = {value}; {name}.recording = recording",
+        ]
+    for slot, look, value in writes:
+        if type(inputs[slot]) is Foreign:
+            source.lines.append(f"    recording.adopt({names[slot]}, {source.constant(look)}, {value})")
+        elif inputs[slot] is CAPTURED:
+            source.lines.append(f"    recording.absorb({names[slot]}, {source.constant(look)}, {value}, {shown})")
+        elif inputs[slot] >= 0:
+            source.lines.append(f"    {names[slot]}.value = {value}")
+            if look is not looks[slot]:
+                source.lines.append(f"    recording.change({names[slot]}, {source.constant(look)})")
+    source.lines.append(f"    return {_result(source, layout, found)}")
+    return Matcher(source.function("match"), pool, captured_tensors, captured_numbers, len(source.captures))
+
+
+def is_held_alike(tensor: Any, ranks: tuple[int, ...], look: Look) -> bool:
+    """Whether an argument is held by these ranks, and looks like this."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.__dict__.get(HELD_BY) == ranks
+        and Look.of(tensor) is look
+        and getattr(tensor, "recording", None) is None
+    )
+
+
+def never(*_: Any) -> Any:
+    """The match of a call that is not to be answered at once: its result's looks depend on data, or it does more than
+    compute."""
+    return UNLIKE
+
+
+def renewed(old: Placeholder, look: Look, what: str) -> Placeholder:
+    """A new placeholder in the place of one that somebody still refers to, of which its recording is to know."""
+    if old.recording is not None:
+        old.recording.keep(old)
+    return placeholder(look, what)
+
+
+def _result(source: Source, layout: tree.Layout, found: list[str]) -> str:
+    if isinstance(layout, tree.Slot):
+        return found[layout.number]
+    if isinstance(layout, tree.Constant):
+        return source.constant(layout.value)
+    if isinstance(layout, tree.Sequence) and layout.type in (list, tuple):
+        inner = ", ".join(_result(source, item, found) for item in layout.items)
+        return f"[{inner}]" if layout.type is list else f"({inner}{',' * (len(layout.items) == 1)})"
+    return f"{source.constant(tree.rebuild)}({source.constant(layout)}, [{', '.join(found)}])"
+
+
+def torch_state() -> tuple[bool, bool, Any]:
+    """Whether autograd, and inference mode, are on, and `autocast_state`: what an event's calls have in common."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()
+
+
+def autocast_state() -> Any:
+    """Of the devices for which autocast is on, with the dtype of each."""
+    return (
+        tuple((kind, torch.get_autocast_dtype(kind)) for kind in _autocast_kinds() if torch.is_autocast_enabled(kind))
+        or None
+    )
+
+
+def _autocast_kinds() -> list[str]:
+    kinds = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return kinds if accelerator is None else [*kinds, accelerator.type]

@@ -1,0 +1,141 @@
+"""A module's parameters and buffers, by number, and which stages hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.partition.ownership import holders_of, named_tensors
+from lightning_pipeline.partition.stage_config import StageMap
+from lightning_pipeline.recording.split_modules import SplitCall, split_calls
+
+
+class ModuleTensors:
+    """The parameters and buffers that steps may use.
+
+    Args:
+        module: the LightningModule.
+        stages: of its submodules.
+
+    Attributes:
+        tensors: what is in the module now, on this rank: data, or a placeholder.
+        names: all names of each; tied ones have several.
+        homes: the virtual stage that a key gives each; None where none does, or several do.
+        holders: the virtual stages that have used each.
+        is_buffer: whether it is a buffer rather than a parameter.
+        written: the buffers that a stage has written into in a step.
+        split_calls: of the modules of which each rank of a stage has a piece.
+    """
+
+    def __init__(self, module: nn.Module, stages: StageMap) -> None:
+        self._module = module
+        self._stages = stages
+        self.tensors: list[Tensor] = []
+        self.names: list[list[str]] = []
+        self.homes: list[int | None] = []
+        self.holders: list[set[int]] = []
+        self.is_buffer: list[bool] = []
+        self.written: set[int] = set()
+        self.split_calls: list[SplitCall] = []
+        self._partly_held: frozenset[str] = frozenset()
+        self._numbers: dict[int, int] = {}
+        self._slots: list[tuple[dict[str, Tensor | None], str, int]] = []
+        self._num_slots = 0
+        self._modules: list[nn.Module] = []
+        self._read()
+
+    def refresh(self) -> bool:
+        """Take in what the module has been given since. Returns whether there was anything.
+
+        Raises:
+            NotImplementedError: a tensor that some stages hold has another name than before.
+        """
+        modules = _modules_in(self._module)
+        if (
+            len(modules) == len(self._modules)
+            and all(map(is_, modules, self._modules))
+            and all(slots.get(key) is self.tensors[number] for slots, key, number in self._slots)
+            and sum([len(module._parameters) + len(module._buffers) for module in modules]) == self._num_slots
+        ):
+            return False
+        before = {name: self.holders[number] for number, names in enumerate(self.names) for name in names}
+        written = {name for number in self.written for name in self.names[number]}
+        tensors, names_before = [*self.tensors], [*self.names]
+        self._read()
+        for tensor, known in zip(tensors, names_before, strict=True):
+            number = self.number_of(tensor)
+            if number is not None and holders_of(tensor) is not None and self.names[number][0] not in known:
+                raise NotImplementedError(
+                    f"{known[0]} has become {self.names[number][0]} during the run, and stages hold tensors by their "
+                    f"names: prune or rename before the run; in it, put nn.Identity() in the place of a module that is "
+                    f"to go, and add others at the end"
+                )
+        for number, names in enumerate(self.names):
+            for name in names:
+                self.holders[number] |= before.get(name, set())
+        self.written = {number for number, names in enumerate(self.names) if not written.isdisjoint(names)}
+        return True
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """None for tensors that are not the module's."""
+        number = self._numbers.get(id(tensor))
+        return number if number is not None and self.tensors[number] is tensor else None
+
+    def is_replicated(self, number: int) -> bool:
+        """Whether every rank computes with it: a buffer that all have, and no stage has written into."""
+        return self.is_buffer[number] and number not in self.written and self.names[number][0] not in self._partly_held
+
+    def note_partly_held(self, names: Iterable[str]) -> None:
+        """Take in what not every rank has."""
+        self._partly_held = frozenset(names)
+
+    def _read(self) -> None:
+        tensors: list[Tensor] = []
+        names: list[list[str]] = []
+        self._numbers, self._slots, self.is_buffer = {}, [], []
+        for prefix, module in self._module.named_modules(remove_duplicate=False):
+            if isinstance(module, torch.jit.ScriptModule):
+                self._check_scripted(prefix, module)
+                continue
+            for slots in (module._parameters, module._buffers):
+                for key, tensor in slots.items():
+                    if tensor is None:
+                        continue
+                    number = self._numbers.setdefault(id(tensor), len(tensors))
+                    if number == len(tensors):
+                        tensors.append(tensor)
+                        names.append([])
+                        self.is_buffer.append(slots is module._buffers)
+                    names[number].append(f"{prefix}.{key}" if prefix else key)
+                    self._slots.append((slots, key, number))
+        self.split_calls = split_calls(self._module)
+        self._modules = _modules_in(self._module)
+        self._num_slots = sum(len(module._parameters) + len(module._buffers) for module in self._modules)
+        # In place: matchers know these lists.
+        self.tensors[:], self.names[:] = tensors, names
+        self.homes[:] = [self._home(own) for own in names]
+        self.holders[:] = [set() for _ in names]
+
+    def _check_scripted(self, name: str, module: nn.Module) -> None:
+        """A scripted module's tensors are torch's own: nothing can be put in their place."""
+        if self._stages.num_stages > 1 and any(True for _ in named_tensors(module)):
+            raise NotImplementedError(
+                f"{name} is a scripted or traced module with parameters or buffers, of which a pipeline cannot hold "
+                f"some stages' alone: give the LightningModule the module that it was made from, and script it to "
+                f"export it"
+            )
+
+    def _home(self, names: list[str]) -> int | None:
+        found = {self._stages.covering(name.rpartition(".")[0]) for name in names}
+        return found.pop() if len(found) == 1 else None
+
+
+def _modules_in(root: nn.Module) -> list[nn.Module]:
+    """All places of modules in `root`, as `named_modules` finds them, and several times as fast."""
+    found = [root]
+    for module in found:
+        found += [child for child in module._modules.values() if child is not None]
+    return found

@@ -1,0 +1,180 @@
+"""Operations: one torch function with what is known of its arguments and of its result.
+
+Equal calls share an operation, whatever their tensors' data: tensors count by their looks, and numbers that only scale
+data by their type. What a call gives is found out once, on fake tensors.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition.gradient_hooks import Hook
+from lightning_pipeline.partition.torch_functions import function_name
+from lightning_pipeline.partition.tree import without_index
+
+
+class TensorSlot(NamedTuple):
+    """The place of an argument's tensor number `number`."""
+
+    number: int
+
+
+class NumberSlot(NamedTuple):
+    """The place of number `number` of those whose values do not count."""
+
+    number: int
+    type: type
+
+
+Template = Any
+"""Nested arguments with slots in the places of tensors and numbers."""
+
+_SHAPED_BY_NUMBERS = frozenset(
+    (
+        *("arange", "linspace", "logspace", "range", "interpolate", "upsample", "affine_grid", "grid_sample"),
+        *("fold", "unfold"),
+    )
+)
+"""Functions whose result's shape may depend on a float."""
+
+_SCALED_BY_INTS = frozenset(
+    (
+        *("add", "sub", "mul", "div", "pow", "rsub", "true_divide", "floor_divide", "remainder", "fmod", "multiply"),
+        *("add_", "sub_", "mul_", "div_", "pow_", "subtract", "divide", "maximum", "minimum", "fill_", "masked_fill"),
+        *("masked_fill_", "full_like", "new_full", "clamp", "clamp_", "clamp_min", "clamp_max", "eq", "ne", "lt", "le"),
+        *("gt", "ge", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rdiv__"),
+        *("__rtruediv__", "__pow__", "__rpow__", "__mod__", "__rmod__", "__floordiv__", "__rfloordiv__", "__iadd__"),
+        *("__isub__", "__imul__", "__itruediv__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "lerp"),
+        *("lerp_", "addcmul", "addcdiv", "addcmul_", "addcdiv_"),
+    )
+)
+"""Functions for which an int is a number like any other."""
+
+_ATOMS = (
+    *(bool, int, float, torch.Size),
+    *(str, bytes, type(None), complex, range, type, type(Ellipsis), types.BuiltinFunctionType, types.FunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+@dataclass(slots=True)
+class Call:
+    """A call's arguments, taken apart.
+
+    Attributes:
+        args, kwargs: templates.
+        tensors: in the order of their slots; one that occurs twice has one slot.
+        numbers: in the order of theirs.
+    """
+
+    args: tuple[Template, ...]
+    kwargs: dict[str, Template]
+    tensors: list[Tensor]
+    numbers: list[float]
+
+
+def take_apart(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    """The call's templates, tensors and numbers."""
+    name = function_name(function)
+    call = Call((), {}, [], [])
+    seen: dict[int, TensorSlot] = {}
+    is_shaped = name in _SHAPED_BY_NUMBERS or getattr(function, "shaped_by_numbers", False)
+    numbers: tuple[type, ...] = () if is_shaped else (float,)
+    if name in _SCALED_BY_INTS:
+        numbers = (float, int)
+
+    call.args = tuple([_walk(value, call, seen, numbers) for value in args])
+    call.kwargs = {key: _walk(value, call, seen, numbers) for key, value in kwargs.items()}
+    return call
+
+
+def _walk(value: Any, call: Call, seen: dict[int, TensorSlot], numbers: tuple[type, ...]) -> Template:
+    # Not a function within: one that calls itself would hold the call's tensors until Python's collector comes.
+    kind = type(value)
+    if isinstance(value, Tensor):
+        slot = seen.get(id(value))
+        if slot is None:
+            slot = seen[id(value)] = TensorSlot(len(call.tensors))
+            call.tensors.append(value)
+        return slot
+    # Nothing is no number like others: dropout of it gives its argument.
+    if (kind in numbers and value) or kind is Hook:
+        call.numbers.append(value)
+        return NumberSlot(len(call.numbers) - 1, kind)
+    if kind is tuple or kind is list:
+        return kind([_walk(item, call, seen, numbers) for item in value])
+    if kind is slice:
+        return slice(*(_walk(part, call, seen, numbers) for part in (value.start, value.stop, value.step)))
+    if kind is dict:
+        return {key: _walk(item, call, seen, numbers) for key, item in value.items()}
+    return value
+
+
+def put_together(template: Template, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
+    """The arguments again, around other tensors and numbers."""
+    kind = type(template)
+    if kind is TensorSlot:
+        return tensors[template.number]
+    if kind is NumberSlot:
+        return numbers[template.number]
+    if kind is tuple or kind is list:
+        return kind([put_together(item, tensors, numbers) for item in template])
+    if kind is slice:
+        return slice(*(put_together(part, tensors, numbers) for part in (template.start, template.stop, template.step)))
+    if kind is dict:
+        return {key: put_together(item, tensors, numbers) for key, item in template.items()}
+    return template
+
+
+def tensors_in(argument: Any) -> list[Tensor]:
+    """The tensors of an argument that is one, or a list of them."""
+    if isinstance(argument, (tuple, list)):
+        return [one for one in argument if isinstance(one, Tensor)]
+    return [argument] if isinstance(argument, Tensor) else []
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value is no container, and does not change."""
+    return isinstance(value, _ATOMS)
+
+
+def key_of(template: Template) -> Hashable:
+    """Equal for equal templates; what cannot be compared counts as equal to itself alone."""
+    kind = type(template)
+    if kind in (TensorSlot, NumberSlot):
+        return template
+    if kind is tuple or kind is list:
+        return (kind, *map(key_of, template))
+    if kind is slice:
+        return (kind, *map(key_of, (template.start, template.stop, template.step)))
+    if kind is dict:
+        return (kind, *((name, key_of(item)) for name, item in template.items()))
+    if isinstance(template, _ATOMS):
+        return kind, template
+    return "object", id(template)
+
+
+def shown(template: Template) -> Hashable:
+    """As `key_of`, but with the same text on all ranks: what has none is known by its type."""
+    kind = type(template)
+    if kind in (TensorSlot, NumberSlot):
+        return template
+    if kind is tuple or kind is list:
+        return (kind, *map(shown, template))
+    if kind is slice:
+        return (kind, *map(shown, (template.start, template.stop, template.step)))
+    if kind is dict:
+        return (kind, *((shown(name), shown(item)) for name, item in template.items()))
+    if isinstance(template, (types.BuiltinFunctionType, types.FunctionType)):
+        return kind, template.__qualname__
+    if isinstance(template, (str, torch.device)):
+        return kind, without_index(template)
+    if isinstance(template, _ATOMS):
+        return kind, template
+    return kind.__module__, kind.__qualname__

@@ -1,0 +1,393 @@
+"""Parts of torch that function modes do not see, patched while a step is recorded.
+
+Calls of `torch.utils.checkpoint.checkpoint`, whoever makes them.
+
+It is imported by name all over libraries, so what it calls is what is replaced, while a step runs and no longer.
+
+Torch's transformer layers, which compute otherwise where nobody looks on.
+
+In evaluation `nn.TransformerEncoder`, its layers and `nn.MultiheadAttention` take a fused path: other bits, and zeros
+where there is padding, which the encoder leaves out by making nested tensors. They do not take it where
+`has_torch_function` says that somebody wants to see each operation. Our modes want to see what one process computes:
+
+    nested tensor                    on stages
+    -------------                    ---------
+    _nested_tensor_from_mask         the padded tensor with zeros where there is padding; its mask is remembered
+    _transformer_encoder_layer_fwd   makes a nested tensor of it, and pads what comes of that: one function
+    to_padded_tensor                 the padded tensor
+
+To pad and to unpad copies elements, so the bits are those of one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
+from inspect import signature
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily, handle_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_pipeline.partition.placeholder import Placeholder, memory_of
+from lightning_pipeline.partition.users_line import users_line
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.recorder import Recorder
+    from lightning_pipeline.recording.recording import Recording
+
+
+Checkpointed = Callable[[bool], AbstractContextManager[None]]
+"""Entered around a checkpointed function; told whether computing it again may stop when all is there."""
+_SINCE_2_14 = "_checkpoint_without_reentrant_generator_impl"
+_GENERATOR = _SINCE_2_14 if hasattr(torch_checkpoint, _SINCE_2_14) else "_checkpoint_without_reentrant_generator"
+"""What torch's function calls, with the options by name (since 2.14) or in order."""
+
+
+@contextmanager
+def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
+    """While entered, checkpointed functions run once, inside of `around`."""
+    options = _options()
+    everywhere = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
+
+    def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        given = {**dict(zip(options, args, strict=False)), **kwargs}
+        now, _ = given.get("context_fn", torch_checkpoint.noop_context_fn)()
+        stops = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", everywhere)
+        with ExitStack() as stack:
+            if torch.is_grad_enabled():
+                stack.enter_context(around(given.get("early_stop", True) if stops is None else bool(stops)))
+                # Modes that choose what to keep have nothing to choose from here: all of it is computed again.
+                stack.enter_context(nullcontext() if isinstance(now, TorchDispatchMode) else now)
+            yield
+
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            with torch.no_grad():  # whatever the parameters do, this kind gives results that require no gradient
+                return function(*args)
+        with around(False):
+            return function(*args)
+
+    with _replaced(generator, SimpleNamespace(apply=apply)):
+        yield
+
+
+@cache
+def _options() -> list[str]:
+    """Names of what torch's function takes, in order."""
+    plain = signature(getattr(torch_checkpoint, _GENERATOR))
+    return [p.name for p in plain.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+@contextmanager
+def checkpoints_wrapped(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While entered, `wrapped` makes of a checkpointed function the one that computes it again."""
+    plain, reentrant = getattr(torch_checkpoint, _GENERATOR), torch_checkpoint.CheckpointFunction
+
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        return plain(wrapped(function), *args, **kwargs)
+
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return reentrant.apply(_first(function, wrapped(function)), preserve, *args)
+
+    with _replaced(generator, SimpleNamespace(apply=apply)):
+        yield
+
+
+def _first(function: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    """One function for the first call, another one for those after it."""
+    calls = 0
+
+    def run(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return function(*args) if calls == 1 else then(*args)
+
+    return run
+
+
+@contextmanager
+def _replaced(generator: Any, reentrant: Any) -> Iterator[None]:
+    before = getattr(torch_checkpoint, _GENERATOR), torch_checkpoint.CheckpointFunction
+    setattr(torch_checkpoint, _GENERATOR, generator)
+    torch_checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        setattr(torch_checkpoint, _GENERATOR, before[0])
+        torch_checkpoint.CheckpointFunction = before[1]  # type: ignore[misc]
+
+
+_PACKAGE = __name__.partition(".")[0]
+_from_mask = torch._nested_tensor_from_mask
+_layer = torch._transformer_encoder_layer_fwd
+_attention = torch._native_multi_head_attention
+
+
+@contextmanager
+def fast_paths_open() -> Iterator[None]:
+    """While entered, torch's layers take no notice of our modes and placeholders."""
+    plain = torch.overrides.has_torch_function
+
+    def has_torch_function(arguments: Any) -> bool:
+        return plain(arguments) and not (
+            all(type(one).__module__.startswith(_PACKAGE) for one in _get_current_function_mode_stack())
+            and all(type(one) in (Tensor, nn.Parameter, Placeholder) for one in arguments if isinstance(one, Tensor))
+        )
+
+    with _class_replaced(torch.overrides, "has_torch_function", has_torch_function):
+        yield
+
+
+@contextmanager
+def nested_tensors_padded() -> Iterator[None]:
+    """While entered, padded tensors stand for the nested ones of `nn.TransformerEncoder`."""
+    kept: Any = WeakTensorKeyDictionary()  # which elements of a padded tensor are there
+    aligned, padded = torch._nested_tensor_from_mask_left_aligned, Tensor.to_padded_tensor
+
+    def from_mask(tensor: Tensor, mask: Tensor, mask_check: bool = True) -> Tensor:
+        if not _is_seen():
+            return _from_mask(tensor, mask, mask_check)
+        made = tensor.masked_fill(mask.logical_not().unsqueeze(-1), 0.0)
+        kept[made] = mask
+        return made
+
+    def left_aligned(tensor: Tensor, mask: Tensor) -> bool:
+        if not _is_seen():
+            return aligned(tensor, mask)
+        return bool((mask[:, 1:] <= mask[:, :-1]).all())
+
+    def layer(tensor: Tensor, *others: Any, **named: Any) -> Tensor:
+        mask = kept.get(tensor)
+        if mask is None:
+            return _layer(tensor, *others, **named)
+        made = handle_torch_function(layer_on_nested, (tensor, mask), tensor, mask, *others, **named)
+        kept[made] = mask
+        return made
+
+    def attention_seen(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+        if not _is_seen():
+            return _attention(*arguments)
+        tensors = [one for one in arguments if isinstance(one, Tensor)]
+        return handle_torch_function(attention, tensors, *arguments)
+
+    def to_padded_tensor(tensor: Tensor, *others: Any, **named: Any) -> Tensor:
+        return tensor if tensor in kept else padded(tensor, *others, **named)
+
+    with ExitStack() as replaced:
+        for owner, function in (
+            (torch, ("_nested_tensor_from_mask", from_mask)),
+            (torch, ("_nested_tensor_from_mask_left_aligned", left_aligned)),
+            (torch, ("_transformer_encoder_layer_fwd", layer)),
+            (torch, ("_native_multi_head_attention", attention_seen)),
+            (Tensor, ("to_padded_tensor", to_padded_tensor)),
+        ):
+            replaced.enter_context(_class_replaced(owner, *function))
+        yield
+
+
+def layer_on_nested(tensor: Tensor, mask: Tensor, *others: Any, **named: Any) -> Tensor:
+    """A transformer layer on the elements of a padded tensor that `mask` keeps."""
+    if type(tensor) is not Tensor:  # a fake one, of which only the look is asked for
+        return _layer(tensor, *others, **named)
+    nested = _from_mask(tensor, mask, mask_check=False)
+    return _layer(nested, *others, **named).to_padded_tensor(0.0, tensor.size())
+
+
+def attention(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """`nn.MultiheadAttention`. Weights that nobody needs are none: fake tensors would have some."""
+    output, weights = _attention(*arguments)
+    return output, weights if arguments[10] else None
+
+
+def _is_seen() -> bool:
+    return bool(torch._C._len_torch_function_stack())
+
+
+@contextmanager
+def _class_replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    plain = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+_patched_for: list[Recorder] = []
+"""Recorders whose runs need the patches."""
+_patches = ExitStack()
+_APPLY = vars(torch._C._FunctionBase)["apply"]
+_AS_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Of scripted functions, and classes of autograd functions, one function each, by which events know their calls."""
+
+
+@contextmanager
+def classes_patched(recorder: Recorder) -> Iterator[None]:
+    """While entered, a recorder's recordings see what goes past modes in torch's classes.
+
+    For a whole run: a change to a class costs all of its methods the place that Python remembers for them.
+    """
+    if not _patched_for:
+        _patches.enter_context(_function_apply_seen())
+        _patches.enter_context(_scripted_seen())
+        _patches.enter_context(_module_apply_seen())
+        _patches.enter_context(nested_tensors_padded())
+    _patched_for.append(recorder)
+    try:
+        yield
+    finally:
+        _patched_for.remove(recorder)
+        if not _patched_for:
+            _patches.close()
+
+
+@contextmanager
+def arrays_seen(recorder: Recorder) -> Iterator[None]:
+    """While entered, the running recording notes the memory that tensors share with arrays."""
+    plain = torch.from_numpy
+
+    def seen(array: Any) -> Tensor:
+        found = plain(array)
+        if recorder.current is not None:
+            recorder.current.exposed.add(memory_of(found))
+        return found
+
+    torch.from_numpy = seen  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.from_numpy = plain
+
+
+def _running() -> Recording | None:
+    """The recording that runs, if one does."""
+    return next((recorder.current for recorder in _patched_for if recorder.current is not None), None)
+
+
+def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what torch does not give to modes as if it did."""
+    recording = _running()
+    if recording is None or not torch._C._len_torch_function_stack() or not recording.is_ours((args, kwargs)):
+        return function(*args, **kwargs)
+    # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
+    with _pop_mode_temporarily() as mode:
+        return mode.__torch_function__(function, (), args, kwargs)
+
+
+@contextmanager
+def _function_apply_seen() -> Iterator[None]:
+    """While entered, modes see calls of `torch.autograd.Function.apply`."""
+    # The user may have taken hold of it before (`relu = ReLU.apply`). Until torch 2.13 that is a function of Python's,
+    # which goes on to the one that a base class has; since then it is the one of C++, which nothing comes between.
+    owner: Any = torch.autograd.function._SingleLevelFunction
+    plain = vars(torch.autograd.Function)["apply"]
+    if plain is _APPLY:
+        owner = torch.autograd.Function
+
+    def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        called = _AS_FUNCTIONS.get(cls)
+        if called is None:
+            called = _AS_FUNCTIONS[cls] = _applying(cls)
+        return _as_function(called, args, kwargs)
+
+    owner.apply = classmethod(seen)
+    try:
+        with _calls_past_patch_refused() if plain is _APPLY else nullcontext():
+            yield
+    finally:
+        if plain is _APPLY:
+            owner.apply = plain
+        else:
+            del owner.apply
+
+
+@contextmanager
+def _calls_past_patch_refused() -> Iterator[None]:
+    """While entered, functions whose C++ `apply` was taken before tell so when a step calls them: what they compute
+    would be seen, but not their backward. All that comes to Python of such a call is that it looks for `forward`."""
+    owner: Any = torch.autograd.function.FunctionMeta
+
+    def attribute(cls: Any, name: str) -> Any:
+        found = type.__getattribute__(cls, name)
+        if name != "forward" or sys._getframe(1).f_code is _SEEN or _running() is None:
+            return found
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            recording = _running()
+            if recording is not None and torch._C._len_torch_function_stack() and recording.is_ours((args, kwargs)):
+                raise NotImplementedError(
+                    f"{users_line()} calls {cls.__name__}.apply by a name that was given to it before, as with "
+                    f"`function = {cls.__name__}.apply`: from torch 2.14 on this goes past what a pipeline can see. "
+                    f"Write a function, `def function(*args): return {cls.__name__}.apply(*args)`"
+                )
+            return found(*args, **kwargs)
+
+        return forward
+
+    owner.__getattribute__ = attribute
+    try:
+        yield
+    finally:
+        del owner.__getattribute__
+
+
+def _applying(cls: type) -> Callable[..., Any]:
+    apply = _APPLY.__get__(None, cls)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return apply(*args, **kwargs)
+
+    function.__name__ = f"{cls.__name__}.apply"
+    function.runs_python = True  # type: ignore[attr-defined]
+    return function
+
+
+_SEEN = _applying(torch.autograd.Function).__code__
+"""What calls the C++ `apply` where the call has been seen."""
+
+
+@contextmanager
+def _scripted_seen() -> Iterator[None]:
+    """While entered, modes see calls of functions that were scripted or traced."""
+    owner = torch._C.ScriptFunction
+    plain = owner.__call__
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called = _AS_FUNCTIONS.get(self)
+        if called is None:
+            called = _AS_FUNCTIONS[self] = partial(plain, self)
+        return _as_function(called, args, kwargs)
+
+    owner.__call__ = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        owner.__call__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _module_apply_seen() -> Iterator[None]:
+    """While entered, a module that is moved to where it is already (`self.head.to(x.dtype)`) is left alone, and no
+    gradients are looked for."""
+    plain = nn.Module._apply
+
+    def seen(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if _running() is not None:
+            tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+            if all(fn(tensor) is tensor for tensor in tensors):
+                return self
+        return plain(self, fn, recurse)
+
+    nn.Module._apply = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = plain  # type: ignore[method-assign]

@@ -1,0 +1,167 @@
+"""Where the events of a step run: on which visit of which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
+from lightning_pipeline.recording.inference import Result
+from lightning_pipeline.recording.matcher import CAPTURED, Foreign, Held
+
+
+class Placing:
+    """Places the events of one path, one after the other.
+
+    Visits are numbered along the data: visit ``v`` is on stage ``v % num_stages``, in lap ``v // num_stages``. An event
+    runs where its latest input is; in a module that has a stage, on the next visit of that stage. What follows where
+    micro-batches meet begins another lap: all that was made before is on its stage's first visit from there on.
+
+    Args:
+        tensors: the module's.
+        until: what the path has so far.
+    """
+
+    def __init__(self, num_stages: int, tensors: Any, until: Event) -> None:
+        self._num_stages = num_stages
+        self._tensors = tensors
+        self.visits: dict[int, int] = {}
+        self.latest = 0
+        self._begins = 0  # the part after the last meeting
+        self._memory: dict[int, _Memory] = {}
+        self._first_uses: dict[int, int] = {}  # of the module's tensors, the visit
+        self.end = until
+        for event in until.path():
+            self.note(event)
+
+    def visit_of(self, inputs: Sequence[Any], result: Result, stage: tuple[int | None, int], floor: int = 0) -> int:
+        """Where an event with these inputs runs.
+
+        Args:
+            stage: of the module that calls it, None where no key says one, and the lowest that it may have.
+            floor: the lowest visit that there may be.
+        """
+        needed = [
+            self._in_part(value.visit if isinstance(value, Foreign) else self._ready(value))
+            for value in inputs
+            if value is not None and not isinstance(value, Held)
+        ]
+        written = [
+            self._in_part(self._memory_of(inputs[slot]).read) for slot, _ in result.writes if type(inputs[slot]) is int
+        ]
+        known = [visit for visit in needed if visit >= 0]
+        after = max([*known, *written], default=-1)
+        fixed, lowest = stage
+        if fixed is None:
+            if after >= 0:
+                fixed = max(after % self._num_stages, lowest, self._stage_of_keys(inputs))
+                fixed = self._stage_of_users(inputs, fixed)
+            else:
+                fixed = self._stage_of_tensors(inputs, lowest)
+            fixed = self._stage_of_held(inputs, fixed)
+        return self._next(max(after, floor, self._begins), fixed)
+
+    def home(self, value: Any) -> int:
+        """The visit that makes a value."""
+        return max(self.visits.get(value, 0), 0)
+
+    def last_read(self, value: int) -> int:
+        """The latest visit that has read a value's memory."""
+        return self._memory_of(value).read
+
+    def note(self, event: Event) -> None:
+        """Take in an event that has been placed."""
+        visit = event.visit
+        self.end = event
+        if visit < 0 and event.function is MICROBATCHES_MEET:
+            self._begins = self.latest = self._next_lap()
+            return
+        self.latest = max(self.latest, visit)
+        for value in event.inputs:
+            if type(value) is int:
+                self._memory_of(value).read = max(self._memory_of(value).read, visit)
+                if value < 0:
+                    self._first_uses.setdefault(value, visit)
+        for value, shares in zip(event.outputs, event.result.shares, strict=True):
+            if value is None:
+                continue
+            self.visits[value] = visit
+            homes = [event.inputs[slot] for slot in shares if type(event.inputs[slot]) is int]
+            if homes:
+                self._memory[value] = self._memory_of(homes[0])
+        for slot, _, value in event.writes:
+            self.visits[value] = visit
+            before = event.inputs[slot]
+            if type(before) is int:
+                memory = self._memory[value] = self._memory_of(before)
+                memory.written = max(memory.written, visit)
+
+    def _next_lap(self) -> int:
+        """The first visit of the first stage that nothing has run on."""
+        has_run = max(self.visits.values(), default=-1) >= self._begins or self.latest > self._begins
+        return (self.latest // self._num_stages + 1) * self._num_stages if has_run else self._begins
+
+    def _in_part(self, visit: int) -> int:
+        """A visit, or the first one of its stage since micro-batches have met."""
+        return visit if visit < 0 or visit >= self._begins else self._begins + visit % self._num_stages
+
+    def _ready(self, value: int) -> int:
+        """The visit after which a value is there; -1 from the beginning."""
+        return max(self.visits.get(value, -1), self._memory_of(value).written)
+
+    def _next(self, after: int, stage: int) -> int:
+        """The first visit of `stage` from `after` on."""
+        return after + (stage - after) % self._num_stages
+
+    def _stage_of_tensors(self, inputs: Sequence[Any], lowest: int) -> int:
+        """Of an event that takes the module's tensors alone: that of one which is held somewhere, else where the step
+        has come to."""
+        for value in inputs:
+            if type(value) is int and value < 0:
+                number = -1 - value
+                if self._tensors.homes[number] is not None:
+                    return self._tensors.homes[number]
+                if self._tensors.holders[number]:
+                    return min(self._tensors.holders[number])
+                if CAPTURED in inputs and value in self._first_uses:  # another batch tensor for the same layer
+                    return self._first_uses[value] % self._num_stages
+        if any(isinstance(value, Held) for value in inputs):
+            return lowest
+        return max(self.latest % self._num_stages, lowest)
+
+    @staticmethod
+    def _stage_of_held(inputs: Sequence[Any], lowest: int) -> int:
+        """The first stage from `lowest` on that has what was made in a hook."""
+        for value in inputs:
+            if isinstance(value, Held):
+                lowest = next((stage for stage in value.stages if stage >= lowest), lowest)
+        return lowest
+
+    def _stage_of_keys(self, inputs: Sequence[Any]) -> int:
+        """The latest stage that a key gives one of the module's tensors; 0 without."""
+        homes = [self._tensors.homes[-1 - value] for value in inputs if type(value) is int and value < 0]
+        return max((home for home in homes if home is not None), default=0)
+
+    def _stage_of_users(self, inputs: Sequence[Any], lowest: int) -> int:
+        """From `lowest` on, the first stage that has used all of the module's tensors without a key among the inputs,
+        as a head on the stage of the last layer that ran; `lowest` without."""
+        for value in inputs:
+            if type(value) is int and value < 0 and self._tensors.homes[-1 - value] is None:
+                later = [stage for stage in self._tensors.holders[-1 - value] if stage >= lowest]
+                lowest = min(later, default=lowest)
+        return lowest
+
+    def _memory_of(self, value: int | None) -> _Memory:
+        found = self._memory.get(value)  # type: ignore[arg-type]
+        if found is None:
+            found = self._memory[value] = _Memory()  # type: ignore[index]
+        return found
+
+
+class _Memory:
+    """Of values that share their memory: the latest visit that has read it, and that has written it."""
+
+    __slots__ = ("read", "written")
+
+    def __init__(self) -> None:
+        self.read = self.written = -1

@@ -1,0 +1,388 @@
+"""Programs: a recorded step as one part for each visit of a stage, and what crosses between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.recording.inference import writes_beside
+from lightning_pipeline.recording.matcher import CAPTURED, Foreign
+
+VisitFunction = Callable[..., tuple[list[Tensor], list[Tensor]]]
+"""(received, captured, module's tensors, seeding, batch) -> what goes on to the next visit, and what is kept."""
+
+
+class Strand(NamedTuple):
+    """Uses of a value on later visits, whose gradients come back as one.
+
+    One process adds the gradients of a value's uses from the last to the first. Stages do so by themselves where a
+    stage's own uses come before those of later stages. Where they do not, as with an auxiliary loss that is computed at
+    the end of a step from what an early stage gave, the uses before it cross in strands of their own::
+
+        uses, in order   stage 0: a   stage 1: b, c   stage 0: d   stage 1: e, f
+        one process      ((((f + e) + d) + c) + b) + a
+        strands          (f + e), then stage 0's own d, then c, then b, then stage 0's own a
+    """
+
+    value: int
+    number: int
+
+
+class Fork(NamedTuple):
+    """Where a strand leaves its value: before an event of the visit, so that autograd comes to it after that one's."""
+
+    before: int
+    source: Strand | None
+    strand: Strand
+
+
+@dataclass
+class VisitPlan:
+    """What one visit does.
+
+    Attributes:
+        events: numbers of the path's events that run in it, in order.
+        operands: for an event and a value that an earlier visit has made: the strand that it takes.
+        forks: strands that leave before an event of the visit.
+        receives: what comes from the visit before.
+        sends: what goes on to the next.
+    """
+
+    events: list[int] = field(default_factory=list)
+    operands: dict[tuple[int, int], Strand] = field(default_factory=dict)
+    forks: list[Fork] = field(default_factory=list)
+    receives: list[Strand] = field(default_factory=list)
+    sends: dict[Strand, Strand | None] = field(default_factory=dict)
+    """With what each is here: a strand that came, or None for a value that is made here."""
+
+
+class Region(NamedTuple):
+    """A checkpointed function: where it begins, and whether computing it again may stop when all is there."""
+
+    begins: int
+    stops_early: bool
+
+
+def regions_of(events: Sequence[Event]) -> dict[int, Region]:
+    """The outermost checkpointed function of each event that is in one, by its number."""
+    found: dict[int, Region] = {}
+    depth = 0
+    region: Region | None = None
+    for number, event in enumerate(events):
+        if event.visit < 0 and event.function is CHECKPOINT_BEGINS:
+            if depth == 0:
+                region = Region(number, event.call.args[0])
+            depth += 1
+        elif event.visit < 0 and event.function is CHECKPOINT_ENDS:
+            depth -= 1
+        elif depth:
+            assert region is not None
+            found[number] = region
+    return found
+
+
+class Program:
+    """The events of a path, by visit.
+
+    Args:
+        end: the last event.
+        looks: of the values that are given to it: the batch's tensors that not every rank has.
+        before: the program of the path up to where micro-batches have met, of which this is what follows; of that,
+            values may be carried over.
+        num_stages: virtual stages.
+
+    Attributes:
+        events: in order.
+        num_given: values that are given to it.
+        begins: the first visit of the path that belongs to it. Visits of a program are counted from there.
+        carried: values that were made before and are used, with their visit.
+        carries_gradients: whether any of them gives gradients.
+        looks, homes: of each value, and the visit that makes it.
+        visits: by number.
+        functions: of visits, by number and the values that are kept, once they are made.
+        gradient_strides: of what goes back from a visit, by its number and the loss's; the runtime's.
+        regions: the outermost checkpointed function of each event that is in one, by the event's number.
+        foreign: by visit, places among what is captured of values of earlier micro-batches.
+        leaves: places among what is captured of tensors that require gradients.
+        comes_back: whether a value of an earlier micro-batch comes from another visit.
+        writes_again: whether a region writes into tensors of the module, which it does again in backward.
+        needs_order: whether a micro-batch has to be done with before the next one begins; set by the caller
+            (`module_writes.needs_order`).
+    """
+
+    def __init__(
+        self, end: Event, looks: Sequence[Look] = (), before: Program | None = None, num_stages: int = 1
+    ) -> None:
+        given = end
+        while given.parent is not None:
+            given = given.parent
+        self.events = end.path()
+        self.begins = 0
+        if before is not None:
+            self.events = self.events[len(before.events) :]
+            first = min((event.visit for event in self.events if event.visit >= 0), default=0)
+            self.begins = first // num_stages * num_stages
+        self.digest = end.digest
+        self.num_given = given.num_values
+        self.looks: dict[int, Look] = dict(enumerate(looks))
+        self.homes: dict[int, int] = dict.fromkeys(range(len(looks)), 0)
+        self.functions: dict[tuple[int, tuple[int, ...]], VisitFunction] = {}
+        self.gradient_strides: dict[tuple[int, int], Any] = {}
+        self._wanted: dict[int, frozenset[int]] = {}
+        self._returning: dict[tuple[int, int], list[Strand]] = {}
+        last = max((event.visit for event in self.events), default=0)
+        self.visits = [VisitPlan() for _ in range(1 + max(last - self.begins, 0))]
+        self.carried: dict[int, int] = {}
+        self.carries_gradients = False
+        self.foreign: list[list[int]] = [[] for _ in self.visits]
+        self.leaves: list[int] = []
+        self.comes_back = False
+        self.needs_order = False
+        self.writes_again = False
+        self.regions = regions_of(self.events)
+        uses: dict[int, list[int]] = {}
+        for number, event in enumerate(self.events):
+            if event.visit < 0:
+                continue
+            visit = event.visit - self.begins
+            self.visits[visit].events.append(number)
+            if number in self.regions:
+                written = [event.inputs[slot] for slot, _, _ in event.writes]
+                self.writes_again |= any(type(value) is int and value < 0 for value in written)
+            for slot, value in enumerate(event.inputs):
+                if value is CAPTURED and event.looks[slot].requires_grad:
+                    self.leaves.append(event.first_captured + event.matcher.captured_tensors[slot])
+                if isinstance(value, Foreign):
+                    self.foreign[visit].append(event.first_captured + event.matcher.captured_tensors[slot])
+                    self.comes_back |= value.visit != event.visit
+            for value in dict.fromkeys(event.inputs):
+                if type(value) is int and value >= 0:
+                    uses.setdefault(value, []).append(number)
+                    if before is not None and value not in self.homes:
+                        self.homes[value] = self.carried[value] = before.homes[value] % num_stages
+                        self.looks[value] = before.looks[value]
+                    if value in self.carried and self.looks[value].requires_grad:
+                        self.carries_gradients |= event.gives_gradients()
+            for look, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
+                if value is not None:
+                    assert isinstance(look, Look)
+                    self.looks[value], self.homes[value] = look, visit
+        for value, numbers in uses.items():
+            if value in self.homes and any(self.visit_of(number) != self.homes[value] for number in numbers):
+                self._spread(value, None, self.homes[value], numbers, [0])
+        self._check_gradients()
+
+    @property
+    def has_events(self) -> bool:
+        """Whether anything runs."""
+        return any(plan.events for plan in self.visits)
+
+    def visit_of(self, number: int) -> int:
+        """Of an event, counted from where the program begins."""
+        return self.events[number].visit - self.begins
+
+    def _check_gradients(self) -> None:
+        """Gradients within a step with respect to what an earlier visit has made need all of its uses in one strand."""
+        for plan in self.visits:
+            for number in plan.events:
+                event = self.events[number]
+                if event.function is not torch.autograd.grad:
+                    continue
+                for (other, value), strand in plan.operands.items():
+                    if other < number and plan.operands.get((number, value), strand) != strand:
+                        raise NotImplementedError(
+                            f"torch.autograd.grad with respect to what an earlier stage computes, which is also used "
+                            f"on that stage later ({event.line}): clone it for the part that is differentiated"
+                        )
+
+    def with_gradients(self, loss: int) -> frozenset[int]:
+        """Values from which the loss is computed in a way that autograd goes back."""
+        found = self._wanted.get(loss)
+        if found is None:
+            found = self._wanted[loss] = self._before([loss])
+        return found
+
+    def crossing(self, values: Sequence[int]) -> list[tuple[int, Strand]]:
+        """What goes from visit to visit, to be made into these values in a way that autograd goes back: the visit that
+        receives it, and the strand."""
+        wanted = self._before(values)
+        return [
+            (visit, strand)
+            for visit, plan in enumerate(self.visits)
+            for strand in plan.receives
+            if strand.value in wanted and self._is_wanted(strand, visit, wanted)
+        ]
+
+    def _before(self, values: Iterable[int]) -> frozenset[int]:
+        """Values from which some are computed in a way that autograd goes back, and these."""
+        wanted = {value for value in values if self.looks[value].requires_grad}
+        for event in reversed(self.events):
+            if any(value in wanted for value in event.made()):
+                for value in event.inputs:
+                    if type(value) is int and value >= 0 and self.looks[value].requires_grad:
+                        wanted.add(value)
+        return frozenset(wanted)
+
+    def returning(self, visit: int, loss: int) -> list[Strand]:
+        """What the visit receives and gives gradients of, in the order in which they go back; without a loss, none."""
+        if loss < 0:
+            return []
+        wanted = self.with_gradients(loss)
+        found = self._returning.get((visit, loss))
+        if found is None:
+            found = []
+            for strand in self.visits[visit].receives if visit < len(self.visits) else ():
+                if strand.value in wanted and self._is_wanted(strand, visit, wanted):
+                    found.append(strand)
+            self._returning[visit, loss] = found
+        return found
+
+    def _is_wanted(self, strand: Strand, visit: int, wanted: frozenset[int]) -> bool:
+        """Whether a strand that comes to a visit is used, there or later, in what the loss is computed from."""
+        plan = self.visits[visit]
+        for (number, value), used in plan.operands.items():
+            if used == strand and value == strand.value and any(made in wanted for made in self.events[number].made()):
+                return True
+        sent = [strand_out for strand_out, source in plan.sends.items() if source == strand]
+        sent += [fork.strand for fork in plan.forks if fork.source == strand]
+        return any(self._is_wanted(one, visit + 1, wanted) for one in dict.fromkeys(sent))
+
+    def _spread(self, value: int, strand: Strand | None, visit: int, uses: Sequence[int], count: list[int]) -> None:
+        """Plan how a value, which is on `visit` as `strand`, comes to the events that use it."""
+        here = self.visits[visit]
+        own = [number for number in uses if self.visit_of(number) == visit]
+        later = [number for number in uses if self.visit_of(number) != visit]
+        if strand is not None:
+            here.operands.update({(number, value): strand for number in own})
+        last = max(own, default=-1) if self.looks[value].requires_grad else -1
+        together = [number for number in later if number > last]
+        apart = [[number] for number in later if number < last]
+        for group in (*apart, together):
+            if not group:
+                continue
+            is_fork = group is not together
+            sent = strand
+            if is_fork or sent is None or apart:
+                sent = Strand(value, count[0])
+                count[0] += 1
+            if is_fork:
+                here.forks.append(Fork(next(number for number in own if number > group[0]), strand, sent))
+            here.sends[sent] = sent if is_fork else strand
+            self.visits[visit + 1].receives.append(sent)
+            self._spread(value, sent, visit + 1, group, count)
+
+
+class ModuleWrites:
+    """Follows events, in order.
+
+    Attributes:
+        number_of: of values that share memory with a tensor of the module, its number.
+    """
+
+    def __init__(self) -> None:
+        self.number_of: dict[int, int] = {}
+
+    def of(self, event: Event) -> dict[int, bool]:
+        """The module's tensors that an event writes into, by number, and whether it gives them another memory."""
+        found: dict[int, bool] = {}
+        for slot, _, value in event.writes:
+            number = self.behind(event.inputs[slot])
+            if number is not None:
+                is_replaced = event.name == "data.__set__"
+                found[number] = is_replaced
+                self.number_of[value] = number
+        for output, slots in zip(event.outputs, event.result.shares, strict=True):
+            for slot in slots:
+                number = self.behind(event.inputs[slot])
+                if number is not None and output is not None:
+                    self.number_of[output] = number
+        return found
+
+    def behind(self, value: object) -> int | None:
+        """The number of the module's tensor that a value is, or shares memory with."""
+        if type(value) is not int:
+            return None
+        return -1 - value if value < 0 else self.number_of.get(value)
+
+
+def needs_order(events: Iterable[Event], num_stages: int) -> bool:
+    """Whether a micro-batch has to be done with before the next one begins: it writes into a tensor of the module that
+    several stages use, or whose content before backward needs."""
+    writes = ModuleWrites()
+    written: set[int] = set()
+    stages: dict[int, set[int]] = {}
+    with_gradient: set[int] = set()
+    for event in events:
+        if event.visit < 0:
+            continue
+        beside = writes_beside(event.function, event.call)
+        has_gradient = any(isinstance(look, Look) and look.requires_grad for look in event.result.tensors)
+        for slot, value in enumerate(event.inputs):
+            number = writes.behind(value)
+            if number is not None:
+                stages.setdefault(number, set()).add(event.visit % num_stages)
+                if has_gradient and slot not in beside:
+                    with_gradient.add(number)
+        written |= writes.of(event).keys()
+    return any(len(stages[number]) > 1 or number in with_gradient for number in written)
+
+
+_REPLACING = ("copy_", "data.__set__")
+"""Writes that do not look at what they write into."""
+
+
+class Average(NamedTuple):
+    """A tensor of the module that takes in a parameter, by their numbers, and where."""
+
+    target: int
+    source: int
+    line: str
+
+
+def average_in(events: Iterable[Event], tensors: Sequence[Tensor]) -> Average | None:
+    """The first write into a tensor of the module of what is computed from it and a parameter of its shape, and from
+    nothing of a batch.
+
+    Args:
+        tensors: the module's, by number.
+    """
+    writes = ModuleWrites()
+    made_of: dict[int, frozenset[int]] = {}  # the module's tensors from which alone a value is computed
+    for event in events:
+        if event.visit < 0:
+            continue
+        writes.of(event)
+        sources: list[frozenset[int]] = []
+        for value in event.inputs:
+            source = frozenset((-1 - value,)) if type(value) is int and value < 0 else made_of.get(value)
+            if source is None:
+                break
+            sources.append(source)
+        if len(sources) < len(event.inputs):
+            continue
+        together: frozenset[int] = frozenset().union(*sources)
+        made_of.update((value, together) for value in event.outputs if value is not None)
+        for slot, _, value in event.writes:
+            made_of[value] = together
+            target = writes.behind(event.inputs[slot])
+            if target is None:
+                continue
+            several = len(event.writes) if event.name.startswith("_foreach_") else 1  # each takes in those of its place
+            taken = [one for other, one in enumerate(sources) if other != slot and other % several == slot % several]
+            others: frozenset[int] = frozenset().union(*taken) - {target}
+            alike = [other for other in sorted(others) if _is_parameter_like(tensors[other], tensors[target])]
+            is_own_taken = event.name not in _REPLACING or any(target in one for one in taken)
+            if alike and is_own_taken:
+                return Average(target, alike[0], event.line)
+    return None
+
+
+def _is_parameter_like(tensor: Tensor, other: Tensor) -> bool:
+    look = Look.of(tensor)
+    return look.is_parameter and look.shape == Look.of(other).shape

@@ -1,0 +1,188 @@
+"""The recorder: what the recordings of one module's steps have in common, and what a recording asks of a pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.compiled_calls import CompiledCall, compiled_calls
+from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.inference import Inference, Result
+from lightning_pipeline.recording.matcher import Held
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.operation import Call, key_of
+from lightning_pipeline.recording.patched_torch import arrays_seen, checkpoints_noted, classes_patched
+from lightning_pipeline.recording.pure_modules import KeyedCalls, calls_of, pure_within
+from lightning_pipeline.recording.python_state import Unclear
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.recording import Recording
+
+MAX_EVENTS = 100_000
+"""The most events that are kept, each some kilobytes; then the paths that were not met for longest are forgotten."""
+MAX_CHANGING = 256
+"""The most tensors that are known to change in steps."""
+
+
+class Reads(Protocol):
+    """Brings a recording the data that the step's Python asks for."""
+
+    def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
+        """The data, on every rank, of values that a stage computes."""
+
+    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The data of tensors that only some ranks hold: the module's, or made in hooks."""
+
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        """Finish earlier micro-batches, and `with_own` the recording's own calls so far."""
+
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        """What `show` makes of a value, or of a tensor of the module (below zero), with its autograd state."""
+
+
+class Recorder:
+    """What the recordings of a module's steps have in common.
+
+    Args:
+        tensors: the module's.
+        calls: tells the stage of the module that runs.
+        placement: the rank of each virtual stage along the data.
+
+    Attributes:
+        has_hooks: whether there are hooks on parameters, so that every micro-batch runs in order.
+        warns: whether this rank warns of compiled code that runs as it was written.
+        infers: whether a module runs now only to learn what it gives.
+        recordings: those of the running step.
+        current: the one that runs.
+        num_events: that follow each beginning; the beginning that was met last comes last.
+        changing: memory that all ranks have and write into in steps while stages may still have to use it, with a
+            tensor that has it: recordings take along copies of such tensors.
+        used: memory of buffers that all ranks have and stages use, with the buffers' numbers.
+    """
+
+    def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, placement: Sequence[int]) -> None:
+        self.tensors = tensors
+        self.calls = calls
+        self.placement = placement
+        self.num_stages = len(placement)
+        self.inference = Inference()
+        self.has_hooks = False
+        self.warns = True
+        self.infers = False
+        self.recordings: list[Recording] = []
+        self.changing: OrderedDict[int, Tensor] = OrderedDict()
+        self.used: dict[int, int] = {}
+        self.current: Recording | None = None
+        self.num_events: dict[Event, int] = {}
+        self._beginnings: dict[Any, Event] = {}
+        self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
+        self._compiled: list[CompiledCall] = []
+        self._results: dict[Any, Result | None] = {}
+        self._compiled_functions: set[str] = set()
+
+    def beginning(self, key: Any, num_values: int) -> Event:
+        """Where the paths of micro-batches of one kind begin."""
+        found = self._beginnings.get(key)
+        if found is None:
+            found = self._beginnings[key] = Event.beginning(num_values, repr(num_values).encode())
+        self.num_events[found] = self.num_events.pop(found, 0)
+        return found
+
+    def trim(self) -> bool:
+        """Forget the oldest paths where there are too many events, as where data decides the path.
+
+        Called between steps, on all ranks alike. Returns whether anything was forgotten.
+        """
+        if sum(self.num_events.values()) <= MAX_EVENTS:
+            return False
+        while self.num_events and sum(self.num_events.values()) > MAX_EVENTS // 2:
+            oldest = next(iter(self.num_events))
+            del self.num_events[oldest]
+            self._beginnings = {key: one for key, one in self._beginnings.items() if one is not oldest}
+        self._results.clear()
+        return True
+
+    def forget(self) -> None:
+        """Forget everything: the module has other tensors now, or other ranks hold them."""
+        self.forget_paths()
+        self.used.clear()
+        self._calls_of_pure = None
+        self.calls.forget()
+
+    def forget_paths(self) -> None:
+        """Let micro-batches to come begin anew."""
+        self._beginnings.clear()
+        self.num_events.clear()
+
+    def note_changing(self, memory: int, tensor: Tensor) -> None:
+        """Note that steps write into a tensor while stages may still have to use it."""
+        self.changing[memory] = tensor
+        if len(self.changing) > MAX_CHANGING:
+            self.changing.popitem(last=False)
+        self.forget_paths()
+
+    def held(self, ranks: tuple[int, ...]) -> Held:
+        """What stands for a tensor that was made in a hook, and is on these ranks."""
+        return Held(ranks, tuple(stage for stage, rank in enumerate(self.placement) if rank in ranks))
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While entered, steps can be recorded."""
+        if self._calls_of_pure is None:
+            self._calls_of_pure = [(m, calls_of(m, self)) for m in pure_within(self.calls.root)]
+            self._compiled = compiled_calls(self.calls.root, self)
+        for compiled in self._compiled:
+            compiled.note_plain()
+        with ExitStack() as stack:
+            stack.enter_context(self.calls.installed())
+            override = stack.enter_context(overridden())
+            for module, call in self._calls_of_pure:
+                override(module, "_call_impl", call)
+            for compiled in self._compiled:
+                compiled.install(override)
+            for compiled in self._compiled:
+                compiled.note_overrides()
+            stack.enter_context(checkpoints_noted(self._checkpointed))
+            stack.enter_context(arrays_seen(self))
+            yield
+
+    def patched(self) -> AbstractContextManager[None]:
+        """While entered, for a whole run, recordings see what torch's classes do past modes."""
+        return classes_patched(self)
+
+    def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
+        if self.infers:
+            raise Unclear("it has checkpointed functions, which the compiler would follow")
+        return nullcontext() if self.current is None else self.current.checkpointed(stops_early)
+
+    def note_as_written(self) -> None:
+        """Warn, once for each line, that a compiled function which is no module runs as it was written."""
+        line = users_line()
+        if line not in self._compiled_functions:
+            self._compiled_functions.add(line)
+            if self.warns:
+                warnings.warn(
+                    f"a compiled function runs as it was written, not compiled ({line}): in a pipeline that does what "
+                    f"is a module on one stage",
+                    stacklevel=2,
+                )
+
+    def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
+        """What an operation gives; None where only the data tells."""
+        key = (function, key_of(call.args), key_of(call.kwargs), tuple(looks), state)
+        if key not in self._results:
+            if type(function) is CompiledCall:
+                found = self.inference.result(function.inferred, call, looks)
+                self._results[key] = found and replace(found, draws=function.num_draws)
+            else:
+                self._results[key] = self.inference.result(function, call, looks)
+        return self._results[key]

@@ -1,0 +1,280 @@
+"""The part of a module that a rank holds."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pipeline.engine.fully_sharded import FullySharded
+from lightning_pipeline.engine.parameter_map import Placement
+from lightning_pipeline.engine.shared_parameters import spread_from_owner
+from lightning_pipeline.partition.materialize import check_set, initialise, make_local
+from lightning_pipeline.partition.ownership import (
+    Ownership,
+    guard_state_dict,
+    lift_guards,
+    named_tensors,
+    note_holders,
+    release,
+    unguard,
+)
+from lightning_pipeline.partition.placeholder import Look, Placeholder, become, is_absent, placeholder
+from lightning_pipeline.partition.stage_config import certain_stages, find_leaves
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.pure_modules import KeyedCalls
+from lightning_pipeline.runtime import backends as backend_rules
+from lightning_pipeline.runtime.direct import recv_tree, send_tree
+from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.runtime.host_memory import available_bytes
+from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.tensor_meta import conform
+from lightning_pipeline.runtime.transport import Transport
+
+from .._lightning import LightningModule, rank_zero_warn
+from ..checkpoint.state import copies_of
+from ..checkpoint.weights import Weights, load_weights
+from .lightning_private import note_device
+from .partitioner import Cut
+from .tensor_parallel import TensorGroup
+
+_CRC_BYTES = 4096
+_NONE, _PARTS, _MEMORY, _SLICES = range(4)
+_OBSTACLES = {
+    _PARTS: "it came in parts, or without data",
+    _MEMORY: "all of it does not fit into the memory of every rank",
+    _SLICES: "FSDP or tensor parallelism has split its tensors",
+}
+"""Why a run leaves a module in parts."""
+
+
+class HeldModule:
+    """Keeps a rank's part of a module: makes or reads its tensors, moves them, and releases what only others use.
+
+    Args:
+        module: whole, or with each rank's part on it where an earlier run has left it so.
+        placement: the rank in the pipeline of each virtual stage.
+        rank: this rank's place in the pipeline.
+        sharded: shards parameters over replicas; None keeps them whole.
+
+    Attributes:
+        leaves: the modules that a stage runs whole.
+        calls: tells the stage of the module that runs.
+        tensors: the module's parameters and buffers, by number.
+        placement: which ranks hold what, as far as it is known.
+        ownership: the same, seen from this rank.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        cut: Cut,
+        placement: Sequence[int],
+        rank: int,
+        device: torch.device,
+        *,
+        transport: Transport | None,
+        replicas: Replicas | None,
+        tensor_group: TensorGroup | None,
+        sharded: FullySharded | None,
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._transport = transport
+        self._replicas = replicas
+        self._tensor_group = tensor_group
+        self._came_in_parts = any(tensor.is_meta for _, tensor in named_tensors(module))
+        if sharded is not None:
+            sharded.adopt(module)
+        self.leaves = find_leaves(module, cut.stages)
+        self.calls = KeyedCalls(module, cut.stages)
+        self.tensors = ModuleTensors(module, cut.stages)
+        certain = certain_stages(self.leaves, cut.stages.num_stages) if cut.is_final else {}
+        self.placement = Placement(module, placement, rank, certain)
+        self.placement.find_present(module, transport)
+        self.ownership: Ownership = self.placement.ownership()
+        self._note_partly_held()
+
+    def release_remote(self) -> None:
+        """Let go of what other stages turned out to hold alone, in copies that callbacks keep too."""
+        self.ownership = self.placement.ownership()
+        self._note_partly_held()
+        for released in (self._module, *copies_of(self._module, self._module.trainer)):
+            release(released, self.ownership)
+        for module in self._module.modules():  # an earlier run may have cut it elsewhere
+            unguard(module)
+        guard_state_dict(self._module)
+
+    def take_in_new(self) -> bool:
+        """Take in what the module has been given during the run. Returns whether there was anything."""
+        is_new = self.placement.take_in(self._module)
+        if is_new:
+            self.ownership = self.placement.ownership()
+            self._note_partly_held()
+        return is_new
+
+    def _note_partly_held(self) -> None:
+        num_ranks = self.ownership.num_stages
+        self.tensors.note_partly_held(name for name, held in self.ownership.holders.items() if len(held) < num_ranks)
+
+    def holders(self, number: int) -> tuple[int, ...]:
+        """The ranks that hold a tensor of the module, by its number."""
+        return self.ownership.holders[self.tensors.names[number][0]]
+
+    def agree(self) -> None:
+        """Come to hold what the other replicas of this stage hold. All of them must call it."""
+        if self._replicas is not None:
+            for state in self._replicas.gather_objects(self.placement.state()):
+                self.placement.merge(state)
+
+    def make(self, weights: Weights | None, seed: int) -> None:
+        """Give what was built on the meta device its values; read the files of weights.
+
+        Raises:
+            ValueError: nothing gives something its values.
+        """
+        made = make_local(self._module, self.ownership)
+        initialise(self._module, made.values(), seed)
+        found: set[str] = set()
+        if weights is not None:
+            names = [name for name, _ in (*self._module.named_parameters(), *self._module.named_buffers())]
+            found = load_weights(self._module, weights, list(filter(self.ownership.is_local, names)))
+        check_set(self._module, [name for name in made if name not in found])
+        lift_guards(self._module)
+
+    def to_device(self) -> None:
+        """Move the module to this rank's device, and give all stages and replicas one value of what they share."""
+        self._move(self._device)
+        held = {id(t): (t, self.ownership.holders[n]) for n, t in named_tensors(self._module) if n in self.ownership}
+        spread_from_owner([item for item in held.values() if len(item[1]) > 1], self._transport, self.ownership.stage)
+        here = [tensor for tensor, _ in held.values() if not tensor.is_meta and not isinstance(tensor, DTensor)]
+        if self._replicas is not None:
+            self._replicas.spread(here)
+        if self._tensor_group is not None:
+            self._tensor_group.spread(here)
+
+    def to_cpu(self) -> None:
+        """Move the module back to the CPU, where a run that has ended leaves it."""
+        if self._device.type != "cpu":
+            self._move(torch.device("cpu"))
+
+    def make_whole(self, num_processes: int) -> None:
+        """Give every rank all of the module, on the CPU, where that fits into memory.
+
+        All ranks must call it; `release_remote` takes it back.
+
+        Args:
+            num_processes: that share this machine's memory.
+        """
+        partial: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in named_tensors(self._module):
+            if name in self.ownership and len(self.ownership.holders[name]) < self.ownership.num_stages:
+                partial.setdefault(id(tensor), (name, tensor))
+        absent = [tensor for _, tensor in partial.values() if is_absent(tensor)]
+        obstacle = _NONE
+        if any(isinstance(parameter, DTensor) for parameter in self._module.parameters()):
+            obstacle = _SLICES
+        elif self._came_in_parts:  # as what is made on the meta device, because it fits nowhere
+            obstacle = _PARTS
+        elif sum(Look.of(tensor).num_bytes for tensor in absent) * num_processes > available_bytes() // 2:
+            obstacle = _MEMORY
+        found = self._most(torch.tensor([obstacle, len(absent)], dtype=torch.float64))
+        if found[0] != _NONE:
+            rank_zero_warn(
+                f"the module stays in parts after this run, as {_OBSTACLES[int(found[0])]}: "
+                f"trainer.strategy.gather_module(), called on all ranks, gives rank 0 a copy with all weights"
+            )
+        elif found[1]:
+            self._spread(list(partial.values()))
+            lift_guards(self._module)
+
+    def _most(self, numbers: Tensor) -> list[float]:
+        """The largest of each over all stages and replicas."""
+        if self._transport is not None:
+            numbers = self._transport.all_gather_vector(numbers, "what they hold of the module").amax(0)
+        if self._replicas is not None:
+            numbers = torch.stack(self._replicas.gather_objects(numbers)).amax(0)
+        return numbers.tolist()
+
+    def _spread(self, partial: Sequence[tuple[str, Tensor]]) -> None:
+        """From its owner to all stages, one tensor after the other."""
+        assert self._transport is not None
+        own = self.ownership.stage
+        for name, tensor in partial:
+            owner = self.ownership.owner(name)
+            for stage in range(self.ownership.num_stages) if owner == own else ():
+                if stage != own:
+                    send_tree(tensor.detach(), self._transport, stage)
+            if owner != own:
+                look, data = Look.of(tensor), recv_tree(self._transport, owner, f"{name} of the whole module")
+                if (look.shape, look.dtype) == (data.shape, data.dtype):
+                    data = conform(data, look)  # in the order of memory that it has on its owner
+                if is_absent(tensor):
+                    become(tensor, nn.Parameter(data, look.requires_grad) if look.is_parameter else data)
+            note_holders(tensor, None)
+
+    def _move(self, device: torch.device) -> None:
+        for _, tensor in named_tensors(self._module):
+            if type(tensor) is Placeholder and tensor.device != device:  # it is where it would be if it were here
+                become(tensor, placeholder(tensor.look.but(device=device), tensor.what))
+        self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
+        note_device(self._module, device)
+
+
+def take_initial_values(module: nn.Module, copies: Iterable[nn.Module], broadcast: Callable[[Any], Any]) -> None:
+    """Give every rank rank 0's values of the parameters and buffers that both have. All ranks must call it.
+
+    Each rank has made the module by itself, from random numbers of its own where no seed was set, where seeds differ,
+    or where ranks have drawn unequally many; and weights may have been loaded on rank 0 alone, as DDP lets users do.
+    Of each stage's own values the model would be that of no seed. With rank 0's it is the one that one process has
+    with rank 0's seed, and a run that nobody seeded starts from one draw. Ranks with the same values, as those with
+    one seed have, send nothing but checksums. What is on the meta device here is made or read later, alike on all
+    ranks.
+
+    Args:
+        copies: modules that callbacks have made of this one; they stay copies.
+        broadcast: gives every rank what rank 0 passes.
+    """
+    own = dict(_plain_tensors(module))
+    copied = [dict(_plain_tensors(copy)) for copy in copies]
+    sums = {name: _checksum(tensor) for name, tensor in own.items()}
+    first: dict[str, Any] = broadcast(sums)
+    differing = torch.tensor([name in own and sums[name] != first[name] for name in first], dtype=torch.uint8)
+    if not len(differing):
+        return
+    with waiting_for("rank 0's initial values"), torch.no_grad():
+        dist.all_reduce(differing, dist.ReduceOp.MAX)
+        for name, is_sent in zip(first, differing.tolist(), strict=True):
+            if not is_sent:
+                continue
+            shape, dtype, device, _ = first[name]
+            tensor = own.get(name)
+            if tensor is None or (tuple(tensor.shape), tensor.dtype) != (shape, dtype):  # another buffer
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+            following = [copy[name] for copy in copied if name in copy and torch.equal(copy[name], tensor)]
+            backend_rules.broadcast(tensor, 0)
+            for copy in following:
+                copy.copy_(tensor)
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those with memory that all ranks have alike: no slices, and nothing that has no shape yet."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if is_plain and not tensor.is_meta and not tensor.is_quantized:
+            yield name, tensor
+
+
+def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, str, tuple[int, int]]:
+    """Shape, dtype, kind of device, and sums over the bits."""
+    data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    words = data[: data.numel() // 8 * 8]
+    ends = torch.cat([data[:_CRC_BYTES], data[len(words) :]])
+    sums = int(words.view(torch.int64).sum()), zlib.crc32(ends.numpy().tobytes())
+    return tuple(tensor.shape), tensor.dtype, tensor.device.type, sums

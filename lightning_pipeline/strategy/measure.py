@@ -1,0 +1,253 @@
+"""Costs of a LightningModule's steps, found out without a trace, by all ranks together."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeline.engine.collectives import over_replicas
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.rng import generators, generators_kept
+from lightning_pipeline.planning.costs import StepCosts, estimate_step
+from lightning_pipeline.planning.observing import called_names, left_as_it_was
+from lightning_pipeline.planning.timing import time_step
+from lightning_pipeline.planning.trace import measured_speed, trace_step
+from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.transport import Transport
+
+from .._lightning import DummyLogger, LightningModule
+from .lightning_private import Override
+from .manual import losses_noted
+from .outputs import loss_in
+from .patches import own_statistics
+
+SeededStep = Callable[..., Tensor | None]
+"""A `Step` that takes a `seed`, too."""
+
+Described = tuple[tree.Layout, list[Tensor], list[bool]]
+T = TypeVar("T")
+
+_OTHER_SEEDS = (1, 2, 3)
+_ALIKE = 1.2
+"""Ranks whose times differ by less have devices of one kind: a measurement is no more exact than that."""
+_USUAL_STATE = 2.0
+"""What AdamW keeps of each number, for optimizers that cannot be tried."""
+
+
+@contextmanager
+def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
+    """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers, and not
+    other ranks, which may run them more often, or not at all. What a step exchanges with replicas is what it would be
+    if all were like this one."""
+    trainer = module.trainer
+    loggers, strategy = trainer.loggers, trainer.strategy
+    replicas: Replicas | None = strategy.replicas  # type: ignore[attr-defined]
+
+    def all_gather(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if replicas is None else torch.stack([tensor] * replicas.num_replicas)
+
+    with (
+        left_as_it_was(module),
+        generators_kept(device),
+        own_statistics(module, replicas),
+        overridden() as set_for_now,
+    ):
+        override: Override = set_for_now
+        override(strategy, "all_gather", all_gather)
+        override(strategy, "reduce", lambda tensor, *args, **kwargs: tensor)
+        override(strategy, "barrier", lambda *args: None)
+        override(module, "log", lambda *args, **kwargs: None)
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        try:
+            yield
+        finally:
+            trainer.loggers = loggers
+
+
+def loss_step(
+    module: LightningModule,
+    name: str,
+    others: tuple[Any, ...],
+    context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+) -> SeededStep:
+    """One of the user's steps as a function from a micro-batch to the loss that backward starts from, None for steps
+    without one.
+
+    With the same seed it draws the same random numbers, so that layers that are left out at random are the same ones.
+    A training step without a loss is a ValueError.
+
+    Args:
+        name: of the step, such as "training_step".
+        others: its arguments after the batch.
+        context: the precision's context around a step.
+    """
+    function = getattr(module, name)
+    drawn_from = generators(device)
+    transport: Transport | None = getattr(module.trainer.strategy, "transport", None)
+    topology = None if transport is None else transport.topology
+
+    def step(microbatch: Any, seed: int = 0) -> Tensor | None:
+        _plant_seeds(drawn_from, seed)
+        with over_replicas(topology):
+            return run(microbatch)
+
+    def run(microbatch: Any) -> Tensor | None:
+        if name == "training_step" and not module.automatic_optimization:
+            with context(), losses_noted(module) as losses:
+                function(microbatch, *others)
+            if not losses:
+                raise ValueError(
+                    f"{type(module).__name__}.training_step has called manual_backward for no loss, so it cannot be "
+                    f"cut automatically: name the first module of each later stage in a stage_config"
+                )
+            return sum(losses[1:], losses[0])
+        with context():
+            result = function(microbatch, *others)
+        return loss_in(result, type(module).__name__) if name == "training_step" else None
+
+    return step
+
+
+def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> StepCosts:
+    """Run it a few times, on the device where the whole module is."""
+    speed = measured_speed(device, dtype_of(module))
+    trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
+    for seed in _OTHER_SEEDS:
+        names = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
+        trace.optional |= names.symmetric_difference(trace.names)
+    forward, backward = time_step(module, step, microbatch, trace, device)
+    return StepCosts(module, trace, forward, backward, is_measured=True)
+
+
+def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> StepCosts:
+    """Without running it: parts of the module may be on the meta device."""
+    takes_index = len(signature(module.training_step).parameters) > 1
+    context = module.trainer.precision_plugin.train_step_context
+    step = loss_step(module, "training_step", (0,) * takes_index, context, device)
+    return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """What the module computes in, as far as its parameters tell."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _plant_seeds(drawn_from: list[torch.Generator], seed: int) -> None:
+    for generator in drawn_from:  # torch.manual_seed asks every kind of device, which is longer than a small layer
+        generator.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+# -- together ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Failed:
+    message: str
+
+
+def with_everybody(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
+    """What the first rank decides. All ranks must call it, and all fail if the first one does.
+
+    Args:
+        broadcast: gives every rank what the first one passes.
+        decides: whether this is the first rank.
+
+    Raises:
+        ValueError: on the other ranks, what the first one failed with; there it raises that itself.
+    """
+    outcome: Any = None
+    failure: Exception | None = None
+    if decides:
+        try:
+            outcome = decide()
+        except Exception as error:
+            failure = error
+            outcome = _Failed(f"{type(error).__name__}: {error}")
+    outcome = broadcast(outcome)
+    if failure is not None:
+        raise failure
+    if isinstance(outcome, _Failed):
+        raise ValueError(f"the first rank failed: {outcome.message}")
+    return outcome
+
+
+def described(microbatches: Mapping[int, Any]) -> Described:
+    """Micro-batches in a form that travels: layout, tensors on the CPU, and which of these come from elsewhere."""
+    tensors, layout = tree.flatten(microbatches)
+    is_away = [tensor.device.type != "cpu" for tensor in tensors]
+    return layout, [tensor.detach().to("cpu", copy=True) for tensor in tensors], is_away
+
+
+def restored(microbatches: Described, device: torch.device) -> dict[int, Any]:
+    """What `described` was given, on another rank."""
+    layout, tensors, is_away = microbatches
+    moved = [tensor.to(device) if away else tensor for tensor, away in zip(tensors, is_away, strict=True)]
+    return tree.rebuild(layout, moved)
+
+
+def speeds_of(seconds: float, transport: Transport) -> tuple[float, ...]:
+    """How fast each rank of this pipeline is beside the first; empty if they are alike. All of them must call it.
+
+    Args:
+        seconds: what this rank takes for the same work; NaN if it could not measure, which is as fast as the first.
+    """
+    own = torch.tensor([seconds], dtype=torch.float64)
+    [took] = transport.all_gather_vector(own, "how long a step takes").T
+    speeds = (took[0] / took).nan_to_num(1.0, 1.0, 1.0).tolist()
+    return tuple(speeds) if max(speeds) > _ALIKE * min(speeds) else ()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def state_per_parameter(optimizer: Optimizer) -> float:
+    """Numbers of optimizer state for each number of a parameter: 2 for AdamW, 1 for SGD with momentum, 0 without.
+
+    It is tried out: the same optimizer updates a small matrix once.
+    """
+    matrix = nn.Parameter(torch.zeros(16, 16))
+    matrix.grad = torch.zeros_like(matrix)
+    try:
+        options = {key: copy.copy(value) for key, value in optimizer.defaults.items()}
+        tried = type(optimizer)([matrix], **options)
+        tried.step()
+        state = tried.state[matrix]
+    except Exception:  # optimizers take whatever arguments they like, and this is an estimate
+        return _USUAL_STATE
+    return sum(value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim()) / matrix.numel()
+
+
+def bytes_with_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[str], float]:
+    """A function that gives the bytes of a parameter, by name, with its gradient and optimizer state.
+
+    Without optimizers the state is taken to be AdamW's.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    shares: dict[int, float] = {}
+    for optimizer in optimizers:
+        share = state_per_parameter(optimizer)
+        for group in optimizer.param_groups:
+            shares.update((id(parameter), share) for parameter in group["params"])
+
+    def state_bytes(name: str) -> float:
+        parameter = parameters[name]
+        share = shares.get(id(parameter), 0.0 if optimizers else _USUAL_STATE)
+        return parameter.numel() * parameter.element_size() * (1.0 + parameter.requires_grad * (1.0 + share))
+
+    return state_bytes

@@ -1,0 +1,264 @@
+"""A plan on paper: where a training script's model would be cut for devices that are not there.
+
+The script runs up to its `Trainer.fit`, without its parameters' memory and without its devices.
+"""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
+from lightning_pipeline.partition.stage_config import read_stage_config, resolve
+from lightning_pipeline.planning.cost_model import Machine
+from lightning_pipeline.planning.costs import estimate_step
+from lightning_pipeline.planning.plan import NothingToCutError, StagePlan, plan_stages
+from lightning_pipeline.planning.rebalance import Rebalance, rebalance
+from lightning_pipeline.planning.trace import DeviceSpeed, Step
+from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, Simulation, measured_costs, recorded_schedule
+from lightning_pipeline.schedules.timeline import Timeline
+
+from .._lightning import LightningDataModule, LightningModule, Trainer, rank_zero_warn
+from .lightning_private import configured_optimizers
+from .measure import bytes_with_state, loss_step
+from .pipeline import PipelineStrategy
+from .schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
+
+
+@dataclass(frozen=True)
+class PaperPlans:
+    """What came of each schedule.
+
+    Attributes:
+        model: the LightningModule's class.
+        num_parameters: numbers in its parameters.
+        batch_size: samples of a batch.
+        plans: by schedule, the fastest first; all fit.
+        simulations: of the plans.
+        left_out: by schedule, why there is no plan.
+    """
+
+    model: str
+    num_parameters: int
+    batch_size: int
+    plans: dict[str, StagePlan]
+    simulations: dict[str, Simulation]
+    left_out: dict[str, str]
+
+
+def plan_on_paper(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    num_stages: int,
+    num_microbatches: int | None,
+    schedules: Sequence[str],
+    speed: DeviceSpeed,
+    machine: Machine,
+) -> PaperPlans:
+    """Estimate the training step of a script and search the best cut for each schedule.
+
+    Raises:
+        ValueError: there is no step to estimate, or the model fits with none of the schedules; the message is about
+            the last of them.
+        NothingToCutError: the step has too few places to cut.
+    """
+    made = rehearse_script(script, arguments)
+    module, own = made.module, made.strategy
+    asked = own.num_microbatches if own is not None else None
+    count = num_microbatches or (asked if isinstance(asked, int) else 4 * num_stages)
+    batch = made.first_batch()
+    microbatch = microbatches_of(batch, count, module)[0]
+    costs = estimate_step(module, _step_of(made), microbatch, speed)
+    state_bytes = bytes_with_state(module, _optimizers(made))
+    plans: dict[str, StagePlan] = {}
+    simulations: dict[str, Simulation] = {}
+    left_out: dict[str, str] = {}
+    failure: ValueError | None = None
+    seen: list[Schedule] = []
+    for name in schedules or TRAINING_SCHEDULES:
+        try:
+            choice = ScheduleChoice(name)
+            sizes = {"num_stages": num_stages, "num_microbatches": count}
+            schedule = choice.bind(**sizes, num_virtual_stages=choice.usual_virtual_stages).full
+            if schedule in seen:
+                left_out[name] = f"here the same as {seen[seen.index(schedule)].name}"
+                continue
+            seen.append(schedule)
+            plan, simulations[name] = plan_stages(costs, [schedule], machine, state_bytes)
+            plans[name] = plan
+        except (NothingToCutError, ScheduleError) as error:
+            left_out[name] = str(error)
+            failure = failure or error
+        except ValueError as error:
+            left_out[name] = str(error)
+            failure = error
+    if not plans:
+        assert failure is not None
+        raise failure
+    plans = dict(sorted(plans.items(), key=lambda item: item[1].step_seconds))
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    return PaperPlans(type(module).__name__, numbers, batch_size(batch) or 1, plans, simulations, left_out)
+
+
+def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timeline, *, speed: DeviceSpeed) -> Rebalance:
+    """Which modules of a script's model to move to other stages, by the timeline of a run of it.
+
+    Raises:
+        ValueError: the timeline is of another cut than the script's, or of no run.
+    """
+    if len(timeline) > 1 and not any(action.kind is Kind.SEND_F for row in timeline for action, _, _ in row):
+        raise ValueError(
+            "the timeline has no sends, so it is of a simulation (as plan --draw writes) and tells nothing new: "
+            "give the trace that PipelineTimeline has written of a run"
+        )
+    made = rehearse_script(script, arguments)
+    module, own = made.module, made.strategy
+    config = read_stage_config(module, own.stage_config if own is not None else None)
+    if not config:
+        raise ValueError(
+            f"{type(module).__name__} has no stage_config, so there is no telling which stage the timeline's times are "
+            f"of: pin the cut of that run (strategy.plan.save(path), stage_config=path)"
+        )
+    placement = [0] * (1 + max(action.stage for row in timeline for action, _, _ in row))
+    for rank, row in enumerate(timeline):
+        for action, _, _ in row:
+            placement[action.stage] = rank
+    schedule = recorded_schedule(timeline, placement)
+    has_virtual_stages = schedule.num_stages > schedule.num_ranks
+    stages = resolve(module, config, schedule.num_ranks, has_virtual_stages=has_virtual_stages)
+    microbatch = microbatches_of(made.first_batch(), schedule.num_microbatches, module)[0]
+    costs = estimate_step(module, _step_of(made), microbatch, speed)
+    return rebalance(costs, stages.exact, measured_costs([timeline], placement), schedule, Machine())
+
+
+def _step_of(made: Rehearsed) -> Step:
+    module, plugin = made.module, made.trainer.precision_plugin
+    plugin.convert_module(module)
+    vars(module)["log"] = lambda *args, **kwargs: None
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    others = (0,) * takes_index
+    return loss_step(module, "training_step", others, plugin.train_step_context, torch.device("cpu"))
+
+
+def _optimizers(made: Rehearsed) -> list[Optimizer]:
+    try:
+        return configured_optimizers(made.module)
+    except Exception as error:  # such as of a scheduler that asks the Trainer for the number of steps
+        rank_zero_warn(
+            f"{type(made.module).__name__}.configure_optimizers does not run outside of a training "
+            f"({type(error).__name__}: {error}), so the memory is counted with AdamW's state"
+        )
+        return []
+
+
+@dataclass
+class Rehearsed:
+    """What a script came to `Trainer.fit` with.
+
+    Attributes:
+        module: built, with its parameters on the meta device.
+        trainer: on the CPU, whatever the script asks for.
+        strategy: the script's own, if it is a pipeline.
+        loader: what the training batches come from.
+    """
+
+    module: LightningModule
+    trainer: Trainer
+    strategy: PipelineStrategy | None
+    loader: Any
+
+    def first_batch(self) -> Any:
+        """As the script would get it."""
+        loader = self.loader.train_dataloader() if hasattr(self.loader, "train_dataloader") else self.loader
+        return next(iter(loader))
+
+
+class _Fitting(BaseException):
+    """Ends the script. No Exception, so that no handler of the script's catches it."""
+
+
+def rehearse_script(path: Path, arguments: Sequence[str]) -> Rehearsed:
+    """Run `path` as ``python path arguments...`` does, until it calls `Trainer.fit`.
+
+    Parameters are moved to the meta device as modules register them, so a model takes no more memory than its largest
+    one, and what initialises them afterwards has nothing to do.
+
+    Raises:
+        ValueError: the script ends without that call.
+    """
+    found: list[Rehearsed] = []
+    with (
+        mock.patch.object(sys, "argv", [str(path), *arguments]),
+        mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),
+        _without_devices(found),
+        _parameters_on_meta(),
+    ):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except _Fitting:
+            pass
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise ValueError(f"{path} ended with exit code {end.code} before it called Trainer.fit") from None
+        if not found:
+            raise ValueError(f"{path} ended without a call of Trainer.fit, so there is no step to plan for")
+        made = found[0]
+        made.module.trainer = made.trainer
+        if isinstance(made.loader, LightningDataModule):
+            made.loader.trainer = made.trainer
+            made.loader.setup("fit")
+        made.trainer.strategy.connect(made.module)
+        made.module.setup("fit")
+        made.module.configure_model()
+    return made
+
+
+@contextmanager
+def _without_devices(found: list[Rehearsed]) -> Iterator[None]:
+    """Trainers are on one CPU device, and end the script in `fit`."""
+    plain_init = Trainer.__init__
+    strategies: dict[int, Any] = {}
+
+    def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        strategies[id(self)] = kwargs.get("strategy")
+        kwargs.update(accelerator="cpu", devices=1, num_nodes=1, strategy="auto", logger=False, callbacks=None)
+        plain_init(self, *args, **{**kwargs, "enable_checkpointing": False, "enable_progress_bar": False})
+
+    def fit(self: Trainer, model: Any, train_dataloaders: Any = None, *args: Any, **kwargs: Any) -> None:
+        loader = next((x for x in (kwargs.get("datamodule"), train_dataloaders) if x is not None), model)
+        asked = strategies.get(id(self))
+        found.append(Rehearsed(model, self, asked if isinstance(asked, PipelineStrategy) else None, loader))
+        raise _Fitting
+
+    with mock.patch.object(Trainer, "__init__", init), mock.patch.object(Trainer, "fit", fit):
+        yield
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    plain = nn.Module.register_parameter
+    meta: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta and not nn.parameter.is_lazy(param):
+            if id(param) not in meta:  # one that is tied stays so
+                empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+                param.data = param.data.new_empty(0)  # the id must not be given out again, but the memory may
+                meta[id(param)] = (param, empty)
+            param = meta[id(param)][1]
+        plain(self, name, param)
+
+    with mock.patch.object(nn.Module, "register_parameter", register):
+        yield

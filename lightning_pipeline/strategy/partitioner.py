@@ -1,0 +1,409 @@
+"""Where a module is cut: where somebody says, where an earlier run has cut it, or where the first step is fastest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipeline.engine.executor import RECEIVES_AHEAD
+from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
+from lightning_pipeline.partition.stage_config import AUTO, StageMap, count_stages, resolve
+from lightning_pipeline.planning.calibration import measure_link, measure_overhead
+from lightning_pipeline.planning.cost_model import Machine
+from lightning_pipeline.planning.costs import StepCosts, between
+from lightning_pipeline.planning.observing import left_as_it_was
+from lightning_pipeline.planning.plan import (
+    EFFORT,
+    NothingToCutError,
+    StagePlan,
+    plan_of_modules,
+    plan_stages,
+    print_plan,
+    ranked_plans,
+)
+from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
+from lightning_pipeline.schedules import Schedule, ScheduleError
+
+from .._lightning import LightningModule, TrainerFn, rank_zero_info
+from .dataloading import sample_batch
+from .lightning_private import training_loader
+from .measure import (
+    SeededStep,
+    bytes_with_state,
+    described,
+    estimate_training_step,
+    loss_step,
+    measure_step,
+    restored,
+    speeds_of,
+    unnoticed,
+    with_everybody,
+)
+from .schedule_choice import ScheduleChoice, Schedules
+from .trials import MOST, TrialSteps, choose_plan, fault_of_cut
+from .validation import check_tensors_are_whole
+
+_PLAN = "_automatic_plan"
+_USABLE = 0.9
+"""The share of a device's memory that parameters and activations may take; allocators and libraries take some, too."""
+
+_FACTORS = (1, 2, 4, 8)
+"""With num_microbatches="auto", micro-batches for each stage."""
+
+_CONSIDERED = {1: ("1f1b", "zero_bubble"), 2: ("interleaved_1f1b", "interleaved_zero_bubble")}
+"""With schedule="auto", by number of virtual stages; `Advisor` then chooses among all that have as many."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A module in stages.
+
+    Attributes:
+        stages: of its submodules.
+        num_microbatches: of a step.
+        is_final: else it is to be cut again, so each rank goes on holding all of it.
+    """
+
+    stages: StageMap
+    num_microbatches: int
+    is_final: bool = True
+
+
+class Cutting:
+    """Finds the cut to set out with, and where that leaves it open, another one before the first step.
+
+    Where nobody says where to cut, all ranks measure the first step that comes, and rank 0 searches. Until then every
+    rank holds the whole module, so that the cut is free.
+
+    Args:
+        config: the keys of stage_config; empty where the cut is to be found automatically.
+        choice: what `schedule=` stands for.
+        num_stages: device groups, which share the virtual stages of a schedule that has such.
+        tensor_parallel_size: ranks among which the tensors of one are split.
+        broadcast: gives all ranks rank 0's object.
+        is_first: this is rank 0, which decides for all.
+
+    Attributes:
+        plan: what was found, and is expected of it; None where nothing was searched.
+
+    Raises:
+        ValueError: there are fewer micro-batches than stages, or a rank alone cannot find out where to cut.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        config: Mapping[str, int],
+        choice: ScheduleChoice,
+        *,
+        num_stages: int,
+        num_microbatches: int | str | None,
+        replicas: int,
+        tensor_parallel_size: int,
+        device: torch.device,
+        broadcast: Callable[[Any], Any],
+        is_first: bool,
+    ) -> None:
+        given = num_microbatches if isinstance(num_microbatches, int) else None
+        count = given or choice.num_microbatches or 4 * num_stages
+        if count < num_stages:
+            raise ValueError(
+                f"num_microbatches={count} is less than num_stages={num_stages}, so some stage would always be idle; "
+                f"use num_microbatches={num_stages} or more, or fewer stages"
+            )
+        self.plan: StagePlan | None = None
+        self._module = module
+        self._config = config or (cut_before(module, num_stages) if num_stages > 1 else {})
+        self._choice = choice
+        self._num_stages = num_stages
+        self._num_microbatches = count
+        self._chooses_microbatches = num_microbatches == AUTO
+        self._device = device
+        self._everybody = partial(with_everybody, broadcast=broadcast, decides=is_first)
+        self._is_first = is_first
+        self._is_open = num_stages > 1 and not self._config
+        """The first training step is to decide."""
+        self._is_cut_for_evaluation = False
+        if self._is_open:
+            check_tensors_are_whole(module, tensor_parallel_size)
+        self._machine = Machine(
+            memory=_memory_of(device),
+            replicas=replicas,
+            receives_ahead=RECEIVES_AHEAD,
+            sends_underway=SEND_WINDOW if device.type == "cpu" else 1,
+        )
+
+    def at_start(self) -> Cut:
+        """The cut that steps set out with. All ranks must call it.
+
+        Raises:
+            KeyError, ValueError: stage_config does not fit the module (`resolve`), or none can be found for it.
+        """
+        if not self._is_open:
+            return Cut(self._resolved(self._config, self._choice.has_virtual_stages), self._num_microbatches)
+        plan = self._everybody(lambda: self._estimated() if self._is_big() else None)
+        if plan is not None:
+            return self._planned(plan, is_final=True)
+        # Whatever cannot be cut yet stays whole everywhere until the first step.
+        stages = StageMap(self._num_stages * self._choice.usual_virtual_stages)
+        return Cut(stages, self._num_microbatches, is_final=False)
+
+    def before_step(
+        self,
+        name: str,
+        arguments: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        optimizers: Sequence[Optimizer],
+        transport: Transport | None,
+    ) -> Cut | None:
+        """The cut to go on with; None if it is that of the step before. All ranks must call it.
+
+        The first training step decides. Of evaluation steps before it, those of a fit (the sanity check) run on the
+        first rank, where the module is whole, and those of other functions in a cut of their own.
+
+        Args:
+            name: of the user's step, such as "training_step".
+            context: the precision's context around it.
+
+        Raises:
+            ValueError: the step cannot be cut into as many stages, or no cut fits the memory.
+        """
+        is_training = name == "training_step"
+        if not self._is_open or (self._is_cut_for_evaluation and not is_training):
+            return None
+        if not is_training and self._module.trainer.state.fn == TrainerFn.FITTING:
+            return None
+        assert transport is not None
+        began = time.perf_counter()
+        plan = self._found(name, arguments, context, optimizers, transport)
+        self._is_cut_for_evaluation = True
+        if self._is_first:
+            rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
+            print_plan(plan)
+        return self._planned(plan, is_final=is_training)
+
+    def _planned(self, plan: StagePlan, *, is_final: bool) -> Cut:
+        self.plan = plan
+        if is_final:
+            self._is_open = False
+            note_cut(self._module, plan)
+        return Cut(self._resolved(plan.stage_config, plan.has_virtual_stages), plan.num_microbatches, is_final)
+
+    def _resolved(self, config: Mapping[str, int], has_virtual_stages: bool) -> StageMap:
+        return resolve(self._module, config, self._num_stages, has_virtual_stages=has_virtual_stages)
+
+    # -- by estimate --------------------------------------------------------------------------------------------------
+
+    def _is_big(self) -> bool:
+        """Whether the module must not be whole on a rank: it is on the meta device, or more than a device holds."""
+        if any(parameter.is_meta for parameter in self._module.parameters()):
+            return True
+        state_bytes = bytes_with_state(self._module, [])
+        total = sum(state_bytes(name) for name, _ in self._module.named_parameters())
+        return total > self._machine.limit(0)
+
+    def _estimated(self) -> StagePlan:
+        module, trainer = self._module, self._module.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            raise ValueError(
+                f"{type(module).__name__} does not fit one device and has no stage_config, and where to cut it is "
+                f"found for training only: name the first module of each later stage, or fit it first"
+            )
+        with unnoticed(self._module, self._device):
+            batch = sample_batch(training_loader(trainer))
+            count = self._counts(batch)[-1]
+            costs = estimate_training_step(module, microbatches_of(batch, count, module)[0], self._device)
+            plan, _ = plan_stages(costs, self._schedules(count), self._machine, bytes_with_state(module, []))
+        print_plan(plan)
+        return plan
+
+    # -- by measuring -------------------------------------------------------------------------------------------------
+
+    def _found(
+        self,
+        name: str,
+        arguments: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[Any]],
+        optimizers: Sequence[Optimizer],
+        transport: Transport,
+    ) -> StagePlan:
+        """The plan for a step, the same on all ranks. All measure, and rank 0 decides."""
+        batch, *others = arguments
+        microbatches = restored(self._everybody(lambda: described(self._microbatches(batch))), self._device)
+        step = loss_step(self._module, name, tuple(others), context, self._device)
+        with unnoticed(self._module, self._device):
+            # Ranks measure more or less often, and the first one alone records: trials set out from the same module.
+            with left_as_it_was(self._module):
+                costs = self._costs_on_all(name, step, microbatches, transport)
+
+            def ranked(most: int) -> list[StagePlan]:
+                if isinstance(costs, Exception):
+                    raise costs
+                with left_as_it_was(self._module):
+                    return self._plans(costs, step, microbatches, optimizers, self._counts(batch), most)
+
+            if name != "training_step":
+                return self._everybody(lambda: ranked(1)[0])
+            trial = TrialSteps(self._module, step, batch, transport, self._device, self._schedules_of)
+            limit = self._machine.limit(0)
+            return choose_plan(lambda: ranked(MOST), trial.times, self._module, self._everybody, limit)
+
+    def _costs_on_all(
+        self, name: str, step: SeededStep, microbatches: Mapping[int, Any], transport: Transport
+    ) -> dict[int, StepCosts] | Exception:
+        """What a micro-batch of each size costs on this rank, by measurements of all at once, which also say how fast
+        each is; where that fails, why: the first rank's reason is told by all."""
+        if not self._is_cut_for_evaluation:
+            self._measure_what_stages_cost(transport)
+        measured: dict[int, StepCosts] = {}
+        failure: Exception | None = None
+        try:
+            measured = {count: self._costs(name, step, micro) for count, micro in microbatches.items()}
+        except Exception as error:
+            failure = error
+        is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
+        seconds = sum(sum(costs.both_ways) for costs in measured.values()) if is_measured else float("nan")
+        self._machine = replace(self._machine, speeds=speeds_of(seconds, transport))
+        return failure or measured
+
+    def _measure_what_stages_cost(self, transport: Transport) -> None:
+        link = measure_link(transport, self._device)
+        own = measure_overhead(transport, self._device, link.message if link is not None else 0.0)
+        if link is not None:
+            self._machine = replace(self._machine, **asdict(link), overhead=own)
+
+    def _microbatches(self, batch: Any) -> dict[int, Any]:
+        """To be measured: one of each size, or of the smallest and the largest."""
+        counts = self._counts(batch)
+        return {count: microbatches_of(batch, count, self._module)[0] for count in {counts[0], counts[-1]}}
+
+    def _plans(
+        self,
+        measured: Mapping[int, StepCosts],
+        step: SeededStep,
+        microbatches: Mapping[int, Any],
+        optimizers: Sequence[Optimizer],
+        counts: Sequence[int],
+        most: int,
+    ) -> list[StagePlan]:
+        """The best one for each of these numbers of micro-batches, by its time, and after them others, `most` or so in
+        all."""
+        few = counts[0]
+        state_bytes = bytes_with_state(self._module, optimizers)
+        try:
+            return self._ranked(measured, step, microbatches, state_bytes, counts, most)
+        except NothingToCutError:
+            for schedule in self._schedules(few):
+                plan = plan_of_modules(measured[few], schedule, state_bytes)
+                if plan and not fault_of_cut(self._module, plan, step, microbatches[few], goes_back=True):
+                    return [plan]
+            raise
+
+    def _ranked(
+        self,
+        measured: Mapping[int, StepCosts],
+        step: SeededStep,
+        microbatches: Mapping[int, Any],
+        state_bytes: Callable[[str], float],
+        counts: Sequence[int],
+        most: int,
+    ) -> list[StagePlan]:
+        """As `_plans`, of steps that are cut where modules begin."""
+        few, many = counts[0], counts[-1]
+        best: list[StagePlan] = []
+        others: list[StagePlan] = []
+        for count in counts:
+            ranked = ranked_plans(
+                between(measured[few], measured[many], _share(count, counts)),
+                self._schedules(count),
+                self._machine,
+                state_bytes,
+                fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[few]),
+                effort=EFFORT / len(counts),
+                most=most,
+            )
+            own, *more = (plan for plan, _ in islice(ranked, max(1, most // len(counts))))
+            best.append(own)
+            others += more
+        return sorted(best, key=lambda plan: plan.step_seconds) + others
+
+    def _schedules_of(self, plan: StagePlan) -> Schedules:
+        choice = ScheduleChoice(plan.schedule) if self._choice.is_auto else self._choice
+        return choice.bind(
+            num_stages=plan.num_stages,
+            num_virtual_stages=len(plan.stages) // plan.num_stages,
+            num_microbatches=plan.num_microbatches,
+        )
+
+    def _costs(self, name: str, step: SeededStep, microbatch: Any) -> StepCosts:
+        try:
+            return replace(measure_step(self._module, step, microbatch, self._device), step=name)
+        except torch.OutOfMemoryError:
+            # All of the model at once does not fit, with what it keeps for backward, and a stage may well.
+            if name != "training_step":
+                raise
+            return estimate_training_step(self._module, microbatch, self._device)
+
+    def _counts(self, batch: Any) -> list[int]:
+        """Numbers of micro-batches to choose from, ascending."""
+        if not self._chooses_microbatches:
+            return [self._num_microbatches]
+        samples = batch_size(batch) or 1
+        return [n for n in (factor * self._num_stages for factor in _FACTORS) if n <= samples] or [self._num_stages]
+
+    def _schedules(self, num_microbatches: int) -> list[Schedule]:
+        """To choose from."""
+        sizes = {"num_stages": self._num_stages, "num_microbatches": num_microbatches}
+        if not self._choice.is_auto:
+            return [self._choice.bind(**sizes, num_virtual_stages=self._choice.usual_virtual_stages).full]
+        found: list[Schedule] = []
+        for choice, virtual in ((ScheduleChoice(name), v) for v, names in _CONSIDERED.items() for name in names):
+            try:
+                found.append(choice.bind(**sizes, num_virtual_stages=virtual).full)
+            except ScheduleError:
+                continue
+        return found
+
+
+def num_stages_for(config: Mapping[str, int], choice: ScheduleChoice, world_size: int) -> int:
+    """The number of device groups where nobody says it: what the schedule is made for, or stage_config uses."""
+    if choice.fixed is not None:
+        return choice.fixed.num_ranks
+    used = count_stages(config)
+    if used is not None and choice.has_virtual_stages:
+        return min(used, world_size)
+    return used or world_size
+
+
+def _share(count: int, counts: Sequence[int]) -> float:
+    """Where a micro-batch of a batch cut in `count` lies between those of the first and of the last of the counts."""
+    first, last = 1 / counts[0], 1 / counts[-1]
+    return (first - 1 / count) / (first - last) if first > last else 0.0
+
+
+def cut_before(module: LightningModule, num_stages: int) -> dict[str, int]:
+    """Where an earlier run has cut this module into as many stages: its parts may be on their ranks already."""
+    before: StagePlan | None = vars(module).get(_PLAN)
+    return dict(before.stage_config) if before is not None and before.num_stages == num_stages else {}
+
+
+def note_cut(module: LightningModule, plan: StagePlan) -> None:
+    """For `cut_before`, and for loggers, which get the plan as a hyper-parameter."""
+    vars(module)[_PLAN] = plan
+    for logger in module.trainer.loggers:
+        logger.log_hyperparams({"pipeline_plan": {k: v for k, v in plan.as_dict().items() if k != "stages"}})
+
+
+def _memory_of(device: torch.device) -> float | None:
+    """What a device has for a stage; None where there is no telling."""
+    info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
+    return _USABLE * info(device)[1] if info is not None else None

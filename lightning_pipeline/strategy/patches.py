@@ -1,0 +1,139 @@
+"""What hangs on prediction writers, scalers, metrics and batch norms while a trainer function runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_pipeline.engine.fully_sharded import plain
+from lightning_pipeline.partition.overrides import InPlaceOf, overridden
+from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.runtime.replicas import Replicas
+
+from .._lightning import BasePredictionWriter, LayerSync, Trainer
+from .lightning_private import Override
+
+
+def silence_writers(trainer: Trainer, override: Override) -> None:
+    """Have prediction writers write nothing on a rank that has no predictions."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BasePredictionWriter):
+            override(callback, "write_on_batch_end", _write_nothing)
+            override(callback, "write_on_epoch_end", _write_nothing)
+
+
+def _write_nothing(*arguments: Any) -> None:
+    pass
+
+
+def agree_on_overflow(scaler: GradScaler, device: torch.device, override: Override) -> None:
+    """Make `scaler` skip steps and change its scale as one scaler of the whole model would.
+
+    A rank's scaler looks for infinities in its own gradients, and has nothing to look at where a stage is frozen. So
+    what it found is replaced by the largest of all ranks; every rank unscales once a step, also where it has none.
+    """
+    own_gradients = scaler._unscale_grads_
+
+    def all_gradients(optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        groups = [{"params": plain(group["params"])} for group in optimizer.param_groups]
+        found = own_gradients(SimpleNamespace(param_groups=groups), *args)  # type: ignore[arg-type]
+        worst = torch.zeros((), dtype=torch.float32, device=device)
+        for value in found.values():
+            worst = torch.maximum(worst, value.to(device))
+        with waiting_for("whether gradients of another rank are infinite"):
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if hasattr(scaler, "_has_overflow"):  # where torch_npu's scaler notes it once more, to change the scale by
+            scaler._has_overflow |= bool(worst)
+        return {device: worst}
+
+    override(scaler, "_unscale_grads_", all_gradients)
+
+
+def sync_over(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+    """Make the metrics in a module synchronise over the replicas of a stage, as all stages have the same states.
+
+    It stays after the run, as the stages are connected still: a metric that is computed then is not to count them all.
+    """
+    world = id(dist.group.WORLD)
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.process_group is None:
+            available, gather = map(_original, (metric.distributed_available_fn, metric.dist_sync_fn))
+            has_replicas = partial(_has_replicas, available, world, replicas is not None)
+            metric.distributed_available_fn = InPlaceOf(available, has_replicas)
+            if replicas is not None:
+                synced = partial(_gathered_over, gather or gather_all_tensors, world, replicas)
+                metric.dist_sync_fn = InPlaceOf(gather, synced)
+
+
+def _original(function: Any) -> Any:
+    return function.original if isinstance(function, InPlaceOf) else function
+
+
+def _has_replicas(available: Callable[[], bool], world: int, answer: bool) -> bool:
+    """What is to be told while these processes are connected, and then what `available` does."""
+    return answer if id(dist.group.WORLD) == world else available()
+
+
+def _gathered_over(gather: Any, world: int, replicas: dist.ProcessGroup, tensor: Tensor, group: Any = None) -> Any:
+    return gather(tensor, group=replicas if id(dist.group.WORLD) == world else group)
+
+
+def convert_batch_norms(
+    module: nn.Module, layer_sync: LayerSync | None, device: torch.device, *, num_replicas: int
+) -> None:
+    """Before training: do what ``Trainer(sync_batchnorm=True)`` asks for, if there is anybody to share with.
+
+    Args:
+        layer_sync: what the Trainer converts with; None if nobody asked for it.
+
+    Raises:
+        ValueError: statistics would be shared on the CPU, for which torch has no kernels.
+    """
+    if num_replicas == 1:
+        return
+    if layer_sync is not None:
+        layer_sync.apply(module)
+    name = next((name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)), None)
+    if name is not None and device.type == "cpu":
+        raise ValueError(
+            f"{num_replicas} replicas are to share the statistics of {name!r}, and torch's SyncBatchNorm does not run "
+            f"on the CPU: use BatchNorm layers and sync_batchnorm=False, or as many devices as stages"
+        )
+
+
+@contextmanager
+def shared_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
+    """While entered, SyncBatchNorm layers exchange with the replicas of their stage. Where there are none they are
+    ordinary batch norms; those with a process group of the user's stay as they are."""
+    with overridden() as override:
+        for layer in _layers(module, None):
+            if replicas is None:
+                override(layer, "forward", MethodType(_BatchNorm.forward, layer))
+            else:
+                override(layer, "process_group", replicas.group)
+        yield
+
+
+@contextmanager
+def own_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
+    """While entered, those that exchange with replicas, or would, are ordinary batch norms."""
+    with overridden() as override:
+        for layer in _layers(module, None, replicas.group if replicas is not None else None):
+            override(layer, "forward", MethodType(_BatchNorm.forward, layer))
+        yield
+
+
+def _layers(module: nn.Module, *groups: Any) -> list[nn.SyncBatchNorm]:
+    """Those with one of these process groups."""
+    return [sub for sub in module.modules() if isinstance(sub, nn.SyncBatchNorm) and sub.process_group in groups]

@@ -1,0 +1,205 @@
+"""Options from the environment, and what cannot work under a pipeline, refused with the way out."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from torch.distributed.tensor import DTensor
+
+from lightning_pipeline.partition.stage_config import AUTO
+from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.schedules.validation import MAX_PASSES, MAX_PROCESSES, MAX_RANKS, shown
+
+from .._lightning import (
+    BatchSizeFinder,
+    DoublePrecision,
+    HalfPrecision,
+    LightningModule,
+    MixedPrecision,
+    ModelPruning,
+    Precision,
+    Trainer,
+)
+from ..checkpoint.state import copies_of
+from .lightning_private import check_name, data_sources
+from .schedule_choice import ScheduleChoice
+
+if TYPE_CHECKING:
+    from .pipeline import PipelineStrategy
+
+
+ALIKE = (
+    "num_stages",
+    "num_microbatches",
+    "max_live_microbatches",
+    "gradients_mean",
+    "opt_shard",
+    "data_parallel",
+    "tensor_parallel_size",
+    "loss_reduction",
+    "output_broadcast",
+)
+"""Those that all ranks have to be given alike, beside the schedule."""
+
+
+def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
+    """Raise for values that are none of those a `PipelineStrategy` takes, or do not go together.
+
+    Raises:
+        ValueError: names the value and the way out.
+    """
+    if asked.loss_reduction not in ("mean", "sum"):
+        raise ValueError(f'loss_reduction is "mean" or "sum", got {asked.loss_reduction!r}')
+    if asked.start_method not in ("popen", "fork"):
+        raise ValueError(f'start_method is "popen" or "fork", got {asked.start_method!r}')
+    if asked.data_parallel not in ("replicate", "fsdp"):
+        raise ValueError(f'data_parallel is "replicate" or "fsdp", got {asked.data_parallel!r}')
+    if asked.data_parallel == "fsdp" and asked.opt_shard:
+        raise ValueError('data_parallel="fsdp" shards the optimizer state already: leave opt_shard=True out')
+    _check_count("tensor_parallel_size", asked.tensor_parallel_size, MAX_PROCESSES)
+    if asked.tensor_parallel_size > 1 and asked.num_stages is None:
+        raise ValueError(
+            f"tensor_parallel_size={asked.tensor_parallel_size} needs num_stages as well, as configure_model gets the "
+            f"device mesh before the stages are counted"
+        )
+    if asked.num_stages is not None:
+        _check_count("num_stages", asked.num_stages, MAX_RANKS)
+    if asked.num_microbatches is not None and asked.num_microbatches != AUTO:
+        _check_count("num_microbatches", asked.num_microbatches, MAX_PASSES)
+    if asked.max_live_microbatches is not None and not choice.is_auto:
+        raise ValueError(
+            f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto", which chooses; '
+            f"{choice.label!r} holds what it holds"
+        )
+
+
+def _check_count(name: str, value: int | str, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is a whole number from 1, got {shown(value)}")
+    if value > most:
+        raise ValueError(f"{name} is at most {most:,}, got {shown(value)}")
+
+
+def check_module(module: LightningModule, trainer: Trainer) -> None:
+    """Raise for a module or Trainer that a pipeline cannot run.
+
+    Raises:
+        TypeError, ValueError: with the way out.
+    """
+    for source in data_sources(trainer):
+        check_name(source)
+    if trainer.world_size == 1:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} renames parameters in the middle of the run (weight becomes weight_orig), "
+                f"and stages hold them by their names: prune with torch.nn.utils.prune on one device, and train what "
+                f"is left here"
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise ValueError(
+                f"{type(callback).__name__} (which Tuner.scale_batch_size uses, too) tries batches until a device is "
+                f"full, and of a pipeline's devices one is so before the others: choose batch_size, or raise "
+                f"num_microbatches until one of them fits, or let `lightning-pipeline plan --memory` say what fits"
+            )
+
+
+def check_tensors_are_whole(module: LightningModule, tensor_parallel_size: int) -> None:
+    """Before a module is to be cut automatically.
+
+    Raises:
+        ValueError: one rank alone cannot measure a step, since it has parts of the tensors only.
+    """
+    if tensor_parallel_size > 1:
+        raise ValueError(
+            f"{type(module).__name__} has no stage_config, and with tensor_parallel_size={tensor_parallel_size} no "
+            f"rank can run a step by itself to find out where to cut: name the first module of each later stage"
+        )
+
+
+def check_one_replica(topology: Topology) -> Topology:
+    """`topology`, where tensors are split.
+
+    Raises:
+        ValueError: it has several replicas.
+    """
+    if topology.data_parallel_size > 1:
+        size, stages = topology.tensor_parallel_size, topology.num_stages
+        raise ValueError(
+            f"tensor_parallel_size={size} and num_stages={stages} on {topology.world_size} devices make "
+            f"{topology.data_parallel_size} replicas, and split tensors go with one for now: use "
+            f"devices={stages * size}, or tensor_parallel_size=1"
+        )
+    return topology
+
+
+def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tensor_parallel: bool) -> None:
+    """Raise where parameters are, or will be, in slices that something cannot handle.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    if fsdp and (copy := next(copies_of(module, trainer), None)) is not None:
+        raise ValueError(
+            f'a callback keeps a copy of {type(copy).__name__} for averaging, and data_parallel="fsdp" leaves no whole '
+            f"weights to average: use opt_shard=True, which shards the optimizer state only, or drop the callback"
+        )
+    sliced = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
+    if sliced is not None and not (tensor_parallel or fsdp):
+        raise ValueError(
+            f"{sliced} of {type(module).__name__} is a DTensor: if configure_model split it, set "
+            f'tensor_parallel_size; if an earlier run with data_parallel="fsdp" did, use that again, or make a new '
+            f"module and load a checkpoint"
+        )
+
+
+def check_precision(precision: Precision, *, is_alone: bool) -> None:
+    """Raise for a precision whose sharding or conversion the pipeline does not do.
+
+    Args:
+        is_alone: there is one process, which takes any that leaves the backward to Lightning.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    if is_alone and type(precision).backward is Precision.backward:
+        return
+    if type(precision) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
+        raise ValueError(
+            f"precision={precision.precision!r} is not supported by the pipeline strategy; use '32-true', "
+            f"'64-true', '16-mixed', 'bf16-mixed', 'bf16-true' or '16-true'"
+        )
+
+
+PREFIX = "LIGHTNING_PIPELINE_"
+_OTHERS = ("LAUNCHER",)  # that are no options
+
+
+def options_in_environment(strategy: type, given_by_trainer: tuple[str, ...]) -> dict[str, Any]:
+    """``LIGHTNING_PIPELINE_NUM_MICROBATCHES=8`` gives ``num_microbatches=8``, and so on for each option of `strategy`.
+
+    Args:
+        given_by_trainer: arguments that are no options.
+
+    Raises:
+        ValueError: a variable of this kind names no option.
+    """
+    options = [name for name in inspect.signature(strategy).parameters if name not in given_by_trainer]
+    found = {}
+    for variable, value in os.environ.items():
+        name = variable.removeprefix(PREFIX)
+        if name == variable or name in _OTHERS:
+            continue
+        if name.lower() not in options:
+            close = difflib.get_close_matches(name.lower(), options, 1) or options
+            raise ValueError(
+                f"{variable}={value} is set, and PipelineStrategy has no option {name.lower()!r}: unset it, or did you "
+                f"mean {', '.join(f'{PREFIX}{each.upper()}' for each in close)}?"
+            )
+        found[name.lower()] = yaml.safe_load(value)
+    return found
