@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.stages import run_stages  # noqa: F401 (a fixture)
+
 # Seconds that files take, about, on one of three workers: the longest go first, so that no worker is left with one at
 # the end.
 SECONDS = {
@@ -34,8 +36,8 @@ SECONDS = {
     "runtime/test_failure": 11,
     "training/test_schedules": 10,
     "training/test_checkpoints": 10,
-    "schedules/test_limits": 10,
-    "runtime/test_autograd_in_steps": 10,
+    "schedules/test_validation": 10,
+    "engine/test_autograd_in_steps": 10,
     "training/test_resume": 10,
     "examples/test_run_script": 9,
     "training/test_loops": 9,

@@ -541,7 +541,7 @@ def test_a_run_says_which_modules_to_move(ranks: Any) -> None:
     first, second = (rank["badly cut"] for rank in ranks)
     assert first == second
     assert first["now"] == {"net.blocks.1": 1}
-    # What it says depends on how busy the machine was; tests/partition/test_costs.py gives it times.
+    # What it says depends on how busy the machine was; tests/planning/test_costs.py gives it times.
     assert first["gain"] >= 0
     assert (first["better"] == first["now"]) or re.search(r"move \S+ from stage . to stage .: expects", first["text"])
 

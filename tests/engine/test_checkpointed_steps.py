@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from lightning_pipeline.planning.observing import LiveBytes
 from lightning_pipeline.recording.execution import visit_function
-from tests.runtime.one_process import assert_equal, on_stages
+from tests.engine.one_process import assert_equal, on_stages
 
 STAGES = {"layers.2": 1}
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(number)) for number in range(4)]

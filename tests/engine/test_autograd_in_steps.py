@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.runtime.one_process import assert_equal, on_stages
+from tests.engine.one_process import assert_equal, on_stages
 
 STAGES = {"layers.2": 1}
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(number)) for number in range(4)]

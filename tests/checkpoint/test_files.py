@@ -245,7 +245,7 @@ def test_a_file_that_cannot_be_loaded_says_why(content: bytes, words: str, tmp_p
     [
         ({"counts": defaultdict(dict)}, "(collections.defaultdict)"),
         ({"counts": defaultdict(list, a=[1]), "hook": Unknown()}, "(collections.defaultdict, "),
-        ({"kind": dict, "hook": Unknown()}, "(tests.strategy.test_checkpoint_io.Unknown)"),
+        ({"kind": dict, "hook": Unknown()}, "(tests.checkpoint.test_files.Unknown)"),
         ({"kind": dict, "range": slice(1)}, "(builtins.dict, builtins.slice)"),
         ({"call": eval}, "(builtins.eval)"),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.runtime.one_process import assert_equal, on_stages
+from tests.engine.one_process import assert_equal, on_stages
 
 STAGES = {"layers.2": 1}
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(number)) for number in range(4)]

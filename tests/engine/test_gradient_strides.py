@@ -14,7 +14,7 @@ from lightning_pipeline.engine.microbatch import Here
 from lightning_pipeline.partition.placeholder import Look
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, from_memory, laid_out
 from lightning_pipeline.runtime.transport import to_wire
-from tests.runtime.one_process import assert_equal
+from tests.engine.one_process import assert_equal
 
 BATCHES = [torch.randn(5, 8, 16, generator=torch.Generator().manual_seed(number)) for number in range(3)]
 STAGES = {"linear": 0, "channels": 0, "steps": 0, "image": 0, "conv": 0, "head": 1, "norm": 1}
