@@ -29,7 +29,7 @@ from lightning_pipeline.partition.placeholder import Look, Placeholder, become, 
 from lightning_pipeline.partition.stage_config import certain_stages, find_leaves
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.pure_modules import KeyedCalls
-from lightning_pipeline.runtime import backends as backend_rules
+from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.direct import recv_tree, send_tree
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.host_memory import available_bytes
@@ -258,7 +258,7 @@ def take_initial_values(module: nn.Module, copies: Iterable[nn.Module], broadcas
             if tensor is None or (tuple(tensor.shape), tensor.dtype) != (shape, dtype):  # another buffer
                 tensor = torch.empty(shape, dtype=dtype, device=device)
             following = [copy[name] for copy in copied if name in copy and torch.equal(copy[name], tensor)]
-            backend_rules.broadcast(tensor, 0)
+            backends.broadcast(tensor, 0)
             for copy in following:
                 copy.copy_(tensor)
 

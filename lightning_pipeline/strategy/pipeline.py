@@ -45,7 +45,7 @@ from ..accelerators.rank_table_environment import warn_of_placement
 from ..checkpoint.optimizer_layout import OptimizerLayout
 from ..checkpoint.state import copies_of
 from ..checkpoint.weights import Weights
-from . import validation as refusals
+from . import validation
 from .checkpointing import CheckpointingStrategy
 from .dataloading import AnnouncedLoader, FollowingLoader
 from .hooks import apart, follow_hooks, has_hook, knows_no_others, look_at_batches
@@ -188,7 +188,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
         self.save_distributed_checkpoint = save_distributed_checkpoint
-        refusals.check_arguments(self, self._choice)
+        validation.check_arguments(self, self._choice)
         self.pipeline: Pipeline | None = None
         self.observers: set[Observer] = set()
         """Each gets every action of training steps with its start and end."""
@@ -268,13 +268,13 @@ class PipelineStrategy(CheckpointingStrategy):
         self._awaits_setup, self._put_off = True, None  # of a run that failed before its set-up
         if self.tensor_parallel_size > 1:
             assert self.num_stages is not None
-            mesh = refusals.check_one_replica(self._topology(self.num_stages)).mesh(self.root_device.type)
+            mesh = validation.check_one_replica(self._topology(self.num_stages)).mesh(self.root_device.type)
             note_mesh(self._module, mesh)
             self._tensor_group = TensorGroup(mesh["tensor_parallel"].get_group())
 
     @override
     def settings(self) -> dict[str, str]:
-        asked = {name: str(getattr(self, name)) for name in refusals.ALIKE}
+        asked = {name: str(getattr(self, name)) for name in validation.ALIKE}
         return {**super().settings(), **asked, "schedule": self._choice.label}
 
     @override
@@ -301,8 +301,8 @@ class PipelineStrategy(CheckpointingStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
-        refusals.check_module(module, trainer)
-        refusals.check_precision(self.precision_plugin, is_alone=self._is_alone)
+        validation.check_module(module, trainer)
+        validation.check_precision(self.precision_plugin, is_alone=self._is_alone)
         if not self._is_alone:
             leave_modules_unnamed(trainer)
             leave_module_uncompiled(module)
@@ -335,7 +335,7 @@ class PipelineStrategy(CheckpointingStrategy):
         if self._set_up_for == (module, num_stages):
             self._running.release_remote()
             return
-        refusals.check_slices(
+        validation.check_slices(
             module,
             module.trainer,
             fsdp=self.data_parallel == "fsdp",

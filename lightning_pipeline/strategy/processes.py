@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline.partition.placeholder import in_hook
-from lightning_pipeline.runtime import backends as backend_rules
+from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.backends import backend_for
 from lightning_pipeline.runtime.failure import FailureNotice, waiting_for
@@ -412,7 +412,7 @@ class ProcessStrategy(ParallelStrategy):
         if self.replicas is None or not isinstance(tensor, Tensor):
             return tensor
         with waiting_for("a reduction over replicas"):
-            return backend_rules.reduce(tensor, reduce_op, self.replicas.group)
+            return backends.reduce(tensor, reduce_op, self.replicas.group)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.checkpoint import files as atomic_file
+from lightning_pipeline.checkpoint import files
 from lightning_pipeline.checkpoint.files import (
     AtomicCheckpointIO,
     CheckpointError,
@@ -87,7 +87,7 @@ def test_what_cannot_be_pickled_leaves_the_previous_file(tmp_path: Path) -> None
 
 
 def test_what_a_killed_process_left_is_cleaned_up_at_the_next_save(tmp_path: Path) -> None:
-    leftover = tmp_path / f"{atomic_file.PREFIX}1234{atomic_file.SUFFIX}"
+    leftover = tmp_path / f"{files.PREFIX}1234{files.SUFFIX}"
     leftover.write_bytes(b"half")
     foreign = tmp_path / ".checkpoint-notes"
     foreign.touch()
@@ -102,7 +102,7 @@ def test_what_a_killed_process_left_is_cleaned_up_at_the_next_save(tmp_path: Pat
 def test_a_file_that_is_taken_for_a_leftover_at_once_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, calls = atomic_file._lock, []
+    lock, calls = files._lock, []
 
     def late(file: Any) -> bool:
         calls.append(file)
@@ -110,7 +110,7 @@ def test_a_file_that_is_taken_for_a_leftover_at_once_is_made_anew(
             remove_leftovers(tmp_path)
         return lock(file)
 
-    monkeypatch.setattr(atomic_file, "_lock", late)
+    monkeypatch.setattr(files, "_lock", late)
     with replacing(tmp_path / "x.ckpt") as file:
         file.write(b"whole")
     assert len(calls) == 2

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from lightning_pipeline.runtime import transport as module
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 from lightning_pipeline.runtime.transport import Transport
@@ -66,7 +65,10 @@ def first_uses_of_each_rank() -> None:
     """Each rank connects its own sends first: a ring."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HCCL_CONNECT_TIMEOUT", "3")
-        patch.setattr(module, "first_uses", lambda routes: sorted(routes, key=lambda r: r.source != dist.get_rank()))
+        patch.setattr(
+            "lightning_pipeline.runtime.transport.first_uses",
+            lambda routes: sorted(routes, key=lambda r: r.source != dist.get_rank()),
+        )
         transport()
 
 

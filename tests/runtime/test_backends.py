@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipeline.runtime import backends as backend_rules
+from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.topology import Channel, Route, routes_along
 from tests.launching import PATIENCE_S, launch
 
@@ -31,25 +31,25 @@ def connects(routes: Iterable[Route], order_on: Callable[[int], list[Route]]) ->
 def test_first_uses_do_not_wait_in_a_ring(num_ranks: int) -> None:
     routes = routes_along([*range(num_ranks), *range(num_ranks)])  # virtual stages: from the last rank to the first
     assert Route(Channel.FORWARD, num_ranks - 1, 0) in routes
-    assert connects(routes, lambda rank: backend_rules.first_uses(routes))
+    assert connects(routes, lambda rank: backends.first_uses(routes))
     assert not connects(routes, lambda rank: sorted(routes, key=lambda route: route.source != rank))
 
 
 def test_pairs_need_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend_rules.check_environment("hccl")
+    backends.check_environment("hccl")
     monkeypatch.setenv("P2P_HCCL_BUFFSIZE", "20")
-    backend_rules.check_environment("hccl")
+    backends.check_environment("hccl")
     for value in ("0", "", "none"):
         monkeypatch.setenv("P2P_HCCL_BUFFSIZE", value)
-        backend_rules.check_environment("gloo")
+        backends.check_environment("gloo")
         with pytest.raises(ValueError, match=rf"P2P_HCCL_BUFFSIZE={value} gives all .* unset it"):
-            backend_rules.check_environment("hccl")
+            backends.check_environment("hccl")
 
 
 def sums() -> None:
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_S))
-    backend_rules.warm_up()
+    backends.warm_up()
     values = torch.arange(6.0, dtype=torch.float64).reshape(2, 3) / 3 + rank
     sent = values.clone()
     dist.all_reduce(sent)
@@ -58,24 +58,24 @@ def sums() -> None:
     refused = {"gloo": {torch.float64, torch.complex128}}
     with pytest.MonkeyPatch.context() as patch:
         for table in ({}, refused):
-            patch.setattr(backend_rules, "NOT_REDUCED", table)
+            patch.setattr(backends, "NOT_REDUCED", table)
             result = values.clone()
-            backend_rules.all_reduce(result).wait()
+            backends.all_reduce(result).wait()
             assert result.equal(sent)
             result = values.clone()
-            backend_rules.all_reduce(result, dist.ReduceOp.MAX).wait()
+            backends.all_reduce(result, dist.ReduceOp.MAX).wait()
             assert result.equal(largest)
-            assert backend_rules.reduce(values.clone(), "mean").equal(sent / 2)
-            assert backend_rules.reduce(values.clone(), "max").equal(largest)
+            assert backends.reduce(values.clone(), "mean").equal(sent / 2)
+            assert backends.reduce(values.clone(), "max").equal(largest)
             result = torch.complex(values, values)
-            backend_rules.all_reduce(result).wait()
+            backends.all_reduce(result).wait()
             assert result.equal(torch.complex(sent, sent))
-    assert backend_rules.reduce(torch.tensor([rank, 4]), "avg").tolist() == [0, 4]
-    assert backend_rules.reduce(torch.tensor([rank, 4]), None).tolist() == [1, 8]
+    assert backends.reduce(torch.tensor([rank, 4]), "avg").tolist() == [0, 4]
+    assert backends.reduce(torch.tensor([rank, 4]), None).tolist() == [1, 8]
     with pytest.raises(RuntimeError):
         dist.group.WORLD.send([values.t()], 1 - rank, 0)
     turned = torch.complex(values, values).conj().t()
-    backend_rules.broadcast(turned, 1)
+    backends.broadcast(turned, 1)
     assert turned.equal(torch.complex(values - rank + 1, -(values - rank + 1)).t())
     dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_pipeline.runtime import rendezvous as meeting
+from lightning_pipeline.runtime import rendezvous
 from lightning_pipeline.runtime.errors import PipelineTimeoutError
 from lightning_pipeline.runtime.store import BoundedStore, Mail, RollCall, StoreLostError
 from tests.launching import PATIENCE_S, SOON_S, free_port
@@ -198,8 +198,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_who_does_not_answer_is_not_taken_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "LINGER_S", 0.2)
+    monkeypatch.setattr(rendezvous, "LINGER_S", 0.2)
     with taken(monkeypatch), pytest.raises(PipelineTimeoutError) as error:
-        meeting.meet(1, 2, LIMIT)
+        rendezvous.meet(1, 2, LIMIT)
     assert "rank 1 of 2 did not reach rank 0 at 127.0.0.1:" in str(error.value)
     assert "something accepts connections there and does not answer" in str(error.value)

@@ -15,11 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.partition.placeholder import is_absent
-from lightning_pipeline.planning import calibration as link
-from lightning_pipeline.planning import calibration as overhead
-from lightning_pipeline.planning import timing
-from lightning_pipeline.strategy import partitioner as cutting
-from lightning_pipeline.strategy import trials
+from lightning_pipeline.planning import calibration, timing
+from lightning_pipeline.strategy import partitioner, trials
 from tests.launching import PATIENCE_S
 
 NUM_MICROBATCHES = 4
@@ -89,11 +86,11 @@ def measured_shortly() -> Iterator[None]:
     fewer = {
         (timing, "MAX_RUNS"): 4,
         (timing, "MIN_RUNS"): 2,
-        (overhead, "_TIMES"): 1,
-        (link, "_TIMES"): (4, 2),
+        (calibration, "_TIMES"): 1,
+        (calibration, "_LINK_TIMES"): (4, 2),
         (trials, "_MAX_STEPS"): 3,
-        (cutting, "MOST"): 2,
-        (cutting, "EFFORT"): 1e4,
+        (partitioner, "MOST"): 2,
+        (partitioner, "EFFORT"): 1e4,
     }
     with ExitStack() as patches:
         for (module, name), value in fewer.items():

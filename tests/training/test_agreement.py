@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.runtime import rendezvous as meeting
+from lightning_pipeline.runtime import rendezvous
 from tests.launching import PATIENCE_S, free_port, launch
 from tests.training.measured import LitLayers, measured_stages, point_loader
 from tests.training.runs import QUIET
@@ -243,7 +243,7 @@ def start_all(ports: dict[str, int], folder: Path) -> dict[str, str]:
         if start is None:
             continue
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(meeting, "LINGER_S", 1.5)
+            monkeypatch.setattr(rendezvous, "LINGER_S", 1.5)
             for variable, value in {
                 "NODE_RANK": start["node"],
                 "LOCAL_RANK": start["local_rank"],

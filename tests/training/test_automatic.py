@@ -23,8 +23,7 @@ from torchmetrics import MeanMetric, SumMetric
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
 from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.planning.costs import StepCosts
-from lightning_pipeline.strategy import partitioner as cutting
-from lightning_pipeline.strategy import trials
+from lightning_pipeline.strategy import partitioner, trials
 from tests.launching import launch
 from tests.models.lit import LayerDrop
 from tests.training.models import VOCABULARY, LitTokens, token_loader, tokens
@@ -243,19 +242,19 @@ def out_of_memory(world: int) -> dict[str, Any]:
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    before, cutting.measure_step = cutting.measure_step, fails
+    before, partitioner.measure_step = partitioner.measure_step, fails
     try:
         L.seed_everything(1, verbose=False)
         return fit(LitTokens(), world, {}, max_steps=1)
     finally:
-        cutting.measure_step = before
+        partitioner.measure_step = before
 
 
 def unequal(world: int) -> dict[str, Any]:
     """Everything takes a millisecond on the first rank, as it does by itself, and three on the second one."""
     if world == 1:
         return {}
-    measure_step = cutting.measure_step
+    measure_step = partitioner.measure_step
     seconds = 1e-3 * (1 + 2 * torch.distributed.get_rank())
 
     def even(*args: Any) -> StepCosts:
@@ -263,8 +262,8 @@ def unequal(world: int) -> dict[str, Any]:
         return replace(costs, **{way: [seconds] * costs.trace.num_positions for way in ("forward", "backward")})
 
     with (
-        mock.patch.object(cutting, "measure_step", even),
-        mock.patch.object(cutting.Cutting, "_measure_what_stages_cost"),
+        mock.patch.object(partitioner, "measure_step", even),
+        mock.patch.object(partitioner.Cutting, "_measure_what_stages_cost"),
         mock.patch.object(trials, "worth_trying", lambda *args: []),
     ):
         L.seed_everything(1, verbose=False)
@@ -294,7 +293,7 @@ def other_ways_between_ranks(world: int) -> dict[str, Any]:
     """Plans that are tried send where the pipeline did not before."""
     if world == 1:
         return {}
-    with mock.patch.object(cutting, "_CONSIDERED", {2: ("interleaved_1f1b",)}):
+    with mock.patch.object(partitioner, "_CONSIDERED", {2: ("interleaved_1f1b",)}):
         return watched(world, {"schedule": "auto"}, max_steps=2)
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy, PipelineTimeline
-from lightning_pipeline.engine import recorded_times as clock
+from lightning_pipeline.engine import recorded_times
 from lightning_pipeline.engine.recorded_times import Recording, gather_recordings
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.schedules import build, simulate
@@ -84,14 +84,14 @@ def run(schedule: str, folder: str) -> dict[str, Any]:
 def gather_with_clocks_apart(strategy: PipelineStrategy) -> list[list[float]]:
     """What all ranks record at about the same time, each by another clock, is brought on one."""
     ahead = CLOCKS_APART * (strategy.global_rank - 1.5)
-    clock.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
+    recorded_times.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
     try:
         recording = Recording(strategy.global_rank, reductions=[(time.perf_counter() + ahead, 0.0)])
         replicas = Replicas.shared(strategy.topology, strategy.timeout)
         gathered = gather_recordings(recording, strategy.transport, replicas)
         strategy.barrier("after what was gathered")  # a process that ends takes along what it has yet to send
     finally:
-        clock.time = time
+        recorded_times.time = time
     return [[rank.reductions[0][0] for rank in pipeline] for pipeline in gathered]
 
 
