@@ -22,7 +22,7 @@ _NETWORKS = (range(4), range(4, 8))
 
 
 @dataclass(frozen=True)
-class Finding:
+class RuleViolation:
     """A rule that a table breaks.
 
     Attributes:
@@ -39,7 +39,7 @@ class Finding:
         return f"{self.rule}: {self.message}"
 
 
-def check_rank_table(table: RankTable, generation: str | None = None) -> list[Finding]:
+def check_rank_table(table: RankTable, generation: str | None = None) -> list[RuleViolation]:
     """Everything that is wrong with a table, errors first.
 
     Args:
@@ -55,7 +55,7 @@ def check_rank_table(table: RankTable, generation: str | None = None) -> list[Fi
     return sorted(findings, key=lambda finding: not finding.is_error)
 
 
-def require_valid(table: RankTable, generation: str | None = None) -> list[Finding]:
+def require_valid(table: RankTable, generation: str | None = None) -> list[RuleViolation]:
     """As :func:`check_rank_table`; returns the warnings.
 
     Raises:
@@ -83,48 +83,48 @@ def generation_of(device_name: str) -> str | None:
 # -- everywhere -------------------------------------------------------------------------------------------------------
 
 
-def _ranks(table: RankTable) -> Iterator[Finding]:
+def _ranks(table: RankTable) -> Iterator[RuleViolation]:
     places = table.ranks
     counts = Counter(place.rank for place in places)
     for rank, count in counts.items():
         if count > 1:
             where = ", ".join(f"{p.server.server_id} device {p.device.device_id}" for p in places if p.rank == rank)
-            yield Finding(
+            yield RuleViolation(
                 "rank ids", f"rank_id {rank} is there {count} times ({where}); each rank has one device; {RENUMBER}"
             )
     missing = sorted(set(range(len(places))) - set(counts))
     if missing:
         beyond = sorted(rank for rank in counts if rank >= len(places))
         instead = f", and {listed(beyond)} instead" if beyond else ""
-        yield Finding(
+        yield RuleViolation(
             "rank ids",
             f"{len(places)} devices are ranks 0 to {len(places) - 1}, but rank_id {listed(missing)} is missing{instead}"
             f"; {RENUMBER}",
         )
 
 
-def _servers(table: RankTable) -> Iterator[Finding]:
+def _servers(table: RankTable) -> Iterator[RuleViolation]:
     for server_id, count in Counter(server.server_id for server in table.servers).items():
         if count > 1:
-            yield Finding(
+            yield RuleViolation(
                 "servers", f'server_id "{server_id}" is there {count} times; list all devices of a server in one place'
             )
 
 
-def _devices(table: RankTable) -> Iterator[Finding]:
+def _devices(table: RankTable) -> Iterator[RuleViolation]:
     devices: dict[tuple[str, int], list[int]] = {}
     for place in table.ranks:
         devices.setdefault((place.server.server_id, place.device.device_id), []).append(place.rank)
     for (server_id, device_id), ranks in devices.items():
         if len(ranks) > 1:
-            yield Finding(
+            yield RuleViolation(
                 "devices",
                 f"ranks {listed(ranks)} share device {device_id} of server {server_id}; give each rank a device_id of "
                 "its own",
             )
 
 
-def _order(table: RankTable) -> Iterator[Finding]:
+def _order(table: RankTable) -> Iterator[RuleViolation]:
     """Ranks of a server follow one another, those of a super pod too, and servers follow their ids."""
     if any(_ranks(table)):
         return
@@ -140,7 +140,7 @@ def _order(table: RankTable) -> Iterator[Finding]:
         for name, ranks in members:
             if ranks and max(ranks) - min(ranks) + 1 > len(ranks):
                 is_split = True
-                yield Finding(
+                yield RuleViolation(
                     "order of ranks",
                     f"{kind} {name} has ranks {listed(ranks)}, and ranks between them are elsewhere; HCCL wants the "
                     f"ranks of a {kind} to follow one another; {RENUMBER}",
@@ -150,7 +150,7 @@ def _order(table: RankTable) -> Iterator[Finding]:
     # as text: either will do.
     if not is_split and not table.super_pods and names not in (sorted(names), sorted(names, key=server_key)):
         now = ", then ".join(f"{server.server_id} (ranks {listed(server.ranks)})" for server in table.servers)
-        yield Finding(
+        yield RuleViolation(
             "order of servers",
             f"ranks go through the servers in another order than that of their server_id: {now}; {RENUMBER}",
         )
@@ -163,7 +163,7 @@ def server_key(server_id: str) -> tuple[object, ...]:
     return tuple((0, len(n := part.lstrip("0")), n) if part[0] in "0123456789" else (1, 0, part) for part in parts)
 
 
-def _addresses(table: RankTable) -> Iterator[Finding]:
+def _addresses(table: RankTable) -> Iterator[RuleViolation]:
     holders: dict[object, list[int]] = {}
     missing, malformed = [], []
     for place in table.ranks:
@@ -177,31 +177,33 @@ def _addresses(table: RankTable) -> Iterator[Finding]:
             malformed.append(f'rank {place.rank} has "{address}"')
     how = "`hccn_tool -i DEVICE -ip -g` or /etc/hccn.conf on the server tells it"
     if malformed:
-        yield Finding("device addresses", f"device_ip has to be an IPv4 or IPv6 address: {', '.join(malformed)}; {how}")
+        yield RuleViolation(
+            "device addresses", f"device_ip has to be an IPv4 or IPv6 address: {', '.join(malformed)}; {how}"
+        )
     for shared, ranks in holders.items():
         if len(ranks) > 1:
-            yield Finding("device addresses", f"ranks {listed(ranks)} have the same device_ip {shared}; {how}")
+            yield RuleViolation("device addresses", f"ranks {listed(ranks)} have the same device_ip {shared}; {how}")
     # One super pod has links of its own.
     if missing and len(table.servers) > 1 and len(table.super_pods) != 1:
-        yield Finding(
+        yield RuleViolation(
             "device addresses",
             f"ranks {listed(missing)} have no device_ip, through which devices of several servers reach one another; "
             f"{how}",
         )
 
 
-def _super_pods(table: RankTable) -> Iterator[Finding]:
+def _super_pods(table: RankTable) -> Iterator[RuleViolation]:
     if not table.super_pods:
         return
     listings = Counter(name for pod in table.super_pods for name in pod.server_ids)
     for server in table.servers:
         if listings.pop(server.server_id, 0) != 1:
-            yield Finding("super pods", f"server {server.server_id} has to be in one entry of super_pod_list")
+            yield RuleViolation("super pods", f"server {server.server_id} has to be in one entry of super_pod_list")
     for name in listings:
-        yield Finding("super pods", f'super_pod_list names server "{name}", which server_list does not have')
+        yield RuleViolation("super pods", f'super_pod_list names server "{name}", which server_list does not have')
     without = [place.rank for place in table.ranks if not place.device.super_device_id]
     if without:
-        yield Finding(
+        yield RuleViolation(
             "super pods",
             f"ranks {listed(without)} have no super_device_id; `npu-smi info -t spod-info` shows it as SDID, or leave "
             "super_pod_list out",
@@ -210,7 +212,7 @@ def _super_pods(table: RankTable) -> Iterator[Finding]:
         ids = Counter(p.device.super_device_id for p in table.ranks if p.server.server_id in pod.server_ids)
         for device, count in ids.items():
             if device and count > 1:
-                yield Finding(
+                yield RuleViolation(
                     "super pods", f"super_device_id {device} is there {count} times in super pod {pod.super_pod_id}"
                 )
 
@@ -218,7 +220,7 @@ def _super_pods(table: RankTable) -> Iterator[Finding]:
 # -- by generation ----------------------------------------------------------------------------------------------------
 
 
-def _atlas(table: RankTable, generation: str | None) -> Iterator[Finding]:
+def _atlas(table: RankTable, generation: str | None) -> Iterator[RuleViolation]:
     """Counts and networks of Atlas training servers (910A): eight devices, wired as 0-3 and 4-7."""
     if generation in ("a2", "a3") or (generation is None and not _can_be_910a(table)):
         return
@@ -228,22 +230,22 @@ def _atlas(table: RankTable, generation: str | None) -> Iterator[Finding]:
         devices = [device.device_id for device in server.devices]
         who = f"server {server.server_id} has {len(devices)} (devices {listed(devices)}, ranks {listed(server.ranks)})"
         if any(device > 7 for device in devices):
-            yield Finding("devices of a 910A server", f"its devices are 0-7: {who}")
+            yield RuleViolation("devices of a 910A server", f"its devices are 0-7: {who}")
         elif len(table.servers) > 1 and len(devices) != 8:
-            yield Finding(
+            yield RuleViolation(
                 "8n devices on several servers",
                 f"Atlas training servers (910A) that train together use all 8 devices of each: {who}{doubt}; use all, "
                 "or one server",
                 is_error,
             )
         elif len(devices) not in (1, 2, 4, 8):
-            yield Finding(
+            yield RuleViolation(
                 "1, 2, 4 or 8 devices on one server",
                 f"an Atlas training server (910A) trains on 1, 2, 4 or 8 devices: {who}{doubt}; use such a count",
                 is_error,
             )
         elif len(devices) in (2, 4) and not any(set(devices) <= set(network) for network in _NETWORKS):
-            yield Finding(
+            yield RuleViolation(
                 "networks 0-3 and 4-7",
                 f"devices 0-3 and 4-7 of an Atlas training server (910A) are two networks, and jobs of 2 or 4 devices "
                 f"stay in one: {who}{doubt}; take them all from 0-3 or all from 4-7",
@@ -255,11 +257,11 @@ def _can_be_910a(table: RankTable) -> bool:
     return not table.super_pods and all(device.device_id < 8 for server in table.servers for device in server.devices)
 
 
-def _equal_counts(table: RankTable) -> Iterator[Finding]:
+def _equal_counts(table: RankTable) -> Iterator[RuleViolation]:
     counts = {server.server_id: len(server.devices) for server in table.servers}
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"{name}: {count}" for name, count in counts.items())
-        yield Finding(
+        yield RuleViolation(
             "equal counts",
             f"servers have different numbers of devices ({shown}); the same is recommended",
             is_error=False,
@@ -305,7 +307,7 @@ def place_stages(table: RankTable, num_stages: int) -> list[StagePlace]:
     ]
 
 
-def check_placement(table: RankTable, num_stages: int) -> list[Finding]:
+def check_placement(table: RankTable, num_stages: int) -> list[RuleViolation]:
     """A warning where replicas of a stage sit on several servers: what they exchange is most of the traffic.
 
     Replicas add up all gradients of their stage; neighbouring stages exchange activations only. So the slower links
@@ -321,7 +323,7 @@ def check_placement(table: RankTable, num_stages: int) -> list[Finding]:
     )
     better = [n for n in range(1, len(table) + 1) if len(table) % n == 0 and not any(_splits(table, n))]
     return [
-        Finding(
+        RuleViolation(
             "replicas inside a server",
             f"with num_stages={num_stages} replicas exchange their gradients between servers ({stages}); "
             f"num_stages={listed_or(better)} keeps the replicas of each stage on one server",

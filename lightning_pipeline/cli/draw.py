@@ -19,7 +19,7 @@ from lightning_pipeline.cli.common import (
     WeightGrad,
     told_to_the_user,
 )
-from lightning_pipeline.cli.schedule_args import Costs, choose, counts_of
+from lightning_pipeline.cli.schedule_args import CostOptions, choose, counts_of
 from lightning_pipeline.schedules import Schedule, lower, render, save_chrome_trace, save_csv, save_picture
 from lightning_pipeline.schedules.schedule import format_grid
 
@@ -52,7 +52,7 @@ def draw(
 ) -> None:
     """Draw a schedule: a row for each rank, time to the right. Text and CSV have a slot for each action."""
     with told_to_the_user():
-        costs = Costs.parse(forward, input_grad, weight_grad, transfer)
+        costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
         chosen = choose(schedule, ranks, microbatches, virtual_stages)
         title = f"{chosen.name}: {counts_of(chosen)}"
         bubble = costs.simulate(chosen).bubble
@@ -70,7 +70,7 @@ def _text(schedule: Schedule, title: str, bubble: float, *, lowered: bool) -> st
     return f"{title}, bubble {bubble:.1%}\n{render(schedule)}"
 
 
-def _write(schedule: Schedule, path: Path, title: str, costs: Costs, *, lowered: bool) -> None:
+def _write(schedule: Schedule, path: Path, title: str, costs: CostOptions, *, lowered: bool) -> None:
     suffix = path.suffix.lower()
     if lowered and suffix != ".txt":
         raise CommandError(f"--lowered is drawn as text only, got --output {path}; write to a .txt file")

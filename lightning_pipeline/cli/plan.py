@@ -15,7 +15,7 @@ from lightning_pipeline.schedules.timeline import Timeline, extent, load_chrome_
 from lightning_pipeline.schedules.validation import MAX_PROCESSES, MAX_TIME, require_counts, shown
 
 if TYPE_CHECKING:
-    from lightning_pipeline.strategy.offline_plan import PaperPlans
+    from lightning_pipeline.strategy.offline_plan import OfflinePlans
 
 _LAUNCH_S = 5e-6
 """What any operation takes at least."""
@@ -136,7 +136,7 @@ def plan(
             _draw(spans, draw, name)
 
 
-def _show(plans: PaperPlans) -> None:
+def _show(plans: OfflinePlans) -> None:
     from lightning_pipeline.planning.plan import print_plan, size
 
     best = next(iter(plans.plans.values()))

@@ -14,7 +14,7 @@ import typer
 from lightning_pipeline.accelerators.rank_table import Device, RankTable, RankTableError, Server, is_this_host, listed
 from lightning_pipeline.accelerators.rank_table_formats import format_rank_table, lost_in, read_rank_table
 from lightning_pipeline.accelerators.rank_table_rules import (
-    Finding,
+    RuleViolation,
     check_placement,
     check_rank_table,
     place_stages,
@@ -174,15 +174,15 @@ def _finish(
     typer.echo(f"Wrote {output} ({to.value}).")
 
 
-def _findings(table: RankTable, generation: Generation | None) -> list[Finding]:
+def _findings(table: RankTable, generation: Generation | None) -> list[RuleViolation]:
     return check_rank_table(table, None if generation is None else generation.value)
 
 
-def _errors(findings: Sequence[Finding]) -> list[Finding]:
+def _errors(findings: Sequence[RuleViolation]) -> list[RuleViolation]:
     return [finding for finding in findings if finding.is_error]
 
 
-def _report(findings: Sequence[Finding]) -> None:
+def _report(findings: Sequence[RuleViolation]) -> None:
     """Print warnings, then errors; with errors the command ends."""
     errors = _errors(findings)
     for finding in findings:

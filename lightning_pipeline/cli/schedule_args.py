@@ -96,7 +96,7 @@ def _is_file(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostOptions:
     """What a rank's share of the model takes for one micro-batch.
 
     Attributes:
@@ -113,7 +113,7 @@ class Costs:
     transfer: float
 
     @classmethod
-    def parse(cls, forward: str, input_grad: str, weight_grad: str, transfer: float) -> Costs:
+    def parse(cls, forward: str, input_grad: str, weight_grad: str, transfer: float) -> CostOptions:
         """Read the options.
 
         Raises:

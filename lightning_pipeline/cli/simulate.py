@@ -21,7 +21,7 @@ from lightning_pipeline.cli.common import (
     told_to_the_user,
     wide_console,
 )
-from lightning_pipeline.cli.schedule_args import Costs, all_that_fit, choose_for_comparison, virtual_stages_of
+from lightning_pipeline.cli.schedule_args import CostOptions, all_that_fit, choose_for_comparison, virtual_stages_of
 from lightning_pipeline.schedules import Schedule
 
 
@@ -59,7 +59,7 @@ def simulate(
 ) -> None:
     """Compare schedules: time of a step, bubble, and how many virtual stages' activations each rank holds at most."""
     with told_to_the_user():
-        costs = Costs.parse(forward, input_grad, weight_grad, transfer)
+        costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
         if schedules:
             chosen = [choose_for_comparison(name, ranks, microbatches, virtual_stages) for name in schedules]
             left_out: dict[str, str] = {}
@@ -74,7 +74,7 @@ def simulate(
             typer.echo(f"Left out: {name}, {reason}")
 
 
-def _row(schedule: Schedule, costs: Costs) -> Row:
+def _row(schedule: Schedule, costs: CostOptions) -> Row:
     simulation = costs.simulate(schedule)
     virtual = virtual_stages_of(schedule)
     return Row(
@@ -89,7 +89,7 @@ def _row(schedule: Schedule, costs: Costs) -> Row:
     )
 
 
-def _print_table(rows: list[Row], costs: Costs) -> None:
+def _print_table(rows: list[Row], costs: CostOptions) -> None:
     counts = {f"{row.num_ranks} ranks, {row.num_microbatches} micro-batches" for row in rows}
     table = bare_table()
     table.add_column("\nschedule", no_wrap=True)

@@ -20,7 +20,7 @@ _RECEIVES_AHEAD = 4
 """Micro-batches whose receives are posted before they are needed."""
 
 
-class AheadOfPython:
+class EarlyForwards:
     """What ranks tell one another of them, and how they are taken back.
 
     Args:
@@ -67,11 +67,11 @@ class AheadOfPython:
         reads = ahead.expectation.reads_by_visit.get(visit)
         if not reads or self._transport is None:
             return
-        looks = ahead.expectation.looks_of(reads)
-        message = torch.zeros(num_bytes(looks) + 1, dtype=torch.uint8)
+        specs = ahead.expectation.specs_of(reads)
+        message = torch.zeros(num_bytes(specs) + 1, dtype=torch.uint8)
         if ahead.error is None and not ahead.is_passed_over:
-            for value, look, place in zip(reads, looks, places(looks), strict=True):
-                message[place] = as_bytes(state.kept[value], look)
+            for value, spec, place in zip(reads, specs, places(specs), strict=True):
+                message[place] = as_bytes(state.kept[value], spec)
             message[-1] = True  # whether the rest is what it should be
         self._transport.send_read(message, self._number(state, visit))
 
@@ -174,9 +174,9 @@ class AheadOfPython:
             assert ahead.arriving is not None
             message = ahead.arriving[visit].wait(_what(state))
             are_fine &= bool(message[-1])
-            looks = expectation.looks_of(reads)
-            for value, look, place in zip(reads, looks, places(looks), strict=True):
-                found[value] = from_bytes(message[place], look).to(self._device)
+            specs = expectation.specs_of(reads)
+            for value, spec, place in zip(reads, specs, places(specs), strict=True):
+                found[value] = from_bytes(message[place], spec).to(self._device)
         ahead.arriving = None
         ahead.has_answers = True
         ahead.answers = found if are_fine else None
@@ -192,7 +192,7 @@ class AheadOfPython:
             rank = self._placement[visit % len(self._placement)]
             if rank != self._rank:
                 assert self._transport is not None
-                size, number = num_bytes(ahead.expectation.looks_of(reads)) + 1, self._number(state, visit)
+                size, number = num_bytes(ahead.expectation.specs_of(reads)) + 1, self._number(state, visit)
                 ahead.arriving[visit] = self._transport.receive_read(size, number, rank, _what(state))
 
     def _number(self, state: Microbatch, visit: int) -> int:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.engine.microbatch import Microbatch, Structure
-from lightning_pipeline.engine.work import Work
+from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
-from lightning_pipeline.partition.placeholder import Look, Placeholder, memory_of
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, memory_of
 from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
@@ -59,7 +59,7 @@ class Delivery:
         self._parts: list[tuple[Tensor, Tensor]] = []  # of the batch on the first rank, with what the step has of each
 
     def announce(
-        self, work: Work, microbatches: list[Any] | None
+        self, work: StepTask, microbatches: list[Any] | None
     ) -> tuple[list[Microbatch], list[list[Tensor]] | None]:
         """What the step's micro-batches are, and on the first rank their tensors.
 
@@ -93,8 +93,8 @@ class Delivery:
         sparse = [
             (state.index, number)
             for state in states
-            for number, look in enumerate(state.structure.small)
-            if look.stride is None
+            for number, spec in enumerate(state.structure.small)
+            if spec.stride is None
         ]
         if tensors is not None:
             for state, own in zip(states, tensors, strict=True):
@@ -124,9 +124,9 @@ class Delivery:
             flat = receive.wait("the batch")
             offset = 0
             for index, number in places:
-                look = states[index].structure.small[number]
-                size = look.shape.numel()
-                states[index].everywhere[number] = flat[offset : offset + size].reshape(look.shape).clone()
+                spec = states[index].structure.small[number]
+                size = spec.shape.numel()
+                states[index].everywhere[number] = flat[offset : offset + size].reshape(spec.shape).clone()
                 offset += size
         if sparse:
             received = self._transport.recv_object(0, "the batch's sparse tensors")
@@ -147,7 +147,7 @@ class Delivery:
 
     # -- details ------------------------------------------------------------------------------------------------------
 
-    def _states(self, work: Work, announcement: Announcement) -> list[Microbatch]:
+    def _states(self, work: StepTask, announcement: Announcement) -> list[Microbatch]:
         total = sum(announcement.sizes)
         even = len(set(announcement.sizes)) == 1
         return [
@@ -175,7 +175,7 @@ class Delivery:
             if number is None:
                 number = self._next_number
                 self._next_number += 1
-                announcement.new[number] = Structure(key, layout, [Look.of(tensor) for tensor in tensors])
+                announcement.new[number] = Structure(key, layout, [TensorSpec.of(tensor) for tensor in tensors])
                 self._by_key[key] = number
             else:
                 known = announcement.new.get(number) or self._structures[number]
@@ -193,10 +193,10 @@ def _columns(states: Sequence[Microbatch]) -> Iterator[tuple[list[tuple[int, int
     """Tensors that travel together: those of a dtype, each as micro-batch and number."""
     found: dict[torch.dtype, list[tuple[int, int]]] = {}
     for state in states:
-        for number, look in enumerate(state.structure.small):
-            if look.stride is None:
+        for number, spec in enumerate(state.structure.small):
+            if spec.stride is None:
                 continue
-            found.setdefault(look.dtype, []).append((state.index, number))
+            found.setdefault(spec.dtype, []).append((state.index, number))
     for dtype, places in found.items():
         yield places, dtype
 

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition.rng import generators, mix
-from lightning_pipeline.partition.torch_functions import Kind, is_drawing_of_own, kind_of
+from lightning_pipeline.partition.torch_functions import FunctionKind, is_drawing_of_own, kind_of
 from lightning_pipeline.recording.matcher import autocast_state
 from lightning_pipeline.recording.patched_torch import checkpoints_wrapped
 
@@ -43,7 +43,7 @@ class Draws:
                 generator.set_state(state)
 
 
-class Counted(TorchFunctionMode):
+class CountedDraws(TorchFunctionMode):
     """While entered, the draws of a micro-batch whose step runs as it is are counted and seeded.
 
     A checkpointed function draws the same again when it is computed again.
@@ -73,7 +73,7 @@ class Counted(TorchFunctionMode):
             self._is_entered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kind_of(func) is Kind.DRAWS and not is_drawing_of_own(kwargs or {}):
+        if kind_of(func) is FunctionKind.DRAWS and not is_drawing_of_own(kwargs or {}):
             self._draws.seed(self._microbatch, self.number)
             self.number += 1
         return func(*args, **(kwargs or {}))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.engine.microbatch import Microbatch, digests
-from lightning_pipeline.partition.placeholder import Look, Placeholder, become
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become
+from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import as_bytes, from_bytes, num_bytes, places
 from lightning_pipeline.runtime.transport import Transport
 
@@ -27,7 +27,7 @@ class Wanted:
     """A value that is still referred to when a step ends."""
 
     place: Placeholder
-    look: Look
+    spec: TensorSpec
     owner: int
     data: Tensor | None
 
@@ -46,7 +46,7 @@ def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[i
                 continue  # a later micro-batch has written into it
             # Those of the table, of this variable, and of the call.
             if sys.getrefcount(place) > 3:
-                found.append(Wanted(place, place.look, owner_of[state.index][value], state.kept.get(value)))
+                found.append(Wanted(place, place.spec, owner_of[state.index][value], state.kept.get(value)))
     return found
 
 
@@ -54,7 +54,7 @@ def end_step(
     microbatches: Sequence[Microbatch],
     wanted: list[Wanted],
     transport: Transport | None,
-    direct: Direct | None,
+    direct: DirectTransport | None,
     rank: int,
     extra: Sequence[float],
 ) -> list[list[float]]:
@@ -68,13 +68,13 @@ def end_step(
     """
     if transport is None or direct is None:
         return [list(extra)]
-    small = [one for one in wanted if _is_small(one.look)]
-    looks = [one.look for one in small]
-    packed = torch.zeros(num_bytes(looks), dtype=torch.uint8)
-    for one, place in zip(small, places(looks), strict=True):
+    small = [one for one in wanted if _is_small(one.spec)]
+    specs = [one.spec for one in small]
+    packed = torch.zeros(num_bytes(specs), dtype=torch.uint8)
+    for one, place in zip(small, places(specs), strict=True):
         if one.owner == rank:
             assert one.data is not None
-            packed[place] = as_bytes(one.data, one.look)
+            packed[place] = as_bytes(one.data, one.spec)
     first, rest = packed[:CAPACITY], packed[CAPACITY:]
     row = torch.zeros(CAPACITY // 8 + 1 + len(extra), dtype=torch.float64)
     row.view(torch.uint8)[: len(first)] = first
@@ -90,12 +90,12 @@ def end_step(
         more = transport.all_gather_vector(rest.view(torch.float64), "values of the step")
         parts.append(more.view(torch.uint8))
     table = torch.cat(parts, 1)
-    for one, place in zip(small, places(looks), strict=True):
+    for one, place in zip(small, places(specs), strict=True):
         if one.owner != rank:
-            one.data = from_bytes(table[one.owner, place].clone(), one.look).to(one.look.device)
+            one.data = from_bytes(table[one.owner, place].clone(), one.spec).to(one.spec.device)
     for one in wanted:
-        if not _is_small(one.look):
-            one.data = direct.spread(one.data, one.look, one.owner)
+        if not _is_small(one.spec):
+            one.data = direct.spread(one.data, one.spec, one.owner)
     for one in wanted:
         assert one.data is not None
         with torch.no_grad():
@@ -104,8 +104,8 @@ def end_step(
     return rows[:, CAPACITY // 8 + 1 :].tolist()
 
 
-def _is_small(look: Look) -> bool:
-    return look.num_bytes <= _SMALL and look.stride is not None
+def _is_small(spec: TensorSpec) -> bool:
+    return spec.num_bytes <= _SMALL and spec.stride is not None
 
 
 def digest_of(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], before: float | None = None) -> float:
@@ -120,7 +120,7 @@ def digest_of(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], befo
         made.update(state.recording.event.digest)
         made.update(repr(digests(state.contents)).encode())
     for one in wanted:
-        made.update(repr((one.place.value, one.look)).encode())
+        made.update(repr((one.place.value, one.spec)).encode())
     return float(int.from_bytes(made.digest(), "little"))
 
 

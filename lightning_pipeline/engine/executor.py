@@ -47,7 +47,7 @@ METHODS = {
 POSTS = {Kind.RECV_F: "post_forward", Kind.RECV_B: "post_backward"}
 
 
-class Program:
+class RankProgram:
     """One rank's actions, looked up in the table once for all steps.
 
     Attributes:
@@ -76,7 +76,7 @@ class Program:
         }
 
 
-class Run:
+class ScheduleRun:
     """A step's actions, in order. A computation starts when its inputs are there: the wait for them is the bubble.
 
     Args:
@@ -88,7 +88,7 @@ class Run:
 
     def __init__(
         self,
-        program: Program,
+        program: RankProgram,
         stages: Mapping[int, StageWork],
         observe: Callable[[Span], None] | None = None,
         before_backward: Callable[[int], None] | None = None,
@@ -140,7 +140,7 @@ class Run:
 class _Ahead:
     """Posts receives in the order of the schedule, a bounded number before they are needed.
 
-    One of which it is not known yet what comes stops the queue. Actions that are done out of turn (`Run.go_on`) have
+    A receive whose tensors are not known yet stops the queue. Actions that run out of turn (`ScheduleRun.go_on`) have
     their receives posted out of turn, as their senders send them.
     """
 

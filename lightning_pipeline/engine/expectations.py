@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.program import ModuleWrites, Program
 from lightning_pipeline.recording.provenance import Constant, Origin
@@ -56,8 +56,8 @@ class Expectation:
     module_reads: tuple[int, ...]
     written: list[list[int]]
 
-    def looks_of(self, values: Sequence[int]) -> list[Look]:
-        return [self.program.looks[value] for value in values]
+    def specs_of(self, values: Sequence[int]) -> list[TensorSpec]:
+        return [self.program.specs[value] for value in values]
 
     @cached_property
     def reads_by_visit(self) -> dict[int, list[int]]:

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import Look, is_absent
+from lightning_pipeline.partition.placeholder import TensorSpec, is_absent
 from lightning_pipeline.partition.rng import generators
-from lightning_pipeline.partition.torch_functions import Kind, function_name, kind_of
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.operation import put_together, take_apart
 from lightning_pipeline.recording.recording import Recording
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.direct import DirectTransport
 
 
 class Data(Protocol):
@@ -42,7 +42,7 @@ class HookCalls:
         self,
         recording: Recording,
         tensors: ModuleTensors,
-        direct: Direct | None,
+        direct: DirectTransport | None,
         data: Data,
         seed: Callable[[int], None],
     ) -> None:
@@ -97,8 +97,8 @@ class HookCalls:
             told = self._direct.hear(owner, "the gradients of hooks")
             if told is None:
                 return
-            number, layout, looks = told
-            self._call(number, tree.rebuild(layout, [self._direct.receive(look, owner) for look in looks]))
+            number, layout, specs = told
+            self._call(number, tree.rebuild(layout, [self._direct.receive(spec, owner) for spec in specs]))
 
     def _tell_of_parameter(self, number: int, gradient: Tensor) -> Any:
         return self._tell(-1 - number, (gradient,))
@@ -106,9 +106,9 @@ class HookCalls:
     def _tell(self, number: int, gradients: tuple[Any, ...]) -> Any:
         if self._direct is not None:
             tensors, layout = tree.flatten(gradients)
-            self._direct.tell((number, layout, [Look.of(tensor) for tensor in tensors]))
+            self._direct.tell((number, layout, [TensorSpec.of(tensor) for tensor in tensors]))
             for tensor in tensors:
-                self._direct.spread(tensor, Look.of(tensor), self._direct.rank)
+                self._direct.spread(tensor, TensorSpec.of(tensor), self._direct.rank)
         return self._call(number, gradients)
 
     def _call(self, number: int, gradients: tuple[Any, ...]) -> Any:
@@ -145,7 +145,7 @@ class _OnData(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(func)
-        if kind is Kind.DESCRIBES:
+        if kind is FunctionKind.DESCRIBES:
             return func(*args, **kwargs)
         call = take_apart(func, args, kwargs)
         values: dict[int, int] = {}
@@ -158,7 +158,7 @@ class _OnData(TorchFunctionMode):
                 numbers[place] = number
         if not values and not numbers:
             return func(*args, **kwargs)
-        if (kind is Kind.WRITES and 0 in {**values, **numbers}) or function_name(func) == "grad.__get__":
+        if (kind is FunctionKind.WRITES and 0 in {**values, **numbers}) or function_name(func) == "grad.__get__":
             raise NotImplementedError(
                 f"{function_name(func)} in a hook on a gradient, of what a stage computes or holds: do it in "
                 f"on_after_backward ({users_line()})"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.engine.microbatch import Arriving
-from lightning_pipeline.partition.placeholder import Look, contiguous_strides
+from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
 from lightning_pipeline.runtime.backends import are_dense
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, wire
 
@@ -29,20 +29,20 @@ class GradientStrides:
     """What a rank knows of one program's gradients on their way from one visit to the one before.
 
     Args:
-        looks: of the values whose gradients they are.
+        specs: of the values whose gradients they are.
 
     Attributes:
         metas: as which they are received, before their strides are known.
     """
 
-    def __init__(self, looks: Sequence[Look]) -> None:
-        self._dims = [len(look.shape) for look in looks]
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._dims = [len(spec.shape) for spec in specs]
         self._fixed: list[Strides] | None = None
-        if not any(self._dims) or looks[0].device.type != "cpu":
-            self._fixed = [wire(look).stride for look in looks]
+        if not any(self._dims) or specs[0].device.type != "cpu":
+            self._fixed = [wire(spec).stride for spec in specs]
         self._is_known = False
         self._first: Arriving | None = None
-        self.metas = [TensorMeta(look.shape, contiguous_strides(look.shape), look.dtype) for look in looks]
+        self.metas = [TensorMeta(spec.shape, contiguous_strides(spec.shape), spec.dtype) for spec in specs]
 
     def announce(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """The message that precedes these, if any does."""

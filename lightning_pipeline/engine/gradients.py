@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.engine.fully_sharded import FullySharded
-from lightning_pipeline.engine.parameter_map import Placement
+from lightning_pipeline.engine.parameter_map import ParameterMap
 from lightning_pipeline.engine.reducer import PipelineGradReducer
 from lightning_pipeline.engine.shared_parameters import SharedGradients, Stages, shared_parameters
 from lightning_pipeline.partition.ownership import Ownership
@@ -76,7 +76,7 @@ class Gradients:
     def __init__(
         self,
         module: nn.Module,
-        placement: Placement,
+        placement: ParameterMap,
         stages: Sequence[int],
         leaves: Sequence[str] = (),
         *,

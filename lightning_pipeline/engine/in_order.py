@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.engine.gradient_hooks import HookCalls
-from lightning_pipeline.engine.microbatch import Carried, Microbatch
+from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
 from lightning_pipeline.engine.transfers import Transfer, Transfers
-from lightning_pipeline.engine.work import Work
-from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.engine.work import StepTask
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.recording.execution import Repeated, run_event, values_made
-from lightning_pipeline.recording.matcher import Held
+from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import ModuleWrites, Program
 from lightning_pipeline.recording.split_backward import backward_from
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 
 _SIGNATURE = inspect.signature(torch.autograd.grad)
@@ -73,11 +73,11 @@ class InOrder:
     def __init__(
         self,
         state: Microbatch,
-        looks: Sequence[Look],
+        specs: Sequence[TensorSpec],
         placement: Sequence[int],
         rank: int,
         tensors: ModuleTensors,
-        direct: Direct | None,
+        direct: DirectTransport | None,
         *,
         holders: Callable[[int], Sequence[int]],
         seed_draw: Callable[[int, int], None],
@@ -92,15 +92,15 @@ class InOrder:
         self._direct = direct
         self._holders = holders
         self._seed_draw = seed_draw
-        self.looks: dict[int, Look] = dict(enumerate(looks))
-        self.homes: dict[int, int] = dict.fromkeys(range(len(looks)), 0)
+        self.specs: dict[int, TensorSpec] = dict(enumerate(specs))
+        self.homes: dict[int, int] = dict.fromkeys(range(len(specs)), 0)
         self._here: dict[tuple[int, int], Tensor] = {}
         self._transfers = Transfers(state.index, placement, rank, direct, training=training)
         self._done: Event | None = None
         self._writes = ModuleWrites()
         if state.carried is not None:
             self._transfers, self._done = state.carried.transfers, state.carried.event
-            self.looks, self.homes = dict(state.carried.program.looks), dict(state.carried.program.homes)
+            self.specs, self.homes = dict(state.carried.program.specs), dict(state.carried.program.homes)
             self._here.update(state.carried.here)
             for event in state.carried.program.events:
                 self._writes.of(event)
@@ -131,7 +131,7 @@ class InOrder:
             owner = self._rank_of(visit)
             tensor = self._here[visit, value].detach() if owner == self._rank else None
             if self._direct is not None:
-                tensor = self._direct.spread(tensor, self.looks[value], owner)
+                tensor = self._direct.spread(tensor, self.specs[value], owner)
             assert tensor is not None
             found.append(tensor.clone() if owner == self._rank else tensor)
         return found
@@ -142,7 +142,7 @@ class InOrder:
         tensor = self._tensors.tensors[number]
         if self._direct is None:
             return tensor.detach()
-        return self._direct.spread(tensor.detach() if owner == self._rank else None, Look.of(tensor), owner)
+        return self._direct.spread(tensor.detach() if owner == self._rank else None, TensorSpec.of(tensor), owner)
 
     def value(self, value: int) -> Tensor | None:
         """A value's tensor, where this rank has made it."""
@@ -153,12 +153,12 @@ class InOrder:
         self._here.clear()
         self._transfers.let_go()
 
-    def carry_on(self, event: Event, program: Program, values: Container[int]) -> Carried:
+    def carry_on(self, event: Event, program: Program, values: Container[int]) -> ContinuedStep:
         """What goes on after a meeting: these values. Graphs keep what they need, and the module's tensors change."""
         here = {key: tensor for key, tensor in self._here.items() if key[1] in values}
-        return Carried(event, program, self._transfers, here)
+        return ContinuedStep(event, program, self._transfers, here)
 
-    def backward(self, program: Program, work: Work, *, retain_graph: bool = False) -> None:
+    def backward(self, program: Program, work: StepTask, *, retain_graph: bool = False) -> None:
         """Run backward from the micro-batch's loss, visit by visit."""
         state = self._state
         wanted = program.with_gradients(state.loss_value)
@@ -182,8 +182,12 @@ class InOrder:
                 self._backward_of(visit, transfers, gradients, work, continued, retain_graph=retain_graph)
             for index, one in reversed(list(enumerate(transfers))):
                 if one.destination == visit:
-                    look = self.looks[one.value] if one.value >= 0 else Look.of(self._tensors.tensors[-1 - one.value])
-                    gradient = gradients[index] = self._transfers.give_back(one, look, is_repeated=retain_graph)
+                    spec = (
+                        self.specs[one.value]
+                        if one.value >= 0
+                        else TensorSpec.of(self._tensors.tensors[-1 - one.value])
+                    )
+                    gradient = gradients[index] = self._transfers.give_back(one, spec, is_repeated=retain_graph)
                     if one.source > visit and gradient is not None:  # a parameter's, which no visit to come gives
                         backward_from([one.sent], [gradient], retain_graph=retain_graph)
         self._transfers.end_backward(transfers, is_repeated=retain_graph)
@@ -218,7 +222,7 @@ class InOrder:
         visit: int,
         transfers: list[Transfer],
         gradients: dict[int, Tensor | None],
-        work: Work,
+        work: StepTask,
         continued: Sequence[Tensor],
         *,
         retain_graph: bool,
@@ -279,7 +283,7 @@ class InOrder:
             self._direct.tell(own is not None)
         elif not self._direct.hear(owner, "a retained gradient"):
             return None
-        return None if owner == self._rank and own is None else self._direct.spread(own, self.looks[value], owner)
+        return None if owner == self._rank and own is None else self._direct.spread(own, self.specs[value], owner)
 
     def _run(self, event: Event) -> None:
         visit = event.visit
@@ -296,7 +300,7 @@ class InOrder:
                 content = recording.captured[event.first_captured + place]
                 if isinstance(content, tuple):
                     content = self._earlier(*content)
-                elif isinstance(value, Held):
+                elif isinstance(value, HookTensor):
                     content = self._held(content, value.ranks, visit)
                 operands.append(content)
             elif value < 0:
@@ -323,10 +327,10 @@ class InOrder:
                 found = run_event(event, operands, recording.captured, self._seed)
             for value, tensor in values_made(event, operands, found):
                 self._here[visit, value] = tensor
-        for look, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
+        for spec, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
             if value is not None:
-                assert isinstance(look, Look)
-                self.looks[value], self.homes[value] = look, visit
+                assert isinstance(spec, TensorSpec)
+                self.specs[value], self.homes[value] = spec, visit
         for number, is_replaced in self._writes.of(event).items():
             self._share_write(number, visit, event, operands, is_replaced=is_replaced)
 
@@ -335,9 +339,9 @@ class InOrder:
     ) -> None:
         """A tensor of the module has been written into on one rank: the others that hold it follow."""
         writer = self._rank_of(visit)
-        look = next((look for slot, look, _ in event.writes if event.inputs[slot] == -1 - number), None)
+        spec = next((spec for slot, spec, _ in event.writes if event.inputs[slot] == -1 - number), None)
         tensor = self._tensors.tensors[number]
-        look = look or Look.of(tensor)
+        spec = spec or TensorSpec.of(tensor)
         for key in [key for key in self._here if key[1] == -1 - number and key[0] != visit]:
             del self._here[key]
         holders = self._holders(number)
@@ -346,10 +350,10 @@ class InOrder:
             for rank in holders:
                 if rank != writer:
                     assert self._direct is not None
-                    self._direct.send(conform(own.detach(), look), rank)
+                    self._direct.send(conform(own.detach(), spec), rank)
         elif self._rank in holders:
             assert self._direct is not None
-            data = self._direct.receive(look, writer)
+            data = self._direct.receive(spec, writer)
             if is_replaced:
                 tensor.data = data
             else:
@@ -375,10 +379,10 @@ class InOrder:
         Args:
             is_named: the use writes into it, shares its memory, or asks for its gradient.
         """
-        home, look = self.homes[value], self.looks[value]
-        returns = self._transfers.gives_gradient(look)
+        home, spec = self.homes[value], self.specs[value]
+        returns = self._transfers.gives_gradient(spec)
         if home != visit and (visit, value) not in self._here:
-            return self._moved(value, home, visit, look, self._here.get((home, value)))
+            return self._moved(value, home, visit, spec, self._here.get((home, value)))
         if returns and home != visit and not is_named:
             own = self._here.get((home, value))
             there = self._here[visit, value] if self._rank_of(visit) == self._rank else None
@@ -388,9 +392,9 @@ class InOrder:
             self._transfers.note_use(value, visit)
         return self._here.get((visit, value), _NOTHING)
 
-    def _moved(self, value: int, source: int, destination: int, look: Look, own: Tensor | None) -> Tensor:
+    def _moved(self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None) -> Tensor:
         """A value, or a tensor of the module, that another visit has, on its first use on a visit."""
-        moved = self._transfers.move(value, source, destination, look, own)
+        moved = self._transfers.move(value, source, destination, spec, own)
         found = self._here[destination, value] = _NOTHING if moved is None else moved
         return found
 
@@ -404,7 +408,7 @@ class InOrder:
         if found is None:
             home = self._placement.index(holders[0])
             own = tensor if self._rank == holders[0] else None
-            found = self._moved(-1 - number, home, visit, Look.of(tensor), own)
+            found = self._moved(-1 - number, home, visit, TensorSpec.of(tensor), own)
         return found
 
     def _held(self, tensor: Tensor, holders: Sequence[int], visit: int) -> Tensor:
@@ -413,8 +417,8 @@ class InOrder:
         if rank in holders or self._direct is None:
             return tensor
         if holders[0] == self._rank:
-            self._direct.send(conform(tensor, Look.of(tensor)), rank)
-        return self._direct.receive(Look.of(tensor), holders[0]) if rank == self._rank else tensor
+            self._direct.send(conform(tensor, TensorSpec.of(tensor)), rank)
+        return self._direct.receive(TensorSpec.of(tensor), holders[0]) if rank == self._rank else tensor
 
 
 def _is_bound(event: Event, slot: int) -> bool:

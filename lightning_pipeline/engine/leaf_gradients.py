@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition.ownership import holders_of
-from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.transport import Transport
 
 
 class LeafGradients:
     """Shares the gradients of leaves that steps take along."""
 
-    def __init__(self, tensors: ModuleTensors, transport: Transport, direct: Direct) -> None:
+    def __init__(self, tensors: ModuleTensors, transport: Transport, direct: DirectTransport) -> None:
         self._tensors = tensors
         self._transport = transport
         self._direct = direct
@@ -60,10 +60,10 @@ class LeafGradients:
                 f"the gradient of a tensor of shape {list(leaf.shape)} that is no parameter adds up over steps, and "
                 f"several stages compute with it: make it a parameter, or set its grad to None after each step"
             )
-        look = Look.of(leaf).but(requires_grad=False, is_parameter=False)
+        spec = TensorSpec.of(leaf).but(requires_grad=False, is_parameter=False)
         total: Tensor | None = None
         for rank in reversed(ranks):  # one process comes to later uses first
-            part = self._direct.spread(leaf.grad if rank == self._direct.rank else None, look, rank)
+            part = self._direct.spread(leaf.grad if rank == self._direct.rank else None, spec, rank)
             total = part if total is None else total + part
         if total is not None:
             leaf.grad = total

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from lightning_pipeline.engine.expectations import Expectation
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import HELD_BY
-from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.program import Program, Strand
@@ -83,20 +83,20 @@ T = TypeVar("T")
 
 
 class Structure:
-    """What micro-batches have in common: kind, nesting, and looks of the tensors.
+    """What micro-batches have in common: kind, nesting, and specs of the tensors.
 
     Attributes:
-        small: looks of those that every rank has.
-        large: looks of those that the first rank alone has.
+        small: specs of those that every rank has.
+        large: specs of those that the first rank alone has.
     """
 
-    def __init__(self, key: Hashable, layout: Layout, looks: list[Look]) -> None:
-        self.key, self.layout, self.looks = key, layout, looks
+    def __init__(self, key: Hashable, layout: Layout, specs: list[TensorSpec]) -> None:
+        self.key, self.layout, self.specs = key, layout, specs
         # Sparse ones do not travel between stages, and what they are in dense form does not tell their size.
         self._is_small = [
-            (look.num_bytes <= EVERYWHERE_BYTES or look.stride is None) and not look.requires_grad for look in looks
+            (spec.num_bytes <= EVERYWHERE_BYTES or spec.stride is None) and not spec.requires_grad for spec in specs
         ]
-        self.small, self.large = self.split(looks)
+        self.small, self.large = self.split(specs)
 
     def split(self, items: Sequence[T]) -> tuple[list[T], list[T]]:
         """Of what there is one of for each tensor of a micro-batch, that of small ones and that of large ones."""
@@ -114,7 +114,7 @@ class Arriving(Protocol):
     def wait(self, what: str) -> Tensor: ...
 
 
-class Here:
+class ArrivedTensor:
     """A tensor of the visit before or after, where both are on one rank."""
 
     __slots__ = ("_tensor",)
@@ -127,7 +127,7 @@ class Here:
 
 
 @dataclass(slots=True)
-class Inside:
+class VisitState:
     """A micro-batch on one visit.
 
     Attributes:
@@ -154,7 +154,7 @@ class Inside:
 
 
 @dataclass(slots=True)
-class Ahead:
+class EarlyForward:
     """A micro-batch whose forwards run before its step's Python.
 
     Attributes:
@@ -185,7 +185,7 @@ class Ahead:
 
 
 @dataclass(slots=True)
-class Carried:
+class ContinuedStep:
     """What a micro-batch's step carries on from where micro-batches have met.
 
     Attributes:
@@ -248,12 +248,12 @@ class Microbatch:
     kept: dict[int, Tensor] = field(default_factory=dict)
     places: dict[int, Placeholder] = field(default_factory=dict)
     loss_tensor: Tensor | None = None
-    inside: dict[int, Inside] = field(default_factory=dict)
+    inside: dict[int, VisitState] = field(default_factory=dict)
     gradients: list[tuple[Placeholder, Tensor | None]] = field(default_factory=list)
     is_done: bool = False
-    ahead: Ahead | None = None
+    ahead: EarlyForward | None = None
     in_use: set[int] = field(default_factory=set)
-    carried: Carried | None = None
+    carried: ContinuedStep | None = None
 
     @property
     def captured(self) -> list[Any]:
@@ -273,11 +273,11 @@ class Microbatch:
         """Whether it is left to run in order."""
         return self.ahead is not None and self.ahead.is_passed_over
 
-    def on(self, visit: int) -> Inside:
+    def on(self, visit: int) -> VisitState:
         """Its state on a visit."""
         found = self.inside.get(visit)
         if found is None:
-            found = self.inside[visit] = Inside()
+            found = self.inside[visit] = VisitState()
         return found
 
 
@@ -286,19 +286,19 @@ class StepResult:
     """What a step has returned, without its placeholders.
 
     Attributes:
-        tensors: data, or the number and the look of a value.
+        tensors: data, or the number and the spec of a value.
     """
 
     layout: Layout
-    tensors: list[Tensor | tuple[int, Look]]
+    tensors: list[Tensor | tuple[int, TensorSpec]]
 
     @classmethod
     def of(cls, result: Any, recording: Recording) -> StepResult:
         tensors, layout = tree.flatten(result)
         numbers = [recording.value_of(tensor) for tensor in tensors]
-        return cls(layout, [t if n is None else (n, Look.of(t)) for t, n in zip(tensors, numbers, strict=True)])
+        return cls(layout, [t if n is None else (n, TensorSpec.of(t)) for t, n in zip(tensors, numbers, strict=True)])
 
-    def values(self) -> dict[int, Look]:
+    def values(self) -> dict[int, TensorSpec]:
         return dict(item for item in self.tensors if isinstance(item, tuple))
 
     def on(self, data: dict[int, Tensor]) -> Any:

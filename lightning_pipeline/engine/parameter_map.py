@@ -11,7 +11,7 @@ from lightning_pipeline.partition.ownership import Ownership, named_tensors, nam
 from lightning_pipeline.runtime.transport import Transport
 
 
-class Placement:
+class ParameterMap:
     """Collects who used what and says who holds what.
 
     Args:

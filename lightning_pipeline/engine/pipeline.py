@@ -14,44 +14,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.engine.ahead import AheadOfPython
+from lightning_pipeline.engine.ahead import EarlyForwards
 from lightning_pipeline.engine.collectives import over_replicas
 from lightning_pipeline.engine.delivery import Delivery
-from lightning_pipeline.engine.draws import Counted, Draws, set_aside
+from lightning_pipeline.engine.draws import CountedDraws, Draws, set_aside
 from lightning_pipeline.engine.ending import digest_of, end_step, wanted_values
-from lightning_pipeline.engine.executor import Program, Run, Span
+from lightning_pipeline.engine.executor import RankProgram, ScheduleRun, Span
 from lightning_pipeline.engine.expectations import Expectations
 from lightning_pipeline.engine.gradient_hooks import hooks_of_parameters
 from lightning_pipeline.engine.in_order import InOrder
 from lightning_pipeline.engine.leaf_gradients import LeafGradients
-from lightning_pipeline.engine.microbatch import Ahead, Carried, Content, Microbatch, StepResult, contents
+from lightning_pipeline.engine.microbatch import Content, ContinuedStep, EarlyForward, Microbatch, StepResult, contents
 from lightning_pipeline.engine.suspended import (
     BACKWARD,
     CLOSURE_ENDS,
     STEP_ENDS,
     BatchWork,
-    Meeting,
     MeetingOf,
     Parts,
     Suspended,
+    SyncPoint,
 )
 from lightning_pipeline.engine.transfers import Transfer, Transfers
 from lightning_pipeline.engine.visit import Visit
-from lightning_pipeline.engine.work import LiveCount, Work
+from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import holders_of
-from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.event import Event
-from lightning_pipeline.recording.matcher import Held
+from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.program import Program as Tape
-from lightning_pipeline.recording.program import average_in, needs_order
+from lightning_pipeline.recording.program import Program, average_in, needs_order
 from lightning_pipeline.recording.provenance import Provenance, made_again
 from lightning_pipeline.recording.pure_modules import KeyedCalls
 from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.recording.recording import Recording
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES, conform
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
@@ -106,17 +105,17 @@ class Pipeline:
         self._holders = holders
         self._device = device
         self._transport = transport
-        self._direct = Direct(transport, device) if transport is not None else None
+        self._direct = DirectTransport(transport, device) if transport is not None else None
         self._leaf_gradients: LeafGradients | None = None
         if transport is not None and self._direct is not None:
             self._leaf_gradients = LeafGradients(tensors, transport, self._direct)
         self._draws = Draws(device)
         self._schedule = schedule
         self._on_module_changed = on_module_changed
-        self._programs: dict[tuple[bool, int], Program] = {}
+        self._programs: dict[tuple[bool, int], RankProgram] = {}
         self._delivery = Delivery(rank, self.num_ranks, transport)
-        self._work: Work | None = None
-        self._run: Run | None = None
+        self._work: StepTask | None = None
+        self._run: ScheduleRun | None = None
         self._microbatches: list[Microbatch] = []
         self._in_order: dict[int, InOrder] = {}
         self._live = LiveCount()
@@ -124,17 +123,17 @@ class Pipeline:
         self._unchecked: float | None = None
         self.reached: set[int] = set()
         """Virtual stages on which steps have run anything."""
-        self._held: dict[Tape, bool] = {}
+        self._held: dict[Program, bool] = {}
         self._has_warned_of_reads = self._has_warned_of_averages = False
         self._warning: str | None = None  # for the step's end: the user may count those within
         self._expectations = Expectations()
-        self._ahead: AheadOfPython | None = None
+        self._ahead: EarlyForwards | None = None
         self._is_rest_in_order = False
         """Whether the step's schedule has been gone through, and what is left runs in order."""
 
     def run(
         self,
-        work: Work,
+        work: StepTask,
         microbatches: list[Any] | None,
         extra: Callable[[list[Microbatch]], Sequence[float]] = lambda states: (),
     ) -> tuple[list[Microbatch], list[list[float]]]:
@@ -210,7 +209,7 @@ class Pipeline:
             self._schedule = schedule
             self._programs = {key: program for key, program in self._programs.items() if not key[0]}
 
-    def program(self, *, training: bool, num_microbatches: int) -> Program:
+    def program(self, *, training: bool, num_microbatches: int) -> RankProgram:
         """This rank's actions, sends and receives included."""
         key = (training, num_microbatches)
         if key not in self._programs:
@@ -218,7 +217,7 @@ class Pipeline:
                 schedule = self._schedule(num_microbatches)
             else:
                 schedule = forward_only(self.num_ranks, num_microbatches, placement=self.placement)
-            self._programs[key] = Program(lower(schedule)[self.rank])
+            self._programs[key] = RankProgram(lower(schedule)[self.rank])
         return self._programs[key]
 
     def take_uses(self) -> dict[str, set[int]]:
@@ -274,7 +273,7 @@ class Pipeline:
         program = state.recording.event.program
         assert program is not None
         owner = self.placement[program.homes[value] % len(self.placement)]
-        return self._direct.spread(state.kept.get(value), program.looks[value], owner)
+        return self._direct.spread(state.kept.get(value), program.specs[value], owner)
 
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The data of tensors that some ranks hold, on every rank."""
@@ -324,7 +323,7 @@ class Pipeline:
     def _topology(self) -> Topology | None:
         return None if self._transport is None else self._transport.topology
 
-    def _run_in_parts(self, work: Work, batch: BatchWork, states: list[Microbatch]) -> None:
+    def _run_in_parts(self, work: StepTask, batch: BatchWork, states: list[Microbatch]) -> None:
         """The steps of micro-batches that meet where the batch has something done once."""
         is_alone = self.num_ranks == 1
         made = [self._alone_in_parts(work, state) if is_alone else self._in_parts(work, state) for state in states]
@@ -339,9 +338,9 @@ class Pipeline:
         parts.run()
 
     def _alone_in_parts(
-        self, work: Work, state: Microbatch
+        self, work: StepTask, state: Microbatch
     ) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
-        counted = Counted(self._draws, state.seed)
+        counted = CountedDraws(self._draws, state.seed)
         batch = tree.rebuild(state.layout, state.structure.joined(state.everywhere, state.given))
 
         def run() -> None:
@@ -350,7 +349,7 @@ class Pipeline:
 
         return Suspended(run, lambda meeting: None, self._device), counted.resumed
 
-    def _run_part_alone(self, work: Work, meeting_of: MeetingOf) -> None:
+    def _run_part_alone(self, work: StepTask, meeting_of: MeetingOf) -> None:
         for state in self._microbatches:
             meeting = meeting_of(state)
             if meeting.what == BACKWARD:
@@ -364,7 +363,9 @@ class Pipeline:
             if meeting.what == STEP_ENDS:
                 state.result = tree.replace(state.result, Tensor.detach)
 
-    def _in_parts(self, work: Work, state: Microbatch) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
+    def _in_parts(
+        self, work: StepTask, state: Microbatch
+    ) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
         recording, batch = self._begin_recording(state, work)
 
         def run() -> None:
@@ -372,15 +373,15 @@ class Pipeline:
                 result, _ = work.step(state, batch)
                 state.result = tree.replace(result, self._own)
 
-        def note(meeting: Meeting) -> None:
+        def note(meeting: SyncPoint) -> None:
             meeting.value = recording.meet(meeting.what, meeting.loss)
 
         return Suspended(run, note, self._device), recording.resumed
 
-    def _run_part(self, work: Work, meeting_of: MeetingOf) -> None:
+    def _run_part(self, work: StepTask, meeting_of: MeetingOf) -> None:
         """Run what there is of each micro-batch up to where they meet next."""
         states = self._microbatches
-        self._in_order, self._run = {}, Run(Program([]), {})
+        self._in_order, self._run = {}, ScheduleRun(RankProgram([]), {})
         for state in states:
             state.program, state.loss_value, state.loss_tensor, state.asked = None, -1, None, ()
             state.inside, state.is_done = {}, False
@@ -402,7 +403,7 @@ class Pipeline:
             self._end_part(state, meeting_of(state))
         self._live.now = 0
 
-    def _plan_part(self, work: Work, state: Microbatch, meeting: Meeting, *, is_scheduled: bool) -> None:
+    def _plan_part(self, work: StepTask, state: Microbatch, meeting: SyncPoint, *, is_scheduled: bool) -> None:
         """A micro-batch's Python has come to a meeting: it runs with the others up to there, or in order.
 
         Args:
@@ -438,7 +439,7 @@ class Pipeline:
             state.asked = tuple(sorted(v for v in own if v not in part.carried and v >= part.num_given))
             if state.carried is None:
                 transfers = Transfers(state.index, self.placement, self.rank, self._direct, training=True)
-                state.carried = Carried(recording.event, program, transfers)
+                state.carried = ContinuedStep(recording.event, program, transfers)
             state.carried.crossing = part.crossing(state.asked)
             state.is_done = not part.has_events and meeting.what != BACKWARD
             return
@@ -453,16 +454,16 @@ class Pipeline:
         state.carried = run.carry_on(recording.event, program, in_use)
         state.is_done = True
 
-    def _part_of(self, state: Microbatch, recording: Recording) -> Tape:
+    def _part_of(self, state: Microbatch, recording: Recording) -> Program:
         """Of what a recording has run since micro-batches have met."""
         event = recording.event
         if event.as_part is None:
             before = state.carried.program if state.carried is not None else None
-            event.as_part = Tape(event, state.structure.large, before, len(self.placement))
+            event.as_part = Program(event, state.structure.large, before, len(self.placement))
             event.as_part.needs_order = needs_order(event.as_part.events, len(self.placement))
         return event.as_part
 
-    def _end_part(self, state: Microbatch, meeting: Meeting) -> None:
+    def _end_part(self, state: Microbatch, meeting: SyncPoint) -> None:
         """A micro-batch has come to a meeting."""
         recording, carried = state.recording, state.carried
         assert recording is not None and carried is not None
@@ -476,14 +477,14 @@ class Pipeline:
         needs_loss = meeting.what == CLOSURE_ENDS or (meeting.what == BACKWARD and self._work.batch.needs_losses)
         if needs_loss and meeting.value >= 0:
             assert self._direct is not None
-            [look, visit] = program.looks[meeting.value], program.homes[meeting.value]
+            [spec, visit] = program.specs[meeting.value], program.homes[meeting.value]
             owner = self.placement[visit % len(self.placement)]
-            meeting.loss = self._direct.spread(state.kept.get(meeting.value), look, owner)
+            meeting.loss = self._direct.spread(state.kept.get(meeting.value), spec, owner)
         state.kept = {value: tensor for value, tensor in state.kept.items() if value in state.in_use}
         if meeting.what == STEP_ENDS:
             state.carried = None
 
-    def _take_crossing(self, state: Microbatch, part: Tape, carried: Carried) -> None:
+    def _take_crossing(self, state: Microbatch, part: Program, carried: ContinuedStep) -> None:
         """Take note of what gradients may come back over in a later part."""
         gone = part.with_gradients(state.loss_value) if state.loss_value in part.homes else frozenset()
         for visit, strand in carried.crossing:
@@ -496,12 +497,12 @@ class Pipeline:
             carried.transfers.add(transfer)
         carried.crossing = []
 
-    def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
+    def _run_alone(self, work: StepTask, states: list[Microbatch]) -> None:
         """One rank runs the user's steps as they are."""
         program = self.program(training=work.loss_of is not None, num_microbatches=len(states))
         for state in states:
             began = time.perf_counter()
-            counted = Counted(self._draws, state.seed)
+            counted = CountedDraws(self._draws, state.seed)
             with counted.running():
                 state.result, state.loss = work.step(
                     state, tree.rebuild(state.layout, state.structure.joined(state.everywhere, state.given))
@@ -520,7 +521,7 @@ class Pipeline:
             self._live.now -= 1
             state.result = tree.replace(state.result, Tensor.detach)
 
-    def _tell_alone(self, state: Microbatch, began: float, program: Program, *, is_forward: bool) -> float:
+    def _tell_alone(self, state: Microbatch, began: float, program: RankProgram, *, is_forward: bool) -> float:
         """Tell of the actions that one rank has done at once; the first of them has taken all the time."""
         now = time.perf_counter()
         if self.observe is not None:
@@ -530,7 +531,7 @@ class Pipeline:
                     began = now
         return now
 
-    def _run_in_stages(self, work: Work, states: list[Microbatch]) -> None:
+    def _run_in_stages(self, work: StepTask, states: list[Microbatch]) -> None:
         program = self.program(training=work.loss_of is not None, num_microbatches=len(states))
         self._is_rest_in_order = False
         self._ahead = self._look_ahead(states)
@@ -538,7 +539,7 @@ class Pipeline:
         self._record(states[-1])
 
     def _go_through(
-        self, program: Program, record: Callable[[Microbatch], None], prepare: Callable[[int], None] | None = None
+        self, program: RankProgram, record: Callable[[Microbatch], None], prepare: Callable[[int], None] | None = None
     ) -> None:
         """Run a schedule.
 
@@ -566,7 +567,7 @@ class Pipeline:
             if stage + 1 in visits:
                 visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
         before_backward = self._before_backward if self._ahead is not None else None
-        self._run = Run(program, visits, self.observe, before_backward, prepare)
+        self._run = ScheduleRun(program, visits, self.observe, before_backward, prepare)
         self._run.go_on()
         for visit in visits.values():
             visit.following = visit.preceding = None  # whose cycles would keep the step's tensors
@@ -587,7 +588,7 @@ class Pipeline:
         if state.is_open and not state.is_passed_over:
             self._record(state)
 
-    def _look_ahead(self, states: list[Microbatch]) -> AheadOfPython | None:
+    def _look_ahead(self, states: list[Microbatch]) -> EarlyForwards | None:
         """Where steps like this one have read: let the stages run what they did, before the Python does."""
         expected = []
         for state in states:
@@ -598,11 +599,11 @@ class Pipeline:
                 captured = made_again(expectation.origins, state.everywhere, partial(self._draws.seed, state.seed))
             except Exception:  # which the step itself may guard against
                 return None
-            expected.append(Ahead(expectation, captured))
+            expected.append(EarlyForward(expectation, captured))
         for state, ahead in zip(states, expected, strict=True):
             state.ahead, state.program = ahead, ahead.expectation.program
             state.loss_value, state.asked = ahead.expectation.loss_value, ahead.expectation.asked
-        return AheadOfPython(
+        return EarlyForwards(
             states,
             self.placement,
             self.rank,
@@ -617,10 +618,10 @@ class Pipeline:
         assert self._work is not None
         return self.recorder.beginning((self._work.kind, state.structure.key), len(state.structure.large))
 
-    def _begin_recording(self, state: Microbatch, work: Work) -> tuple[Recording, Any]:
+    def _begin_recording(self, state: Microbatch, work: StepTask) -> tuple[Recording, Any]:
         """A micro-batch's recording, and its batch as the step is given it."""
         structure = state.structure
-        if work.loss_of is not None and any(look.requires_grad for look in structure.looks):
+        if work.loss_of is not None and any(spec.requires_grad for spec in structure.specs):
             raise NotImplementedError(
                 "a tensor of the batch requires a gradient before the step, of which ranks would have parts: call "
                 "requires_grad_() on it in training_step"
@@ -631,8 +632,8 @@ class Pipeline:
         state.recording = recording
         delivered = state.everywhere
         places = [
-            recording.placeholder_for(number, look, "a tensor of the batch")
-            for number, look in enumerate(structure.large)
+            recording.placeholder_for(number, spec, "a tensor of the batch")
+            for number, spec in enumerate(structure.large)
         ]
         batch = tree.rebuild(state.layout, structure.joined(delivered, places))
         state.everywhere = []
@@ -665,18 +666,18 @@ class Pipeline:
         alike = {id(tensor) for tensor in delivered if tensor.is_inference() or not tensor._version}
         return [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
 
-    def _program_of(self, state: Microbatch, recording: Recording) -> Tape:
+    def _program_of(self, state: Microbatch, recording: Recording) -> Program:
         """Of the path that a recording has come to."""
         program = recording.event.program
         if program is None:
-            program = recording.event.program = Tape(recording.event, state.structure.large)
+            program = recording.event.program = Program(recording.event, state.structure.large)
             program.needs_order = needs_order(program.events, len(self.placement))
             self._note_uses(program)
             self._warn_of_averages(program)
             self.learning = True
         return program
 
-    def _warn_of_averages(self, program: Tape) -> None:
+    def _warn_of_averages(self, program: Program) -> None:
         """Say once that a step takes a moving average as often as there are micro-batches."""
         assert self._work is not None
         if self._has_warned_of_averages or self._work.loss_of is None or len(self._microbatches) == 1:
@@ -693,7 +694,7 @@ class Pipeline:
                 f"moving average is, belongs in on_train_batch_end"
             )
 
-    def _end(self, work: Work, states: list[Microbatch], extra: Sequence[float]) -> list[list[float]]:
+    def _end(self, work: StepTask, states: list[Microbatch], extra: Sequence[float]) -> list[list[float]]:
         assert self._transport is not None
         wanted = wanted_values(states, self._owners(states))
         if work.results_on is not None and not work.waits and not wanted and not self.learning:
@@ -706,7 +707,7 @@ class Pipeline:
         self._transport.flush()
         return numbers
 
-    def _share_leaf_gradients(self, work: Work, states: list[Microbatch]) -> None:
+    def _share_leaf_gradients(self, work: StepTask, states: list[Microbatch]) -> None:
         captured = []
         for state in states:
             assert state.recording is not None
@@ -725,19 +726,19 @@ class Pipeline:
         assert self._direct is not None
         for state in states:
             found: dict[int, Tensor] = {}
-            for value, look in state.result.values().items():
+            for value, spec in state.result.values().items():
                 owner = self._owner(state, value)
                 if owner == self.rank:
                     own = state.kept[value]
                     if rank == self.rank:
                         found[value] = own
                     else:
-                        self._direct.send(conform(own, look), rank)
+                        self._direct.send(conform(own, spec), rank)
                 elif self.rank == rank:
-                    found[value] = self._direct.receive(look, owner)
+                    found[value] = self._direct.receive(spec, owner)
             state.result = state.result.on(found) if self.rank == rank else None
 
-    def _end_recording(self, state: Microbatch, recording: Recording, work: Work) -> None:
+    def _end_recording(self, state: Microbatch, recording: Recording, work: StepTask) -> None:
         value = recording.value_of(state.loss)
         loss_value = -1 if value is None else value
         state.places = {place.value: place for place in recording.take_alive()}
@@ -773,7 +774,7 @@ class Pipeline:
         run.let_go()
         state.is_done = True
 
-    def _note_uses(self, program: Tape) -> None:
+    def _note_uses(self, program: Program) -> None:
         for event in program.events:
             self.reached.add(event.visit % len(self.placement))
             for value in event.inputs:
@@ -784,19 +785,19 @@ class Pipeline:
 
     def _stays_everywhere(self, number: int) -> bool:
         """Whether all ranks keep a buffer though one of them uses it: what is made of small ones, each makes itself."""
-        is_small = Look.of(self._tensors.tensors[number]).num_bytes <= EVERYWHERE_BYTES
+        is_small = TensorSpec.of(self._tensors.tensors[number]).num_bytes <= EVERYWHERE_BYTES
         return is_small and self._tensors.is_replicated(number)
 
-    def _is_held(self, program: Tape) -> bool:
+    def _is_held(self, program: Program) -> bool:
         """Whether every event runs where the module's tensors are that it takes."""
         found = self._held.get(program)
         if found is None:
             found = self._held[program] = all(
                 self.placement[event.visit % len(self.placement)]
-                in (value.ranks if isinstance(value, Held) else self._holders(-1 - value))
+                in (value.ranks if isinstance(value, HookTensor) else self._holders(-1 - value))
                 for event in program.events
                 for value in event.inputs
-                if isinstance(value, Held) or (type(value) is int and value < 0)
+                if isinstance(value, HookTensor) or (type(value) is int and value < 0)
             )
         return found
 
@@ -832,7 +833,7 @@ class Pipeline:
             number = self._tensors.number_of(tensor)
             owner = (self._holders(number) if number is not None else holders_of(tensor) or (0,))[0]
             own = tensor.detach() if owner == self.rank else None
-            found.append(self._direct.spread(own, Look.of(tensor), owner))
+            found.append(self._direct.spread(own, TensorSpec.of(tensor), owner))
         return found
 
     def _spread_kept_of(self, recording: Recording, value: int) -> Tensor:

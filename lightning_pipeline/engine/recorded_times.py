@@ -57,7 +57,7 @@ def _gather_in(transport: Transport) -> Gather:
 
 
 @dataclass
-class Recording:
+class RecordedStep:
     """One rank's step, in seconds.
 
     Attributes:
@@ -76,16 +76,16 @@ class Recording:
         """Take what a reducer's `observe` gets, bucket after bucket."""
         self.reductions.append((start, end))
 
-    def moved(self, seconds: float) -> Recording:
+    def moved(self, seconds: float) -> RecordedStep:
         """The same at later times."""
         actions = [(action, start + seconds, end + seconds) for action, start, end in self.actions]
         reductions = [(start + seconds, end + seconds) for start, end in self.reductions]
-        return Recording(self.rank, actions, reductions, self.peak_live)
+        return RecordedStep(self.rank, actions, reductions, self.peak_live)
 
 
 def gather_recordings(
-    recording: Recording, transport: Transport | None, replicas: Replicas | None
-) -> list[list[Recording]]:
+    recording: RecordedStep, transport: Transport | None, replicas: Replicas | None
+) -> list[list[RecordedStep]]:
     """The recordings of all replicas' pipelines, each by stage, on the first rank's clock. All ranks must call it."""
     pipeline = _of_pipeline(recording.moved(-clock_offset(transport, replicas)), transport)
     return replicas.gather_objects(pipeline) if replicas is not None else [pipeline]
@@ -93,11 +93,11 @@ def gather_recordings(
 
 def gather_spans(spans: list[Span], transport: Transport | None) -> list[list[Span]]:
     """The recorded actions of every rank of this pipeline, on its first rank's clock. All ranks must call it."""
-    recording = Recording(0, spans).moved(-clock_offset(transport))
+    recording = RecordedStep(0, spans).moved(-clock_offset(transport))
     return [rank.actions for rank in _of_pipeline(recording, transport)]
 
 
-def _of_pipeline(recording: Recording, transport: Transport | None) -> list[Recording]:
+def _of_pipeline(recording: RecordedStep, transport: Transport | None) -> list[RecordedStep]:
     """The recordings of all ranks of this pipeline, by stage."""
     if transport is None:
         return [recording]

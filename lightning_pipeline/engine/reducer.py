@@ -43,7 +43,7 @@ class Bucket:
         return flat, [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._slices]
 
 
-class Sum:
+class BucketReduction:
     """A bucket on its way: the sum of what all ranks of a group put in, from its start.
 
     Args:
@@ -340,7 +340,7 @@ class _Step:
         self._take = take
         self._publish = publish
         self._final: set[int] = set()
-        self._sums: list[Sum] = []
+        self._sums: list[BucketReduction] = []
         self._alone = reducer.num_replicas == 1
 
     def ready(self, places: set[int]) -> None:
@@ -376,9 +376,9 @@ class _Step:
         divisor = self._reducer.num_replicas if self._divides_before(bucket.dtype) else 1
         timed = self._reducer.observe is not None
         with self._summing(len(self._sums), bucket):
-            self._sums.append(Sum(bucket, gradients, self._group, divisor=divisor, timed=timed))
+            self._sums.append(BucketReduction(bucket, gradients, self._group, divisor=divisor, timed=timed))
 
-    def _wait(self, number: int, started: Sum) -> None:
+    def _wait(self, number: int, started: BucketReduction) -> None:
         with self._summing(number, started.bucket):
             started.wait()
 

@@ -38,7 +38,7 @@ _RUN_CLOSURE = object()
 
 
 @dataclass(slots=True)
-class Meeting:
+class SyncPoint:
     """What a step has come to, and waits for the others.
 
     Attributes:
@@ -106,7 +106,7 @@ class Suspended:
         note: is called with each meeting, in the step's thread.
     """
 
-    def __init__(self, function: Callable[[], None], note: Callable[[Meeting], None], device: torch.device) -> None:
+    def __init__(self, function: Callable[[], None], note: Callable[[SyncPoint], None], device: torch.device) -> None:
         self._function = function
         self._note = note
         self._device = device
@@ -115,14 +115,14 @@ class Suspended:
         self._is_its_turn, self._is_ours = threading.Lock(), threading.Lock()  # each is released by the other side
         self._is_its_turn.acquire()
         self._is_ours.acquire()
-        self._meeting: Meeting | None = None
+        self._meeting: SyncPoint | None = None
         self._answer: Any = None
         self._error: BaseException | None = None
         self._is_closed = False
         self._deferred: list[tuple[str, Callable[[], Any]]] = []
         self._thread: _Thread | None = None
 
-    def resume(self, answer: Any = None) -> Meeting:
+    def resume(self, answer: Any = None) -> SyncPoint:
         """Let the step go on to the next meeting, which is its end in the end.
 
         Args:
@@ -144,7 +144,7 @@ class Suspended:
         assert self._meeting is not None
         return self._meeting
 
-    def run_closure(self) -> Meeting:
+    def run_closure(self) -> SyncPoint:
         """Let the step, which waits with a closure, run that."""
         return self.resume(_RUN_CLOSURE)
 
@@ -160,13 +160,13 @@ class Suspended:
         """Have the batch do something before whatever comes next of its own."""
         self._deferred.append((what, perform))
 
-    def meet(self, meeting: Meeting) -> Any:
+    def meet(self, meeting: SyncPoint) -> Any:
         """Wait, in the step's thread, until the batch has done what is called for. Returns what that gives."""
         meeting.line = users_line()
         answer = self._wait(meeting)
         while answer is _RUN_CLOSURE:
             assert meeting.closure is not None
-            answer = self._wait(Meeting(CLOSURE_ENDS, loss=meeting.closure(), line=meeting.line))
+            answer = self._wait(SyncPoint(CLOSURE_ENDS, loss=meeting.closure(), line=meeting.line))
         return answer
 
     def _run(self) -> None:
@@ -178,7 +178,7 @@ class Suspended:
                 torch._C._push_on_torch_function_stack(mode)
             with torch.enable_grad(), autocast_as(self._autocast):
                 self._function()
-            self._come_to(Meeting(STEP_ENDS))
+            self._come_to(SyncPoint(STEP_ENDS))
         except _ClosedError:
             return
         except BaseException as error:
@@ -189,7 +189,7 @@ class Suspended:
             _of_thread.step = None
         self._is_ours.release()
 
-    def _wait(self, meeting: Meeting) -> Any:
+    def _wait(self, meeting: SyncPoint) -> Any:
         if self._is_closed:
             raise _ClosedError
         self._come_to(meeting)
@@ -199,7 +199,7 @@ class Suspended:
             raise _ClosedError
         return self._answer
 
-    def _come_to(self, meeting: Meeting) -> None:
+    def _come_to(self, meeting: SyncPoint) -> None:
         meeting.deferred, self._deferred = self._deferred, []
         self._note(meeting)
         self._meeting = meeting
@@ -217,7 +217,7 @@ def running_step() -> Suspended | None:
     return _of_thread.step
 
 
-MeetingOf = Callable[[Microbatch], Meeting]
+MeetingOf = Callable[[Microbatch], SyncPoint]
 
 
 class BatchWork(Protocol):
@@ -271,8 +271,8 @@ class Parts:
         self._around = around
         self._resumed = resumed
         self._run = run
-        self._go_on: Callable[[Suspended], Meeting] = Suspended.resume
-        self._meetings: list[Meeting] = []
+        self._go_on: Callable[[Suspended], SyncPoint] = Suspended.resume
+        self._meetings: list[SyncPoint] = []
 
     def run(self) -> None:
         """Run the steps to their ends.
@@ -286,7 +286,7 @@ class Parts:
             for step in self._steps:
                 step.close()
 
-    def _run_to(self, end: str, go_on: Callable[[Suspended], Meeting]) -> list[Meeting]:
+    def _run_to(self, end: str, go_on: Callable[[Suspended], SyncPoint]) -> list[SyncPoint]:
         while True:
             meetings = self._next(go_on)
             if meetings[0].what == end:
@@ -294,7 +294,7 @@ class Parts:
             answer = self._perform(meetings)
             go_on = _answering(answer)
 
-    def _next(self, go_on: Callable[[Suspended], Meeting]) -> list[Meeting]:
+    def _next(self, go_on: Callable[[Suspended], SyncPoint]) -> list[SyncPoint]:
         """Where the micro-batches meet next."""
         self._go_on, self._meetings = go_on, []
         self._work.before_part()
@@ -306,7 +306,7 @@ class Parts:
             self._work.after_part()
         return self._meetings
 
-    def _meeting_of(self, state: Microbatch) -> Meeting:
+    def _meeting_of(self, state: Microbatch) -> SyncPoint:
         """Where a micro-batch's own code comes to next; that of those before it comes to it first."""
         while len(self._meetings) <= state.index:
             one = self._states[len(self._meetings)]
@@ -323,7 +323,7 @@ class Parts:
             self._meetings.append(meeting)
         return self._meetings[state.index]
 
-    def _perform(self, meetings: Sequence[Meeting]) -> Any:
+    def _perform(self, meetings: Sequence[SyncPoint]) -> Any:
         """Do what the batch was called for. Returns what the call gives."""
         first = meetings[0]
         if first.what == BACKWARD:  # is done
@@ -336,11 +336,11 @@ class Parts:
         return self._work.closure_value([meeting.loss for meeting in ended])
 
 
-def _answering(answer: Any) -> Callable[[Suspended], Meeting]:
+def _answering(answer: Any) -> Callable[[Suspended], SyncPoint]:
     return lambda step: step.resume(answer)
 
 
-def _differing(first: Meeting, other: Meeting, index: int) -> str:
+def _differing(first: SyncPoint, other: SyncPoint, index: int) -> str:
     told = [(one.calls[-1] if len(one.calls) == 1 else " then ".join(one.calls), one.line) for one in (first, other)]
     (there, line), (here, other_line) = told
     return (

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline.engine.visit import written_into
-from lightning_pipeline.partition.placeholder import Look
-from lightning_pipeline.recording.split_backward import Caught
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.recording.split_backward import CaughtGradient
+from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 
 
@@ -34,13 +34,13 @@ class Transfer:
     destination: int
     sent: Any = None
     arrived: Tensor | None = None
-    caught: Caught | None = None
+    caught: CaughtGradient | None = None
     is_merged: bool = False
     is_gone: bool = False
 
     def arrive(self, leaf: Tensor) -> None:
         """It is on the receiver."""
-        self.arrived, self.caught = leaf, Caught(leaf)
+        self.arrived, self.caught = leaf, CaughtGradient(leaf)
 
 
 class Transfers:
@@ -54,7 +54,7 @@ class Transfers:
     """
 
     def __init__(
-        self, microbatch: int, placement: Sequence[int], rank: int, direct: Direct | None, *, training: bool
+        self, microbatch: int, placement: Sequence[int], rank: int, direct: DirectTransport | None, *, training: bool
     ) -> None:
         self._microbatch = microbatch
         self._placement = placement
@@ -69,15 +69,15 @@ class Transfers:
         """The rank on which a visit runs."""
         return self._placement[visit % len(self._placement)]
 
-    def gives_gradient(self, look: Look) -> bool:
+    def gives_gradient(self, spec: TensorSpec) -> bool:
         """Whether a gradient goes back to where a value came from."""
-        return self._training and look.requires_grad
+        return self._training and spec.requires_grad
 
     def note_use(self, value: int, visit: int) -> None:
         """Take note of a use of a value that is on its visit already, and for which it does not travel."""
         self._uses.setdefault(value, []).append((visit, None))
 
-    def move(self, value: int, source: int, destination: int, look: Look, own: Tensor | None) -> Tensor | None:
+    def move(self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None) -> Tensor | None:
         """Give a visit a value of another one. Returns it on the rank of that visit.
 
         Args:
@@ -85,7 +85,7 @@ class Transfers:
         """
         sender, receiver = self.rank_of(source), self.rank_of(destination)
         transfer = Transfer(value, source, destination)
-        returns = self.gives_gradient(look)
+        returns = self.gives_gradient(spec)
         if returns:
             self._note(transfer)
         arrived = None
@@ -97,10 +97,10 @@ class Transfers:
                 arrived = own.detach().clone()
             else:
                 assert self._direct is not None
-                self._direct.send(conform(own, look), receiver)
+                self._direct.send(conform(own, spec), receiver)
         elif receiver == self._rank:
             assert self._direct is not None
-            arrived = self._direct.receive(look, sender, f"an activation of micro-batch {self._microbatch}")
+            arrived = self._direct.receive(spec, sender, f"an activation of micro-batch {self._microbatch}")
         if arrived is None:
             return None
         if returns:
@@ -161,7 +161,7 @@ class Transfers:
                 if transfer is not None:
                     transfer.is_merged = True
 
-    def give_back(self, transfer: Transfer, look: Look, *, is_repeated: bool = False) -> Tensor | None:
+    def give_back(self, transfer: Transfer, spec: TensorSpec, *, is_repeated: bool = False) -> Tensor | None:
         """Give the visit that sent a value its gradient. Returns it on the rank of that visit.
 
         Args:
@@ -184,7 +184,7 @@ class Transfers:
             return None
         if sender == self._rank:
             assert self._direct is not None
-            return self._direct.receive_as_it_was(look, receiver, f"a gradient of micro-batch {self._microbatch}")
+            return self._direct.receive_as_it_was(spec, receiver, f"a gradient of micro-batch {self._microbatch}")
         return None
 
     def end_backward(self, transfers: Sequence[Transfer], *, is_repeated: bool) -> None:

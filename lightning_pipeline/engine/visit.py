@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_pipeline.engine.ahead import AheadOfPython
+from lightning_pipeline.engine.ahead import EarlyForwards
 from lightning_pipeline.engine.gradient_strides import GradientStrides
-from lightning_pipeline.engine.microbatch import Here, Inside, Microbatch
-from lightning_pipeline.engine.work import LiveCount, Work
+from lightning_pipeline.engine.microbatch import ArrivedTensor, Microbatch, VisitState
+from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.recording.execution import visit_function
 from lightning_pipeline.recording.split_backward import SplitBackward, backward_from, caught
 from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, from_memory, laid_out, wire, zeros_like
-from lightning_pipeline.runtime.topology import Channel, Site
+from lightning_pipeline.runtime.topology import Channel, StageNeighbours
 from lightning_pipeline.runtime.transport import Transport
 
 
@@ -48,15 +48,15 @@ class Visit:
         record: Callable[[Microbatch], None],
         tensors: list[Tensor],
         seed_draw: Callable[[int, int], None],
-        work: Work,
+        work: StepTask,
         live: LiveCount,
-        ahead: AheadOfPython | None,
+        ahead: EarlyForwards | None,
     ) -> None:
         self.visit = visit
         self.following: Visit | None = None
         self.preceding: Visit | None = None
         self.ready_at = 0.0
-        self._site = Site.of(visit, placement)
+        self._site = StageNeighbours.of(visit, placement)
         self._transport = transport
         self._microbatches = microbatches
         self._record = record
@@ -112,13 +112,13 @@ class Visit:
         if self.following is not None:
             # Copies, as over a connection: the next visit may write into what it receives.
             self._microbatches[microbatch].on(self.visit + 1).arriving = [
-                Here(tensor.detach().clone()) for _, tensor in inside.outputs
+                ArrivedTensor(tensor.detach().clone()) for _, tensor in inside.outputs
             ]
             inside.outputs = []
         if not self._training and not state.is_passed_over:
             self._live.now -= 1
 
-    def _compute(self, state: Microbatch, inside: Inside, use: Sequence[Tensor]) -> None:
+    def _compute(self, state: Microbatch, inside: VisitState, use: Sequence[Tensor]) -> None:
         program = state.program
         assert program is not None
         if self.visit >= len(program.visits):
@@ -148,7 +148,7 @@ class Visit:
                 state.carried.here[program.begins + self.visit, value] = tensor
         inside.outputs = list(zip(program.visits[self.visit].sends, sends, strict=True))
 
-    def _compute_ahead(self, state: Microbatch, inside: Inside, use: Sequence[Tensor]) -> None:
+    def _compute_ahead(self, state: Microbatch, inside: VisitState, use: Sequence[Tensor]) -> None:
         """Before the step's Python, which may turn out to do something else: what fails here need not be an error."""
         assert self._ahead is not None and state.ahead is not None and state.program is not None
         if not state.ahead.is_passed_over:
@@ -164,7 +164,7 @@ class Visit:
                 state.ahead.error = error
         if (state.ahead.is_passed_over or state.ahead.error) and self.visit < len(state.program.visits):
             sends = state.program.visits[self.visit].sends
-            inside.outputs = [(strand, zeros_like(state.program.looks[strand.value])) for strand in sends]
+            inside.outputs = [(strand, zeros_like(state.program.specs[strand.value])) for strand in sends]
         self._ahead.tell(state, self.visit)
 
     def _resolve(self, state: Microbatch) -> None:
@@ -183,19 +183,19 @@ class Visit:
         inside = state.on(self.visit)
         assert self._transport is not None and state.program is not None
         for strand, tensor in inside.outputs:
-            look = state.program.looks[strand.value]
-            self._transport.send(conform(tensor, look), self._site.rank_after, Channel.FORWARD)
+            spec = state.program.specs[strand.value]
+            self._transport.send(conform(tensor, spec), self._site.rank_after, Channel.FORWARD)
         inside.outputs = []
 
-    def _take(self, state: Microbatch, inside: Inside) -> list[Tensor]:
+    def _take(self, state: Microbatch, inside: VisitState) -> list[Tensor]:
         """A micro-batch's inputs, once they are there."""
         what = f"the activations of micro-batch {state.index} ({self.visit}F{state.index})"
         use = []
         assert state.program is not None
         for strand, arriving in zip(self._receives(state), inside.arriving or (), strict=True):
-            look = state.program.looks[strand.value]
-            tensor = laid_out(arriving.wait(what), look.stride)
-            if self._training and look.requires_grad:
+            spec = state.program.specs[strand.value]
+            tensor = laid_out(arriving.wait(what), spec.stride)
+            if self._training and spec.requires_grad:
                 inside.received[strand] = tensor.requires_grad_()
                 tensor = written_into(tensor)
             use.append(tensor)
@@ -207,7 +207,7 @@ class Visit:
         visits = state.program.visits
         return visits[self.visit].receives if self.visit < len(visits) else ()
 
-    def _keep_edges(self, state: Microbatch, inside: Inside) -> None:
+    def _keep_edges(self, state: Microbatch, inside: VisitState) -> None:
         """Keep of the outputs what backward needs: their places in the graph, not their data."""
         assert state.program is not None
         wanted = set(state.program.returning(self.visit + 1, state.loss_value)) if state.loss_value >= 0 else set()
@@ -254,8 +254,8 @@ class Visit:
         assert program is not None
         found = program.gradient_strides.get(key)
         if found is None:
-            looks = [program.looks[strand.value] for strand in program.returning(*key)]
-            found = program.gradient_strides[key] = GradientStrides(looks)
+            specs = [program.specs[strand.value] for strand in program.returning(*key)]
+            found = program.gradient_strides[key] = GradientStrides(specs)
         return found
 
     def _pass_over(self, state: Microbatch) -> None:
@@ -345,7 +345,7 @@ class Visit:
         self.ready_at = time.perf_counter()
         return roots, gradients
 
-    def _gradients(self, state: Microbatch, inside: Inside) -> list[Tensor]:
+    def _gradients(self, state: Microbatch, inside: VisitState) -> list[Tensor]:
         """What comes back of what was sent, once it is there."""
         arriving, inside.arriving_gradients = inside.arriving_gradients or [], None
         what = _gradients_of(state, self.visit)
@@ -355,7 +355,7 @@ class Visit:
         inside.arriving_strides = None
         return [from_memory(one.wait(what), stride) for one, stride in zip(arriving, strides, strict=True)]
 
-    def _leaves(self, state: Microbatch, inside: Inside) -> list[Tensor]:
+    def _leaves(self, state: Microbatch, inside: VisitState) -> list[Tensor]:
         assert state.program is not None
         return [inside.received[strand] for strand in state.program.returning(self.visit, state.loss_value)]
 
@@ -364,9 +364,9 @@ class Visit:
         inside = state.on(self.visit)
         strands = state.program.returning(self.visit, state.loss_value)
         for strand, gradient in zip(strands, gradients, strict=True):
-            inside.gradients.append(zeros_like(state.program.looks[strand.value]) if gradient is None else gradient)
+            inside.gradients.append(zeros_like(state.program.specs[strand.value]) if gradient is None else gradient)
         if self.preceding is not None:
-            state.on(self.visit - 1).arriving_gradients = [Here(gradient) for gradient in inside.gradients]
+            state.on(self.visit - 1).arriving_gradients = [ArrivedTensor(gradient) for gradient in inside.gradients]
             inside.gradients = []
 
     def _finish_backward(self, state: Microbatch) -> None:
@@ -396,4 +396,4 @@ def _one(loss: Tensor) -> Tensor:
 
 def _meta(state: Microbatch, value: int) -> TensorMeta:
     assert state.program is not None
-    return wire(state.program.looks[value])
+    return wire(state.program.specs[value])

@@ -14,7 +14,7 @@ from lightning_pipeline.engine.suspended import BatchWork
 
 
 @dataclass(slots=True, kw_only=True)
-class Work:
+class StepTask:
     """What a step does with its micro-batches.
 
     Attributes:

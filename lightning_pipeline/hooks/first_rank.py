@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition.ownership import holders_of
-from lightning_pipeline.partition.placeholder import Look, Placeholder, absent
-from lightning_pipeline.partition.torch_functions import Kind, function_name, kind_of
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, absent
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.operation import put_together, take_apart
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.host_memory import available_bytes
 from lightning_pipeline.runtime.tensor_meta import conform
 
@@ -62,10 +62,10 @@ class _Over(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """Whether a rank is at the same call, and the looks of what it gives; None for a gradient that is not there."""
+    """Whether a rank is at the same call, and the specs of what it gives; None for a gradient that is not there."""
 
     is_there: bool
-    looks: tuple[Look | None, ...] = ()
+    specs: tuple[TensorSpec | None, ...] = ()
 
 
 class FirstRank:
@@ -76,7 +76,7 @@ class FirstRank:
         tensor_of: the tensor of a key; None where it is gone.
     """
 
-    def __init__(self, direct: Direct, num_ranks: int, tensor_of: Callable[[int], Tensor | None]) -> None:
+    def __init__(self, direct: DirectTransport, num_ranks: int, tensor_of: Callable[[int], Tensor | None]) -> None:
         self._direct = direct
         self._num_ranks = num_ranks
         self._tensor_of = tensor_of
@@ -100,10 +100,10 @@ class FirstRank:
         if there:
             _refuse_part(f"stages 0 and {', '.join(map(str, there))} run", line)
         found: list[Tensor | None] = []
-        looks = {peer: list(answer.looks) for peer, answer in answers.items()}
+        specs = {peer: list(answer.specs) for peer, answer in answers.items()}
         for one in wanted:
-            look = looks[one.owner].pop(0)
-            found.append(None if look is None else like(self._direct.receive(look, one.owner), look))
+            spec = specs[one.owner].pop(0)
+            found.append(None if spec is None else like(self._direct.receive(spec, one.owner), spec))
         if any(one.key is None for one in wanted):
             raise NotImplementedError(
                 f"the first rank alone takes what another stage holds and no name is known for ({line}): let every "
@@ -137,11 +137,11 @@ class FirstRank:
             if one.owner == self._direct.rank:
                 tensor = None if one.key is None else self._tensor_of(one.key)
                 given.append(tensor.grad if one.gradient and tensor is not None else tensor)
-        looks = [None if tensor is None else Look.of(tensor) for tensor in given]
-        self._direct.tell_one(0, _Answer(is_there=False, looks=tuple(looks)))
-        for tensor, look in zip(given, looks, strict=True):
-            if tensor is not None and look is not None:
-                self._direct.send(conform(tensor.detach(), look), 0)
+        specs = [None if tensor is None else TensorSpec.of(tensor) for tensor in given]
+        self._direct.tell_one(0, _Answer(is_there=False, specs=tuple(specs)))
+        for tensor, spec in zip(given, specs, strict=True):
+            if tensor is not None and spec is not None:
+                self._direct.send(conform(tensor.detach(), spec), 0)
 
 
 def _refuse_part(who: str, line: str) -> NoReturn:
@@ -150,9 +150,9 @@ def _refuse_part(who: str, line: str) -> NoReturn:
     )
 
 
-def like(data: Tensor, look: Look) -> Tensor:
-    """Data as the parameter, or other tensor, of these looks."""
-    return nn.Parameter(data, look.requires_grad) if look.is_parameter else data.requires_grad_(look.requires_grad)
+def like(data: Tensor, spec: TensorSpec) -> Tensor:
+    """Data as the parameter, or other tensor, of these specs."""
+    return nn.Parameter(data, spec.requires_grad) if spec.is_parameter else data.requires_grad_(spec.requires_grad)
 
 
 class Asked(NamedTuple):
@@ -164,7 +164,7 @@ class Asked(NamedTuple):
 class Lending:
     """Lends tensors of the module to the first rank."""
 
-    def __init__(self, direct: Direct, keys: TensorKeys) -> None:
+    def __init__(self, direct: DirectTransport, keys: TensorKeys) -> None:
         self._direct = direct
         self._keys = keys
         self._borrowed: dict[int, Tensor] = {}
@@ -185,7 +185,7 @@ class Lending:
         """Give the first rank what it asks for."""
         tensor = self._keys.tensor_of(asked.key)
         assert tensor is not None
-        self._direct.send(conform(tensor.detach(), Look.of(tensor)), 0)
+        self._direct.send(conform(tensor.detach(), TensorSpec.of(tensor)), 0)
 
     def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What a call gives; NotImplemented where this is other code than the loader's, as in a worker of its own."""
@@ -193,8 +193,12 @@ class Lending:
             return NotImplemented
         kind, name = kind_of(func), function_name(func)
         call = take_apart(func, args, kwargs)
-        is_written = kind is Kind.WRITES and type(call.tensors[0]) is Placeholder
-        if is_written or kind in (Kind.HOOKS, Kind.BACKWARD) or name in ("grad.__get__", "_grad.__get__"):
+        is_written = kind is FunctionKind.WRITES and type(call.tensors[0]) is Placeholder
+        if (
+            is_written
+            or kind in (FunctionKind.HOOKS, FunctionKind.BACKWARD)
+            or name in ("grad.__get__", "_grad.__get__")
+        ):
             _refuse(name)
         tensors = [self._borrow(one) if type(one) is Placeholder else one for one in call.tensors]
         return func(*put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers))
@@ -205,13 +209,13 @@ class Lending:
             raise RuntimeError(f"{place.what} is on another stage, and no name is known for it ({users_line()})")
         found = self._borrowed.get(key)
         if found is None:
-            look = place.look
-            if sum(one.nbytes for one in self._borrowed.values()) + look.num_bytes > available_bytes() // 2:
+            spec = place.spec
+            if sum(one.nbytes for one in self._borrowed.values()) + spec.num_bytes > available_bytes() // 2:
                 self._borrowed.clear()
             self._direct.tell_one(holders[0], Asked(key))
-            data = self._direct.receive(look, holders[0], f"{place.what}, which the loader computes with")
-            found = like(data, look)
-            if look.requires_grad:
+            data = self._direct.receive(spec, holders[0], f"{place.what}, which the loader computes with")
+            found = like(data, spec)
+            if spec.requires_grad:
                 found.register_hook(_no_gradient)
             self._borrowed[key] = found
         return found

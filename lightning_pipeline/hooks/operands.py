@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.ownership import holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.runtime.direct import Direct
-from lightning_pipeline.runtime.endpoint import Asked, Told
+from lightning_pipeline.runtime.direct import DirectTransport
+from lightning_pipeline.runtime.endpoint import ExchangeRequest, ExchangeRequests
 from lightning_pipeline.runtime.tensor_meta import as_bytes, conform
 from lightning_pipeline.runtime.transport import Transport
 
@@ -42,8 +42,8 @@ class Exchanges:
         self.number = 0
         self._transport = transport
         others = [stage for stage in range(transport.num_stages) if stage != transport.stage]
-        self._out: dict[int, Told] = {peer: Told() for peer in others}
-        self._in: dict[int, deque[Asked]] = {peer: deque() for peer in others}
+        self._out: dict[int, ExchangeRequests] = {peer: ExchangeRequests() for peer in others}
+        self._in: dict[int, deque[ExchangeRequest]] = {peer: deque() for peer in others}
 
     def meet(self, call: str, line: str) -> None:
         """Wait until all ranks have come to this call."""
@@ -57,7 +57,7 @@ class Exchanges:
             line: of the user's code.
         """
         self.number += 1
-        own = Asked(self.number, call, line)
+        own = ExchangeRequest(self.number, call, line)
         for peer, given in give.items():
             self._out[peer].append(own._replace(given=given))
             if len(self._out[peer]) >= AT_ONCE:
@@ -69,13 +69,13 @@ class Exchanges:
         for peer, told in self._out.items():
             if told:
                 self._transport.send_object(told, peer)
-                self._out[peer] = Told()
+                self._out[peer] = ExchangeRequests()
 
-    def _next(self, peer: int, own: Asked) -> Any:
+    def _next(self, peer: int, own: ExchangeRequest) -> Any:
         self.send()
         if not self._in[peer]:
-            told = self._transport.recv_object(peer, Told.__name__)
-            if type(told) is not Told:
+            told = self._transport.recv_object(peer, ExchangeRequests.__name__)
+            if type(told) is not ExchangeRequests:
                 raise RuntimeError(own.of(self._transport.stage, f"and stage {peer} is elsewhere"))
             self._in[peer].extend(told)
         found = self._in[peer].popleft()
@@ -156,7 +156,7 @@ class Operands:
         num_ranks: of the pipeline.
     """
 
-    def __init__(self, direct: Direct, num_ranks: int, exchanges: Exchanges) -> None:
+    def __init__(self, direct: DirectTransport, num_ranks: int, exchanges: Exchanges) -> None:
         self._direct = direct
         self._num_ranks = num_ranks
         self._exchanges = exchanges
@@ -165,7 +165,7 @@ class Operands:
         """The data of tensors on the ranks that need each, None elsewhere. All ranks must call it.
 
         Args:
-            needed: the ranks that need each; of what none needs, all get a tensor of the same looks.
+            needed: the ranks that need each; of what none needs, all get a tensor of the same spec.
             what: the call.
         """
         rank = self._direct.rank
@@ -182,23 +182,23 @@ class Operands:
         numbers = (
             self._meet(
                 what,
-                [(Look.of(tensors[index]), *move) for index, *move in moves],
+                [(TensorSpec.of(tensors[index]), *move) for index, *move in moves],
                 [tensors[index].detach() if source == rank else None for index, source, _ in moves],
             )
             if moves
             else {}
         )
         for place, (index, source, targets) in enumerate(moves):
-            look = Look.of(tensors[index])
+            spec = TensorSpec.of(tensors[index])
             if source == rank:
-                if not _is_number(look):
-                    dense = conform(tensors[index].detach(), look)
+                if not _is_number(spec):
+                    dense = conform(tensors[index].detach(), spec)
                     for target in targets:
                         self._direct.send(dense, target)
             elif rank in targets:
-                is_told = _is_number(look)
-                data = _number_of(numbers[source][place], look) if is_told else self._direct.receive(look, source)
-                if look.requires_grad:
+                is_told = _is_number(spec)
+                data = _number_of(numbers[source][place], spec) if is_told else self._direct.receive(spec, source)
+                if spec.requires_grad:
                     data.requires_grad_()  # matmul goes by it, even where no gradients are
                     if torch.is_grad_enabled():
                         data.register_hook(_refuse_gradient(users_line()))
@@ -217,41 +217,41 @@ class Operands:
         Returns what the ranks give from which something comes.
 
         Args:
-            moves: the look, the source and the targets of each.
+            moves: the spec, the source and the targets of each.
             own: each where it is given from here.
         """
         digest = hashlib.blake2b(repr(moves).encode(), digest_size=4).hexdigest()
         give: dict[int, dict[int, bytes]] = {}
         hear: dict[int, None] = {}
-        for place, ((look, source, targets), tensor) in enumerate(zip(moves, own, strict=True)):
+        for place, ((spec, source, targets), tensor) in enumerate(zip(moves, own, strict=True)):
             if tensor is not None:
                 for target in targets:
                     given = give.setdefault(target, {})
-                    if _is_number(look):
-                        given[place] = as_bytes(tensor, look).numpy().tobytes()
+                    if _is_number(spec):
+                        given[place] = as_bytes(tensor, spec).numpy().tobytes()
             elif self._direct.rank in targets:
                 hear[source] = None
         found = self._exchanges.exchange(f"{what} [{digest}]", users_line(), give, hear)
-        if not all(_is_number(look) for look, _, _ in moves):
+        if not all(_is_number(spec) for spec, _, _ in moves):
             self._exchanges.send()  # before what follows it
         return found
 
 
 def empty_like(place: Tensor) -> Tensor:
-    """A tensor of the same looks, with whatever data."""
-    look = Look.of(place)
-    assert look.stride is not None
-    made = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device)
-    return made.requires_grad_(look.requires_grad)
+    """A tensor of the same spec, with whatever data."""
+    spec = TensorSpec.of(place)
+    assert spec.stride is not None
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    return made.requires_grad_(spec.requires_grad)
 
 
-def _is_number(look: Look) -> bool:
+def _is_number(spec: TensorSpec) -> bool:
     """Whether it fits into the message that its receivers get anyway."""
-    return look.shape.numel() == 1 and look.stride is not None
+    return spec.shape.numel() == 1 and spec.stride is not None
 
 
-def _number_of(content: bytes, look: Look) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=look.dtype).reshape(look.shape).to(look.device)
+def _number_of(content: bytes, spec: TensorSpec) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=spec.dtype).reshape(spec.shape).to(spec.device)
 
 
 def _refuse_gradient(line: str) -> Callable[[Tensor], None]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.hooks.operands import Exchanges, Operands, TensorKeys
 from lightning_pipeline.partition.ownership import holders_of
-from lightning_pipeline.partition.placeholder import Look, Placeholder, placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.transport import Transport
 
@@ -151,11 +151,11 @@ for _name in (
 
 
 def _told(value: Any) -> Any:
-    return Look.of(value) if isinstance(value, Tensor) else value
+    return TensorSpec.of(value) if isinstance(value, Tensor) else value
 
 
 def _made(told: Any, what: str) -> Any:
-    return placeholder(told, what) if isinstance(told, Look) else told
+    return placeholder(told, what) if isinstance(told, TensorSpec) else told
 
 
 class ParameterGradients:
@@ -189,12 +189,12 @@ class ParameterGradients:
             gradient = tensor.grad
             assert gradient is not None
             return self._keys.note(gradient, held)
-        look = tensor.look.but(requires_grad=False, is_leaf=True, is_parameter=False)
+        spec = tensor.spec.but(requires_grad=False, is_leaf=True, is_parameter=False)
         if layout is not torch.strided:
-            look = look.but(stride=None, layout=layout)
+            spec = spec.but(stride=None, layout=layout)
         kept = tensor.__dict__.get("_gradient")
-        if kept is None or kept.look is not look:
-            kept = tensor.__dict__["_gradient"] = placeholder(look, f"the gradient of {tensor.what}")
+        if kept is None or kept.spec is not spec:
+            kept = tensor.__dict__["_gradient"] = placeholder(spec, f"the gradient of {tensor.what}")
         return self._keys.note(kept, held)
 
     def set(self, tensor: Tensor, gradient: Tensor | None) -> None:

@@ -23,13 +23,13 @@ from lightning_pipeline.hooks.optimizer_states import OptimizerStates, Parameter
 from lightning_pipeline.hooks.patches import on_whole_tensors, parameters_seen, ranks_noted, refuse_writing
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Look, Placeholder, become, in_hook, placeholder
-from lightning_pipeline.partition.torch_functions import Kind, function_name, is_drawing_of_own, kind_of
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, in_hook, placeholder
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_line import users_line, users_lines
 from lightning_pipeline.recording.matcher import torch_state
 from lightning_pipeline.recording.operation import Call, put_together, take_apart
 from lightning_pipeline.recording.recorder import Recorder
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.host_memory import available_bytes
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
 from lightning_pipeline.runtime.transport import Transport
@@ -46,10 +46,10 @@ _BY_LOOKS = frozenset(
         *("trunc_normal_", "orthogonal_", "sparse_", "zero_", "fill_"),
     )
 )
-"""Functions that ask no more of tensors beside the first than their looks; of the first one too, where they draw."""
+"""Functions that ask no more of tensors beside the first than their specs; of the first one too, where they draw."""
 
 
-class Outside(TorchFunctionMode):
+class OwnerComputes(TorchFunctionMode):
     """Answers torch's functions outside of steps.
 
     Args:
@@ -58,7 +58,7 @@ class Outside(TorchFunctionMode):
         direct: to the other ranks of the pipeline.
     """
 
-    def __init__(self, module: nn.Module, recorder: Recorder, transport: Transport, direct: Direct) -> None:
+    def __init__(self, module: nn.Module, recorder: Recorder, transport: Transport, direct: DirectTransport) -> None:
         super().__init__()
         self._module = module
         self._transport = transport
@@ -144,18 +144,18 @@ class Outside(TorchFunctionMode):
         for parameter in self._module.parameters():
             parameter.__dict__.pop("_gradient", None)
         kept = self._keys.kept()
-        made = {(key, Look.of(tensor), holders_of(tensor)) for key, tensor in kept.items()}
+        made = {(key, TensorSpec.of(tensor), holders_of(tensor)) for key, tensor in kept.items()}
         own = available_bytes() // (2 * num_processes), made
         ranks = range(self._transport.num_stages)
         told = [self._transport.broadcast_object(own, rank, "what hooks have made") for rank in ranks]
         common = sorted(set.intersection(*(made for _, made in told)), key=lambda one: one[0])
-        if sum(look.num_bytes for _, look, _ in common) > min(limit for limit, _ in told):
+        if sum(spec.num_bytes for _, spec, _ in common) > min(limit for limit, _ in told):
             return
-        for key, look, (owner, *_) in common:
+        for key, spec, (owner, *_) in common:
             tensor = kept[key]
-            data = self._direct.spread(tensor.detach() if owner == self._rank else None, look, owner)
+            data = self._direct.spread(tensor.detach() if owner == self._rank else None, spec, owner)
             if type(tensor) is Placeholder:
-                become(tensor, nn.Parameter(data, look.requires_grad) if look.is_parameter else data)
+                become(tensor, nn.Parameter(data, spec.requires_grad) if spec.is_parameter else data)
             note_holders(tensor, None)
 
     def whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
@@ -174,10 +174,10 @@ class Outside(TorchFunctionMode):
 
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kind, name = kind_of(func), function_name(func)
-        if kind is Kind.DESCRIBES:
+        if kind is FunctionKind.DESCRIBES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if kind is Kind.GRAD_MODE or kind is Kind.ENTERED:
+        if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
             return func(*args, **kwargs)
         if in_hook.is_rank_known:
             found = self._alone(func, kind, name, args, kwargs)
@@ -197,27 +197,31 @@ class Outside(TorchFunctionMode):
             return on_whole_tensors(self._meet, func, args, kwargs, name)
         if name == "data.__set__":
             return self._set_data(*args)
-        if kind is Kind.HOOKS:
+        if kind is FunctionKind.HOOKS:
             return func(*args, **kwargs) if type(args[0]) is not Placeholder else _NoHandle()
-        if kind is Kind.BACKWARD:
+        if kind is FunctionKind.BACKWARD:
             raise NotImplementedError(
                 f"{function_name(func)} on what not every stage holds is not supported outside of steps "
                 f"({users_line()}): compute it in training_step"
             )
         if name.startswith("_foreach_"):
             return self._each(func, args, kwargs)
-        if kind is Kind.READS or kind is Kind.PRINTS:
+        if kind is FunctionKind.READS or kind is FunctionKind.PRINTS:
             here = self._whole(call.tensors, name)
-            if kind is Kind.PRINTS and Look.of(call.tensors[0]).is_leaf and type(call.tensors[0]) is Placeholder:
-                here[0] = here[0].detach().requires_grad_(Look.of(call.tensors[0]).requires_grad)
+            if (
+                kind is FunctionKind.PRINTS
+                and TensorSpec.of(call.tensors[0]).is_leaf
+                and type(call.tensors[0]) is Placeholder
+            ):
+                here[0] = here[0].detach().requires_grad_(TensorSpec.of(call.tensors[0]).requires_grad)
             if name == "__reduce_ex__":
-                return _reduced(here[0], Look.of(call.tensors[0]), args[1])
+                return _reduced(here[0], TensorSpec.of(call.tensors[0]), args[1])
             return self._run(func, call, here)
-        if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
+        if kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs):
             return self._draw(func, call, name)
         return self._compute(func, call, name, kind)
 
-    def _alone(self, func: Any, kind: Kind, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _alone(self, func: Any, kind: FunctionKind, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """What a call gives on the first rank, if it alone runs the call; the others give it the operands."""
         call = take_apart(func, args, kwargs)
         is_gradient = name in ("grad.__get__", "_grad.__get__")
@@ -225,8 +229,8 @@ class Outside(TorchFunctionMode):
         found = self._meet_first_rank(name, self._wanted(call.tensors, gradient=is_gradient), *keys)
         if found is None:
             return _TOGETHER
-        is_written = kind is Kind.WRITES and holders_of(call.tensors[0]) not in (None, (0,))
-        if is_written or kind is Kind.HOOKS or kind is Kind.BACKWARD:
+        is_written = kind is FunctionKind.WRITES and holders_of(call.tensors[0]) not in (None, (0,))
+        if is_written or kind is FunctionKind.HOOKS or kind is FunctionKind.BACKWARD:
             raise NotImplementedError(
                 f"{name} changes what another stage holds, in code that the first rank alone runs ({users_line()}): "
                 f"let every rank run it"
@@ -237,7 +241,7 @@ class Outside(TorchFunctionMode):
             here = [found.pop(0) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
             if name == "__reduce_ex__":
                 own: Any = here[0]
-                return _reduced(own, Look.of(own), args[1])
+                return _reduced(own, TensorSpec.of(own), args[1])
             if name == "__deepcopy__":
                 copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else copy_of(*args)
                 return copied
@@ -255,18 +259,18 @@ class Outside(TorchFunctionMode):
             if type(tensor) is Placeholder
         ]
 
-    def _compute(self, func: Any, call: Call, name: str, kind: Kind) -> Any:
+    def _compute(self, func: Any, call: Call, name: str, kind: FunctionKind) -> Any:
         """The holders compute; the others get placeholders."""
         held = [holders_of(tensor) for tensor in call.tensors]
-        looks = [Look.of(tensor) for tensor in call.tensors]
-        result = self._recorder.result(func, call, looks, torch_state())
+        specs = [TensorSpec.of(tensor) for tensor in call.tensors]
+        result = self._recorder.result(func, call, specs, torch_state())
         if result is None:
-            if kind is Kind.WRITES:  # by a mask, as in x[x < 0] = y
+            if kind is FunctionKind.WRITES:  # by a mask, as in x[x < 0] = y
                 here = self._operands.gather(call.tensors, [held[0]] * len(held), name)
                 return self._run(func, call, here) if self._is_among(held[0]) else call.tensors[0]
             return self._run(func, call, self._whole(call.tensors, name))
         bound = [slot for slot, _ in result.writes] + [slot for shared in result.shares for slot in shared]
-        where = _where(held, looks, bound)
+        where = _where(held, specs, bound)
         for slot, _ in result.writes:
             refuse_writing(call.tensors[slot], name)
         needed: list[Holders] = [where] * len(held)
@@ -283,13 +287,13 @@ class Outside(TorchFunctionMode):
                 if isinstance(known, int):
                     made[index] = call.tensors[known]
                 elif made[index].shape != known.shape or made[index].dtype is not known.dtype:
-                    given = Look.of(made[index])
+                    given = TensorSpec.of(made[index])
                     raise RuntimeError(f"{name} gave {given} where {known} was expected ({users_line()})")
                 else:
                     self._keys.note(made[index], where)
             return tree.rebuild(layout, made)
-        for slot, look in result.writes:
-            self._look_now(call.tensors[slot], look)
+        for slot, spec in result.writes:
+            self._set_spec(call.tensors[slot], spec)
         return tree.rebuild(
             result.layout,
             [
@@ -318,7 +322,7 @@ class Outside(TorchFunctionMode):
                 made[index] = call.tensors[slot]
             elif name in _BY_LOOKS and held[0] is not None:
                 if not self._is_among(held[0]):
-                    made[index] = tensor = placeholder(Look.of(tensor), name)
+                    made[index] = tensor = placeholder(TensorSpec.of(tensor), name)
                 self._keys.note(tensor, held[0])
         return tree.rebuild(layout, made)
 
@@ -344,7 +348,7 @@ class Outside(TorchFunctionMode):
             own_kwargs = {key: part(value) for key, value in kwargs.items()}
             if _is_partial(own_args) or _is_partial(own_kwargs.values()):
                 call = take_apart(func, own_args, own_kwargs)
-                results = self._compute(func, call, function_name(func), Kind.COMPUTES)
+                results = self._compute(func, call, function_name(func), FunctionKind.COMPUTES)
             else:
                 results = func(*own_args, **own_kwargs)
             if results is not None:
@@ -359,14 +363,14 @@ class Outside(TorchFunctionMode):
         if type(tensor) is not Placeholder:
             tensor.data = here
         else:
-            look = Look.of(value)
-            self._look_now(
-                tensor, tensor.look.but(shape=look.shape, stride=look.stride, dtype=look.dtype, device=look.device)
+            spec = TensorSpec.of(value)
+            self._set_spec(
+                tensor, tensor.spec.but(shape=spec.shape, stride=spec.stride, dtype=spec.dtype, device=spec.device)
             )
 
     def _copied(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
-            copied = placeholder(tensor.look, tensor.what) if type(tensor) is Placeholder else copy_of(tensor, memo)
+            copied = placeholder(tensor.spec, tensor.what) if type(tensor) is Placeholder else copy_of(tensor, memo)
             self._keys.note(copied, holders_of(tensor))
             memo[id(tensor)] = copied
         return memo[id(tensor)]
@@ -375,9 +379,9 @@ class Outside(TorchFunctionMode):
         return holders is None or self._rank in holders
 
     @staticmethod
-    def _look_now(place: Tensor, look: Look) -> None:
-        if type(place) is Placeholder and place.look is not look:
-            become(place, placeholder(look, place.what))
+    def _set_spec(place: Tensor, spec: TensorSpec) -> None:
+        if type(place) is Placeholder and place.spec is not spec:
+            become(place, placeholder(spec, place.what))
 
 
 class _NoHandle:
@@ -404,7 +408,7 @@ def _is_partial(values: Iterable[Any], depth: int = 0) -> bool:
     return False
 
 
-def _where(held: Sequence[Holders], looks: Sequence[Look], bound: Sequence[int]) -> Holders:
+def _where(held: Sequence[Holders], specs: Sequence[TensorSpec], bound: Sequence[int]) -> Holders:
     """The ranks that compute.
 
     Args:
@@ -417,13 +421,13 @@ def _where(held: Sequence[Holders], looks: Sequence[Look], bound: Sequence[int])
     common = set.intersection(*(set(held[slot]) for slot in partial))  # type: ignore[arg-type]
     if common:
         return tuple(sorted(common))
-    if sum(looks[slot].num_bytes for slot in partial) <= EVERYWHERE_BYTES:
+    if sum(specs[slot].num_bytes for slot in partial) <= EVERYWHERE_BYTES:
         return None
-    return held[max(partial, key=lambda slot: (looks[slot].is_parameter, looks[slot].num_bytes))]
+    return held[max(partial, key=lambda slot: (specs[slot].is_parameter, specs[slot].num_bytes))]
 
 
-def _reduced(data: Tensor, look: Look, protocol: Any) -> Any:
+def _reduced(data: Tensor, spec: TensorSpec, protocol: Any) -> Any:
     """What `Tensor.__reduce_ex__` gives; a parameter's data is pickled as a parameter."""
     with torch._C.DisableTorchFunction():
-        whole = nn.Parameter(data.detach(), look.requires_grad) if look.is_parameter else data.detach()
+        whole = nn.Parameter(data.detach(), spec.requires_grad) if spec.is_parameter else data.detach()
         return whole.__reduce_ex__(protocol)

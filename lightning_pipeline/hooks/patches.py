@@ -50,8 +50,8 @@ def parameters_seen(keys: TensorKeys) -> Iterator[None]:
         if holders is None:
             return new(cls, data, requires_grad)
         if type(data) is Placeholder:
-            look = data.look.but(requires_grad=requires_grad, is_leaf=True, is_parameter=True)
-            return keys.note(placeholder(look, data.what), holders)
+            spec = data.spec.but(requires_grad=requires_grad, is_leaf=True, is_parameter=True)
+            return keys.note(placeholder(spec, data.what), holders)
         with torch._C.DisableTorchFunction():
             return keys.note(new(cls, data.detach(), requires_grad), holders)
 

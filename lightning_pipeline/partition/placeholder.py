@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function
 from torch.utils.data import get_worker_info
 
 from lightning_pipeline.partition.gradient_hooks import NodeOf
-from lightning_pipeline.partition.torch_functions import Kind, function_name, kind_of
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_line import users_line
 
 skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
@@ -75,8 +75,8 @@ class AbsentDataError(RuntimeError):
     """The data of a tensor was needed where there is none."""
 
 
-class Look:
-    """What can be known of a tensor without its data. Interned: equal looks are one object.
+class TensorSpec:
+    """What can be known of a tensor without its data. Interned: equal spec are one object.
 
     Attributes:
         shape, stride, dtype, device, layout, requires_grad: the tensor's; the stride is None for sparse layouts.
@@ -96,9 +96,9 @@ class Look:
     is_leaf: bool
     is_parameter: bool
 
-    _known: dict[Any, Look] = {}
+    _known: dict[Any, TensorSpec] = {}
 
-    def __new__(cls, *key: Any) -> Look:
+    def __new__(cls, *key: Any) -> TensorSpec:
         found = cls._known.get(key)
         if found is None:
             found = cls._known[key] = super().__new__(cls)
@@ -108,13 +108,13 @@ class Look:
         return found
 
     @staticmethod
-    def of(tensor: Tensor) -> Look:
+    def of(tensor: Tensor) -> TensorSpec:
         """That of a tensor, be it a fake one."""
         if type(tensor) is Placeholder:
-            return tensor.look
+            return tensor.spec
         # All ranks see a split tensor alike, be it on the meta device or not.
         device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
-        return Look(
+        return TensorSpec(
             torch.Size(tensor.shape),
             tuple(tensor.stride()) if tensor.layout is torch.strided else None,
             tensor.dtype,
@@ -125,10 +125,10 @@ class Look:
             isinstance(tensor, nn.Parameter),
         )
 
-    def but(self, **changes: Any) -> Look:
+    def but(self, **changes: Any) -> TensorSpec:
         """The same but for some attributes."""
         names = ("shape", "stride", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_parameter")
-        return Look(*(changes.get(name, value) for name, value in zip(names, self.key, strict=True)))
+        return TensorSpec(*(changes.get(name, value) for name, value in zip(names, self.key, strict=True)))
 
     @property
     def num_bytes(self) -> int:
@@ -138,7 +138,7 @@ class Look:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Look, self.key
+        return TensorSpec, self.key
 
 
 class Placeholder(Tensor):
@@ -148,13 +148,13 @@ class Placeholder(Tensor):
     nothing is recorded, says so: no operation on it is silent.
 
     Attributes:
-        look: what is known of it.
+        spec: what is known of it.
         value: the number of the value that it stands for, in its recording.
         recording: whose value it is; None for a module's tensors.
         what: how errors call it; of a module's tensors, the name.
     """
 
-    look: Look
+    spec: TensorSpec
     value: int
     recording: Any
     what: str
@@ -165,22 +165,22 @@ class Placeholder(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kind = kind_of(func)
-        if kind is Kind.DESCRIBES:
+        if kind is FunctionKind.DESCRIBES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if absent.answer is not None:
             answer = absent.answer(func, args, kwargs or {})
             if answer is not NotImplemented:
                 return answer
-        if kind is Kind.PRINTS:
+        if kind is FunctionKind.PRINTS:
             return cls.__repr__(args[0])
         # Also after a step that failed.
         if function_name(func) in _CONVERTING and args and type(args[0]) is Placeholder:
             with torch._C.DisableTorchFunctionSubclass():
                 one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
                 one = func(one, *args[1:], **(kwargs or {}))
-            look = args[0].look.but(dtype=one.dtype, device=one.device)
-            return args[0] if look is args[0].look else placeholder(look, args[0].what)
+            spec = args[0].spec.but(dtype=one.dtype, device=one.device)
+            return args[0] if spec is args[0].spec else placeholder(spec, args[0].what)
         if args and type(args[0]) is Placeholder and args[0].recording is None:
             name = function_name(func)
             if name in ("grad.__get__", "_grad.__get__"):
@@ -188,32 +188,32 @@ class Placeholder(Tensor):
             if name == "grad.__set__" and args[1] is None:
                 return None
             if name in ("detach", "data.__get__", "__deepcopy__", "clone"):
-                look = args[0].look
+                spec = args[0].spec
                 is_copy = name in ("__deepcopy__", "clone")
-                made = placeholder(look if is_copy else look.but(requires_grad=False, is_leaf=True, is_parameter=False))
+                made = placeholder(spec if is_copy else spec.but(requires_grad=False, is_leaf=True, is_parameter=False))
                 made.what = args[0].what
                 if name == "__deepcopy__":
                     args[1][id(args[0])] = made
                 return made
             if name in _FACTORIES and not args[2:] and (kwargs or {}).keys() <= {"memory_format", "fill_value"}:
-                look = args[0].look.but(requires_grad=False, is_leaf=True, is_parameter=False)
-                return placeholder(look, args[0].what)
+                spec = args[0].spec.but(requires_grad=False, is_leaf=True, is_parameter=False)
+                return placeholder(spec, args[0].what)
             if name == "register_hook":  # runs where the data is, and with it on every rank
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
             if name == "__reduce_ex__":
-                return placeholder, (args[0].look, args[0].what)
+                return placeholder, (args[0].spec, args[0].what)
             if name == "data.__set__" and type(args[1]) is Placeholder and args[1].recording is None:
-                look = args[1].look
-                if look is not args[0].look:
-                    changes = {name: getattr(look, name) for name in ("shape", "stride", "dtype", "device")}
-                    become(args[0], placeholder(args[0].look.but(**changes), args[0].what))
+                spec = args[1].spec
+                if spec is not args[0].spec:
+                    changes = {name: getattr(spec, name) for name in ("shape", "stride", "dtype", "device")}
+                    become(args[0], placeholder(args[0].spec.but(**changes), args[0].what))
                 return None
             if name == "copy_" and skips_writes.get():
                 return args[0]
             if name in ("requires_grad_", "requires_grad.__set__"):
                 value = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
-                args[0].look = args[0].look.but(requires_grad=bool(value))
+                args[0].spec = args[0].spec.but(requires_grad=bool(value))
                 return args[0]
         return _refuse(func, args, kwargs)
 
@@ -225,22 +225,22 @@ class Placeholder(Tensor):
         if torch._C._len_torch_function_stack():
             show: Any = Tensor.__repr__
             text: str = handle_torch_function(show, (self,), self, tensor_contents=tensor_contents)
-            return f"Parameter containing:\n{text}" if self.look.is_parameter else text
-        return f"Placeholder({self.what}: {self.look})"
+            return f"Parameter containing:\n{text}" if self.spec.is_parameter else text
+        return f"Placeholder({self.what}: {self.spec})"
 
     # Asked for so often that torch's way to them would count.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return self.look.shape
+        return self.spec.shape
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.look.dtype
+        return self.spec.dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return self.look.device
+        return self.spec.device
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
@@ -248,37 +248,37 @@ class Placeholder(Tensor):
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        return len(self.look.shape)
+        return len(self.spec.shape)
 
     def dim(self) -> int:
-        return len(self.look.shape)
+        return len(self.spec.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        return self.look.shape if dim is None else self.look.shape[dim]
+        return self.spec.shape if dim is None else self.spec.shape[dim]
 
     @property
     def layout(self) -> torch.layout:  # type: ignore[override]
-        return self.look.layout
+        return self.spec.layout
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
-        return self.look.layout is torch.sparse_coo
+        return self.spec.layout is torch.sparse_coo
 
     @property
     def is_sparse_csr(self) -> bool:  # type: ignore[override]
-        return self.look.layout is torch.sparse_csr
+        return self.spec.layout is torch.sparse_csr
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        return self.look.is_leaf
+        return self.spec.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        return NodeOf(self) if self.look.requires_grad and not self.look.is_leaf else None
+        return NodeOf(self) if self.spec.requires_grad and not self.spec.is_leaf else None
 
     @property
     def requires_grad(self) -> bool:
-        return self.look.requires_grad
+        return self.spec.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -288,18 +288,18 @@ class Placeholder(Tensor):
 _wrap = Tensor._make_wrapper_subclass
 
 
-def placeholder(look: Look, what: str = "a value") -> Placeholder:
+def placeholder(spec: TensorSpec, what: str = "a value") -> Placeholder:
     """A new one, of no recording yet."""
     made: Placeholder = _wrap(
         Placeholder,
-        look.shape,
-        strides=look.stride,
-        dtype=look.dtype,
-        device=look.device,
-        requires_grad=look.requires_grad,
+        spec.shape,
+        strides=spec.stride,
+        dtype=spec.dtype,
+        device=spec.device,
+        requires_grad=spec.requires_grad,
     )
-    made.look, made.value, made.recording, made.what = look, -1, None, what
-    if look.is_parameter:
+    made.spec, made.value, made.recording, made.what = spec, -1, None, what
+    if spec.is_parameter:
         made._is_param = True
     return made
 
@@ -310,7 +310,7 @@ def become(place: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(place, other)
     if type(place) is not type(other):
         place.__class__ = type(other)
-        for name in ("look", "value", "recording", "what"):
+        for name in ("spec", "value", "recording", "what"):
             place.__dict__.pop(name, None)
     if type(other) is Placeholder:
         place.__dict__.update(other.__dict__)
@@ -320,7 +320,7 @@ def become_absent(tensor: Tensor, what: str) -> None:
     """Free a leaf tensor's memory. The object stays, and is a placeholder; a split one is on the meta device."""
     tensor.grad = None
     if not isinstance(tensor, DTensor):
-        become(tensor, placeholder(Look.of(tensor), what))
+        become(tensor, placeholder(TensorSpec.of(tensor), what))
         return
     with torch.no_grad():
         empty = torch.empty_like(tensor, device="meta")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Kind(Enum):
+class FunctionKind(Enum):
     """What a function does beside computing tensors from tensors."""
 
     COMPUTES = auto()
@@ -68,14 +68,14 @@ _DRAWING = (
 
 _HOOKING = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
-_KINDS: dict[Any, Kind] = {
-    torch._C._set_grad_enabled: Kind.GRAD_MODE,
-    torch.autograd.grad: Kind.BACKWARD,
-    torch.autograd.backward: Kind.BACKWARD,
+_KINDS: dict[Any, FunctionKind] = {
+    torch._C._set_grad_enabled: FunctionKind.GRAD_MODE,
+    torch.autograd.grad: FunctionKind.BACKWARD,
+    torch.autograd.backward: FunctionKind.BACKWARD,
 }
 
 
-def _note(kind: Kind, owners: Iterable[Any], names: Iterable[str]) -> None:
+def _note(kind: FunctionKind, owners: Iterable[Any], names: Iterable[str]) -> None:
     for owner in owners:
         for name in names:
             found = getattr(owner, name, None)
@@ -83,21 +83,21 @@ def _note(kind: Kind, owners: Iterable[Any], names: Iterable[str]) -> None:
                 _KINDS.setdefault(found, kind)
 
 
-_note(Kind.DESCRIBES, (Tensor,), _METHODS)
-_note(Kind.DESCRIBES, (torch,), _FUNCTIONS)
-_note(Kind.READS, (Tensor, torch), _READING)
-_note(Kind.PRINTS, (Tensor,), ("__repr__", "__str__", "__format__"))
-_note(Kind.HOOKS, (Tensor,), _HOOKING)
-_note(Kind.BACKWARD, (Tensor,), ("backward",))
-_note(Kind.DRAWS, (Tensor, torch, F, torch._C._VariableFunctions, torch._VF, torch.nn.init), _DRAWING)
+_note(FunctionKind.DESCRIBES, (Tensor,), _METHODS)
+_note(FunctionKind.DESCRIBES, (torch,), _FUNCTIONS)
+_note(FunctionKind.READS, (Tensor, torch), _READING)
+_note(FunctionKind.PRINTS, (Tensor,), ("__repr__", "__str__", "__format__"))
+_note(FunctionKind.HOOKS, (Tensor,), _HOOKING)
+_note(FunctionKind.BACKWARD, (Tensor,), ("backward",))
+_note(FunctionKind.DRAWS, (Tensor, torch, F, torch._C._VariableFunctions, torch._VF, torch.nn.init), _DRAWING)
 for _name in _GETTERS:
     if hasattr(Tensor, _name):
-        _KINDS[getattr(Tensor, _name).__get__] = Kind.DESCRIBES
+        _KINDS[getattr(Tensor, _name).__get__] = FunctionKind.DESCRIBES
 _profiler = torch.ops.profiler
 for _recorded in (_profiler._record_function_enter_new, _profiler._record_function_exit):  # record_function
-    _KINDS[_recorded] = Kind.DESCRIBES
+    _KINDS[_recorded] = FunctionKind.DESCRIBES
     for _overload in _recorded.overloads():
-        _KINDS[getattr(_recorded, _overload)] = Kind.DESCRIBES
+        _KINDS[getattr(_recorded, _overload)] = FunctionKind.DESCRIBES
 
 
 _LAID_OUT_BY_OTHERS = frozenset(
@@ -110,11 +110,11 @@ _LAID_OUT_BY_OTHERS = frozenset(
 
 
 def is_laid_out_by_others(function: Any) -> bool:
-    """Whether the looks of a function's result depend on the data of its other arguments at most, not of its first."""
+    """Whether the specs of a function's result depend on the data of its other arguments at most, not of its first."""
     return function_name(function) in _LAID_OUT_BY_OTHERS
 
 
-def kind_of(function: Any) -> Kind:
+def kind_of(function: Any) -> FunctionKind:
     """What a torch function does, as a mode is given it."""
     kind = _KINDS.get(function)
     if kind is None:
@@ -127,12 +127,12 @@ def is_drawing_of_own(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("generator") is not None
 
 
-def _kind_by_name(name: str) -> Kind:
+def _kind_by_name(name: str) -> FunctionKind:
     if name.endswith(".__set__") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        return Kind.WRITES
+        return FunctionKind.WRITES
     if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"):
-        return Kind.WRITES
-    return Kind.COMPUTES
+        return FunctionKind.WRITES
+    return FunctionKind.COMPUTES
 
 
 def written_by(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.engine.pipeline import Pipeline
-from lightning_pipeline.engine.work import Work
+from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.pure_modules import KeyedCalls
@@ -148,7 +148,7 @@ def _beyond_the_model(transport: Transport, device: torch.device) -> float:
             batch = layer(batch)
         return batch.sum()
 
-    work = Work(
+    work = StepTask(
         kind="overhead", step=lambda state, batch: (None, step(batch)), loss_of=lambda state, loss: loss, seed=0
     )
 

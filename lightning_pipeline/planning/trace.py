@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import bytes_of, memory_of
-from lightning_pipeline.partition.torch_functions import Kind, kind_of, written_by
+from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of, written_by
 from lightning_pipeline.planning.observing import (
     LiveBytes,
     Step,
@@ -52,20 +52,20 @@ class DeviceSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ComputeCost:
     """Floating-point operations, and seconds on the device that was asked about."""
 
     flops: float = 0.0
     seconds: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.seconds + other.seconds)
+    def __add__(self, other: ComputeCost) -> ComputeCost:
+        return ComputeCost(self.flops + other.flops, self.seconds + other.seconds)
 
 
-def work_of(func: Any, args: Any, kwargs: Any, result: Any, speed: DeviceSpeed) -> Work:
+def work_of(func: Any, args: Any, kwargs: Any, result: Any, speed: DeviceSpeed) -> ComputeCost:
     """The work of one call of an ATen operation: as long as its arithmetic or its memory traffic takes."""
     if _is_view(func):
-        return Work()
+        return ComputeCost()
     packet = func._overloadpacket
     flops = 0.0
     if packet in flop_registry:
@@ -73,7 +73,7 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any, speed: DeviceSpeed) 
     elif "scaled_dot_product" in packet.__name__:  # variants that torch does not count, that for the CPU among them
         flops = _attention_flops(args, backward="backward" in packet.__name__)
     size = sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor))
-    return Work(flops, max(flops / speed.flops, size / speed.memory_bytes, speed.launch))
+    return ComputeCost(flops, max(flops / speed.flops, size / speed.memory_bytes, speed.launch))
 
 
 def _is_view(func: Any) -> bool:
@@ -167,8 +167,8 @@ class Trace:
     values: list[Value] = field(default_factory=list)
     parameters: list[dict[str, None]] = field(default_factory=lambda: [{}])
     kept: list[float] = field(default_factory=lambda: [0])
-    forward: list[Work] = field(default_factory=lambda: [Work()])
-    backward: list[Work] = field(default_factory=list)
+    forward: list[ComputeCost] = field(default_factory=lambda: [ComputeCost()])
+    backward: list[ComputeCost] = field(default_factory=list)
     forward_peak: list[float] = field(default_factory=lambda: [0])
     backward_peak: list[float] = field(default_factory=list)
     optional: set[str] = field(default_factory=set)
@@ -234,7 +234,7 @@ class _Tracer(TorchFunctionMode):
         self.trace.calls.append(call)
         self.trace.parameters.append({})
         self.trace.kept.append(0)
-        self.trace.forward.append(Work())
+        self.trace.forward.append(ComputeCost())
         self.trace.forward_peak.append(self._live.now)
         self.sequence.append(torch.autograd._get_sequence_nr())
         self._stack.append(name)
@@ -246,7 +246,7 @@ class _Tracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._is_forward or kind_of(func) in (Kind.DESCRIBES, Kind.GRAD_MODE):
+        if not self._is_forward or kind_of(func) in (FunctionKind.DESCRIBES, FunctionKind.GRAD_MODE):
             return func(*args, **kwargs)
         self._use(tree.leaves((args, kwargs)))
         result = func(*args, **kwargs)
@@ -312,7 +312,7 @@ class _Tracer(TorchFunctionMode):
 
     def begin_backward(self) -> None:
         self._is_forward = False
-        self.trace.backward = [Work() for _ in range(self.trace.num_positions)]
+        self.trace.backward = [ComputeCost() for _ in range(self.trace.num_positions)]
         self.trace.backward_peak = [0] * self.trace.num_positions
         self._position = self.trace.num_positions - 1
 
@@ -320,7 +320,7 @@ class _Tracer(TorchFunctionMode):
         """The backward of a position begins."""
         self._position = position
 
-    def add(self, work: Work, result: Any) -> None:
+    def add(self, work: ComputeCost, result: Any) -> None:
         """Count an operation to the position that it is done in."""
         totals, peaks = (
             (self.trace.forward, self.trace.forward_peak)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.gradient_hooks import hook_of_tensor, retained
-from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.event import Event
@@ -46,8 +46,8 @@ class Graph:
                 self._before.append(event)
                 needed.update(
                     value
-                    for value, look in zip(event.inputs, event.looks, strict=True)
-                    if type(value) is int and value >= 0 and look.requires_grad
+                    for value, spec in zip(event.inputs, event.specs, strict=True)
+                    if type(value) is int and value >= 0 and spec.requires_grad
                 )
         self._before.reverse()
 
@@ -76,7 +76,7 @@ class Graph:
         function: Any,
         call: Call,
         inputs: Sequence[Any],
-        looks: Sequence[Look],
+        specs: Sequence[TensorSpec],
         inference: Inference,
     ) -> Result:
         """What a call of autograd gives, found out on a graph of fake tensors."""
@@ -84,10 +84,10 @@ class Graph:
             return NOTHING
         fakes: dict[Any, Tensor] = {}
 
-        def fake(value: Any, look: Look, captured: Any = None) -> Tensor:
+        def fake(value: Any, spec: TensorSpec, captured: Any = None) -> Tensor:
             key = value if value is not None else ("captured", id(captured))
             if key not in fakes:
-                fakes[key] = inference.fake(look)
+                fakes[key] = inference.fake(spec)
             return fakes[key]
 
         with inference.mode:
@@ -95,20 +95,20 @@ class Graph:
                 if event.visit != visit:
                     continue
                 operands = []
-                for slot, (value, look) in enumerate(zip(event.inputs, event.looks, strict=True)):
+                for slot, (value, spec) in enumerate(zip(event.inputs, event.specs, strict=True)):
                     place = event.matcher.captured_tensors.get(slot)
                     captured = None if place is None else self._captured[event.first_captured + place]
-                    operands.append(fake(value if type(value) is int else None, look, captured))
+                    operands.append(fake(value if type(value) is int else None, spec, captured))
                 found = run_event(event, operands, self._captured, lambda number: None)
                 fakes.update(values_made(event, operands, found))
             own = [
-                fake(value if type(value) is int else None, look, tensor)
-                for value, look, tensor in zip(inputs, looks, call.tensors, strict=True)
+                fake(value if type(value) is int else None, spec, tensor)
+                for value, spec, tensor in zip(inputs, specs, call.tensors, strict=True)
             ]
             kwargs = put_together(call.kwargs, own, call.numbers)
             found = function(*put_together(call.args, own, call.numbers), **kwargs)
         made, layout = tree.flatten(found)
-        return Result(layout, tuple(Look.of(tensor) for tensor in made), tuple(() for _ in made), ())
+        return Result(layout, tuple(TensorSpec.of(tensor) for tensor in made), tuple(() for _ in made), ())
 
 
 GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("grad", "_grad"))
@@ -159,7 +159,7 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
                 recording.event = child
                 return found
     recorder = recording.recorder
-    call, inputs, looks, state = recording.look_at(func, args, kwargs)
+    call, inputs, specs, state = recording.inspect(func, args, kwargs)
     values = {id(tensor): value for tensor, value in zip(call.tensors, inputs, strict=True)}
     outputs = tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
     graph = Graph(recording.event, recording.captured, [values.get(id(one)) for one in outputs])
@@ -177,8 +177,8 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
             f"to what its first module is given"
         )
     [visit] = visits
-    result = graph.result(visit, func, call, inputs, looks, recorder.inference)
-    event = recording.follow(func, call, inputs, looks, state, result, visit=visit, draws=False)
+    result = graph.result(visit, func, call, inputs, specs, recorder.inference)
+    event = recording.follow(func, call, inputs, specs, state, result, visit=visit, draws=False)
     if not is_grad:
         event.match = never
     return recording.answer(event, func, args, kwargs)

@@ -31,7 +31,7 @@ from lightning_pipeline.partition.compiled import (
     plain_name,
 )
 from lightning_pipeline.partition.overrides import Override, hooks_of
-from lightning_pipeline.partition.torch_functions import Kind, function_name, is_drawing_of_own, kind_of
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.operation import NumberSlot, TensorSlot, is_atom, take_apart
 from lightning_pipeline.recording.python_state import State, Unclear, as_it_was
@@ -39,7 +39,7 @@ from lightning_pipeline.recording.python_state import State, Unclear, as_it_was
 MAX_STATES = 16
 """The most states of a module; one whose attributes change more often runs as it was written."""
 _OVERRIDDEN = ("forward", "_call_impl", "_compiled_call_impl")
-_TRACES = (Kind.READS, Kind.PRINTS, Kind.HOOKS, Kind.BACKWARD)
+_TRACES = (FunctionKind.READS, FunctionKind.PRINTS, FunctionKind.HOOKS, FunctionKind.BACKWARD)
 _NONE = object()
 
 
@@ -50,7 +50,7 @@ class CompiledCall:
         recorder: has the recording that runs as ``current``, and the stages of modules.
 
     Attributes:
-        shaped_by_numbers: the looks of what it gives may depend on any number among its arguments.
+        shaped_by_numbers: the specs of what it gives may depend on any number among its arguments.
         why: why it runs as it was written; empty where it runs compiled.
         num_draws: of the call that was inferred last.
     """
@@ -253,7 +253,7 @@ class _Watching(TorchFunctionMode):
             raise Unclear(f"it calls {name}, which its stage alone would do")
         if name in ("batch_norm", "instance_norm") and writes_beside(func, take_apart(func, args, kwargs)):
             raise Unclear(f"it writes into the statistics of {name}")
-        self.num_draws += kind is Kind.DRAWS
+        self.num_draws += kind is FunctionKind.DRAWS
         return func(*args, **kwargs)
 
 
@@ -266,7 +266,7 @@ class _Seeded(TorchFunctionMode):
         self._number = first
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kind_of(func) is Kind.DRAWS:
+        if kind_of(func) is FunctionKind.DRAWS:
             self._seed(self._number)
             self._number += 1
         return func(*args, **(kwargs or {}))

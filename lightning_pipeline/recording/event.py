@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.matcher import Matcher, make_matcher
@@ -35,11 +35,11 @@ class Event:
         children: what has followed, the latest first.
         function, call: torch's function, and its arguments' templates.
         inputs: of each tensor argument: number of a value, below zero of a module's tensor, or `CAPTURED`.
-        looks: of each tensor argument.
+        specs: of each tensor argument.
         state: whether autograd, and inference mode, are on, and autocast.
         result: what it gives.
         outputs: of each tensor of the result, the number of the new value; None for an argument.
-        writes: of each argument that is written into: its slot, its look afterwards, the number of its new value.
+        writes: of each argument that is written into: its slot, its spec afterwards, the number of its new value.
         visit: where it runs; -1 for marks, which run nowhere.
         draws: it draws random numbers; its first captured number is which draw of the micro-batch it is.
         num_values, num_captured: of the path up to here.
@@ -50,9 +50,29 @@ class Event:
     """
 
     __slots__ = (
-        "as_part", "call", "children", "digest", "draws", "first_captured", "function", "inputs", "line", "looks",
-        "match", "matcher", "num_captured", "num_values", "outputs", "parent", "pool", "program", "result", "shortcuts",
-        "state", "visit", "writes",
+        "as_part",
+        "call",
+        "children",
+        "digest",
+        "draws",
+        "first_captured",
+        "function",
+        "inputs",
+        "line",
+        "match",
+        "matcher",
+        "num_captured",
+        "num_values",
+        "outputs",
+        "parent",
+        "pool",
+        "program",
+        "result",
+        "shortcuts",
+        "specs",
+        "state",
+        "visit",
+        "writes",
     )  # fmt: skip
 
     call: Call
@@ -62,7 +82,7 @@ class Event:
     function: Any
     inputs: tuple[Any, ...]
     line: str
-    looks: tuple[Look, ...]
+    specs: tuple[TensorSpec, ...]
     num_captured: int
     num_values: int
     outputs: tuple[int | None, ...]
@@ -71,7 +91,7 @@ class Event:
     result: Result
     state: tuple[bool, bool, Any]
     visit: int
-    writes: tuple[tuple[int, Look, int], ...]
+    writes: tuple[tuple[int, TensorSpec, int], ...]
     parent: Event | None
     children: list[Event]
     match: Callable[..., Any]
@@ -94,7 +114,7 @@ class Event:
         function: Any,
         call: Call,
         inputs: Sequence[Any],
-        looks: Sequence[Look],
+        specs: Sequence[TensorSpec],
         state: tuple[bool, bool, Any],
         result: Result,
         *,
@@ -106,19 +126,19 @@ class Event:
         """A new child."""
         made = Event()
         made.parent, made.children, made.program, made.as_part, made.shortcuts = self, [], None, None, None
-        made.function, made.call, made.inputs, made.looks = function, call, tuple(inputs), tuple(looks)
+        made.function, made.call, made.inputs, made.specs = function, call, tuple(inputs), tuple(specs)
         made.state, made.result, made.visit, made.draws, made.line = state, result, visit, draws, line
         count = self.num_values
         outputs: list[int | None] = []
-        for look in result.tensors:
-            outputs.append(None if isinstance(look, int) else count)
-            count += not isinstance(look, int)
+        for spec in result.tensors:
+            outputs.append(None if isinstance(spec, int) else count)
+            count += not isinstance(spec, int)
         writes = []
-        for slot, look in result.writes:
-            writes.append((slot, look, count))
+        for slot, spec in result.writes:
+            writes.append((slot, spec, count))
             count += 1
         made.outputs, made.writes, made.num_values = tuple(outputs), tuple(writes), count
-        text = repr((self.digest, function_name(function), shown(call.args), shown(call.kwargs), inputs, looks, state))
+        text = repr((self.digest, function_name(function), shown(call.args), shown(call.kwargs), inputs, specs, state))
         made.digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         made.first_captured = self.num_captured
         made.matcher = make_matcher(
@@ -127,7 +147,7 @@ class Event:
             call.kwargs,
             state,
             inputs,
-            looks,
+            specs,
             module_tensors,
             result.tensors,
             outputs,
@@ -148,8 +168,8 @@ class Event:
 
     def gives_gradients(self) -> bool:
         """Whether gradients go back through it."""
-        looks = [*self.result.tensors, *(look for _, look, _ in self.writes)]
-        return any(isinstance(look, Look) and look.requires_grad for look in looks)
+        specs = [*self.result.tensors, *(spec for _, spec, _ in self.writes)]
+        return any(isinstance(spec, TensorSpec) and spec.requires_grad for spec in specs)
 
     @property
     def name(self) -> str:

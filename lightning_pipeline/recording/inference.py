@@ -1,4 +1,4 @@
-"""What an operation gives, learnt on fake tensors: looks of the result, what it shares memory with, what it writes."""
+"""What an operation gives, learnt on fake tensors: specs of the result, what it shares memory with, what it writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import Look, contiguous_strides
+from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
 from lightning_pipeline.partition.torch_functions import function_name, written_by
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.recording.operation import Call, TensorSlot, put_together
@@ -43,16 +43,16 @@ class Result:
 
     Attributes:
         layout: of the result; its slots number `tensors`.
-        tensors: for each, its look, or the number of the argument that it is.
+        tensors: for each, its spec, or the number of the argument that it is.
         shares: for each new tensor, the arguments whose memory it shares.
-        writes: the arguments that are written into, each with its look afterwards.
+        writes: the arguments that are written into, each with its spec afterwards.
         draws: how often random numbers are drawn in it, where it is made of other functions.
     """
 
     layout: Layout
-    tensors: tuple[Look | int, ...]
+    tensors: tuple[TensorSpec | int, ...]
     shares: tuple[tuple[int, ...], ...]
-    writes: tuple[tuple[int, Look], ...]
+    writes: tuple[tuple[int, TensorSpec], ...]
     draws: int = 0
 
 
@@ -140,21 +140,21 @@ class Inference:
     def __init__(self) -> None:
         self.mode = _FakeTensorMode()
 
-    def result(self, function: Any, call: Call, looks: Sequence[Look]) -> Result | None:
+    def result(self, function: Any, call: Call, specs: Sequence[TensorSpec]) -> Result | None:
         """What `function` gives; None where only the data tells, or torch does not know.
 
         Args:
-            looks: of the call's tensors.
+            specs: of the call's tensors.
         """
-        if any(look.stride is None for look in looks):
-            found = self._on_zeros(function, call, looks)
-            return found if found == self._on_zeros(function, call, looks, num_stored=1) else None
+        if any(spec.stride is None for spec in specs):
+            found = self._on_zeros(function, call, specs)
+            return found if found == self._on_zeros(function, call, specs, num_stored=1) else None
         with self.mode:
-            fakes = [_made(look) for look in looks]
+            fakes = [_made(spec) for spec in specs]
         try:
             with self.mode:
-                found = _run(function, call, fakes, looks, self.mode)
-            return self._laid_out(found, function, call, looks)
+                found = _run(function, call, fakes, specs, self.mode)
+            return self._laid_out(found, function, call, specs)
         except CallError:
             raise
         except _UNKNOWN:
@@ -162,15 +162,15 @@ class Inference:
         except Exception as error:
             if "data is not allocated" in str(error):  # it looks into the data, as into the sizes of packed sequences
                 return None
-            return self._on_zeros(function, call, looks)
+            return self._on_zeros(function, call, specs)
 
     def _on_zeros(
-        self, function: Any, call: Call, looks: Sequence[Look], num_stored: int = 0, *, as_ever: bool = False
+        self, function: Any, call: Call, specs: Sequence[TensorSpec], num_stored: int = 0, *, as_ever: bool = False
     ) -> Result | None:
         """What `function` gives where its fake implementation is stricter than the real one, or where there is none, as
         for sparse tensors; None where data matters.
 
-        Torch's own functions say so where the looks of their results depend on data, and this one has not.
+        Torch's own functions say so where the specs of their results depend on data, and this one has not.
 
         Args:
             num_stored: elements that sparse tensors store, on which some results depend.
@@ -178,83 +178,83 @@ class Inference:
         """
         try:
             with torch.no_grad():
-                zeros = [_made(look, 0) if look.stride is not None else _sparse(look, num_stored) for look in looks]
+                zeros = [_made(spec, 0) if spec.stride is not None else _sparse(spec, num_stored) for spec in specs]
             with nullcontext(_NotingWrites()) if as_ever else _NotingWrites() as noted:
-                return _run(function, call, zeros, looks, noted)
+                return _run(function, call, zeros, specs, noted)
         except Exception:
             return None
 
-    def _laid_out(self, found: Result, function: Any, call: Call, looks: Sequence[Look]) -> Result:
+    def _laid_out(self, found: Result, function: Any, call: Call, specs: Sequence[TensorSpec]) -> Result:
         """What a function gives, with the strides that it has on the CPU: fake implementations come to others where
         operands are permuted differently, along dimensions of one element, and where kernels have ways of their own.
         Strides do not depend on data, so zeros show them, where they take no time."""
-        made = [look for look in found.tensors if isinstance(look, Look)]
-        if not any(len(look.shape) > 1 for look in made) or not _is_of_torch(function):
+        made = [spec for spec in found.tensors if isinstance(spec, TensorSpec)]
+        if not any(len(spec.shape) > 1 for spec in made) or not _is_of_torch(function):
             return found
-        if any(look.device.type != "cpu" or look.stride is None for look in (*looks, *made)):
+        if any(spec.device.type != "cpu" or spec.stride is None for spec in (*specs, *made)):
             return found
         is_known = function_name(function) in _LAID_OUT_OTHERWISE
-        if not is_known and all(look.stride == contiguous_strides(look.shape) for look in (*looks, *made)):
+        if not is_known and all(spec.stride == contiguous_strides(spec.shape) for spec in (*specs, *made)):
             return found
         limit = _LARGE if is_known else _SMALL
-        if sum(look.num_bytes for look in (*looks, *made)) > limit:
+        if sum(spec.num_bytes for spec in (*specs, *made)) > limit:
             return found
         before = torch.default_generator.get_state()
         try:
-            real = self._on_zeros(function, call, looks, as_ever=True)
+            real = self._on_zeros(function, call, specs, as_ever=True)
         finally:
             torch.default_generator.set_state(before)
         if real is None or _without_strides(real) != _without_strides(found):
             return found
         return replace(found, tensors=real.tensors, shares=real.shares)
 
-    def fake(self, look: Look) -> Tensor:
-        """A fake tensor of this look."""
+    def fake(self, spec: TensorSpec) -> Tensor:
+        """A fake tensor of this spec."""
         with self.mode:
-            return _made(look)
+            return _made(spec)
 
-    def result_on_data(self, function: Any, call: Call, data: Sequence[Tensor], looks: Sequence[Look]) -> Result:
-        """What `function` gives on this data, which is not changed. `looks` are those that it has in the step."""
+    def result_on_data(self, function: Any, call: Call, data: Sequence[Tensor], specs: Sequence[TensorSpec]) -> Result:
+        """What `function` gives on this data, which is not changed. `specs` are those that it has in the step."""
         with torch.no_grad():
-            tensors = [_made(look, tensor) for look, tensor in zip(looks, data, strict=True)]
+            tensors = [_made(spec, tensor) for spec, tensor in zip(specs, data, strict=True)]
         with _NotingWrites() as noted:
-            return _run(function, call, tensors, looks, noted)
+            return _run(function, call, tensors, specs, noted)
 
 
-def _made(look: Look, content: Tensor | float | None = None) -> Tensor:
-    """A tensor of this look."""
-    stride = look.stride
+def _made(spec: TensorSpec, content: Tensor | float | None = None) -> Tensor:
+    """A tensor of this spec."""
+    stride = spec.stride
 
     def made_anew() -> Tensor:
         if stride is None:
             assert isinstance(content, Tensor)
             return content.detach().clone()
         if content is None:
-            return torch.empty_strided(look.shape, stride, dtype=look.dtype, device=look.device)
-        repeated = [step == 0 and size > 1 for size, step in zip(look.shape, stride, strict=True)]
-        shape = [1 if one else size for one, size in zip(repeated, look.shape, strict=True)]
-        made = torch.empty_strided(shape, stride, dtype=look.dtype, device=look.device)
+            return torch.empty_strided(spec.shape, stride, dtype=spec.dtype, device=spec.device)
+        repeated = [step == 0 and size > 1 for size, step in zip(spec.shape, stride, strict=True)]
+        shape = [1 if one else size for one, size in zip(repeated, spec.shape, strict=True)]
+        made = torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
         if isinstance(content, Tensor):
             places = tuple(slice(0, 1) if one else slice(None) for one in repeated)
             made.copy_(content.detach()[places])
         else:
             made.fill_(content)
-        return made.expand(look.shape) if any(repeated) else made
+        return made.expand(spec.shape) if any(repeated) else made
 
     with torch.inference_mode(False):
-        if look.is_parameter:
-            return nn.Parameter(made_anew(), requires_grad=look.requires_grad)
+        if spec.is_parameter:
+            return nn.Parameter(made_anew(), requires_grad=spec.requires_grad)
         made = made_anew()
-        if not look.requires_grad:
+        if not spec.requires_grad:
             return made
         made.requires_grad_()
-        if look.is_leaf:
+        if spec.is_leaf:
             return made
         with torch.enable_grad():  # a tensor of the graph, that may be written into
             if stride is None:
                 return made.clone()
             if content is not None:
-                return torch.ops.aten._unsafe_view.default(made, look.shape)
+                return torch.ops.aten._unsafe_view.default(made, spec.shape)
             return made_anew().copy_(made)
 
 
@@ -268,22 +268,26 @@ def _is_of_torch(function: Any) -> bool:
 
 
 def _without_strides(result: Result) -> Any:
-    return result.layout, [one.but(stride=None) if isinstance(one, Look) else one for one in result.tensors]
+    return result.layout, [one.but(stride=None) if isinstance(one, TensorSpec) else one for one in result.tensors]
 
 
-def _sparse(look: Look, num_stored: int) -> Tensor:
+def _sparse(spec: TensorSpec, num_stored: int) -> Tensor:
     """A sparse tensor of zeros."""
     made = torch.sparse_coo_tensor(
-        torch.zeros(len(look.shape), num_stored, dtype=torch.int64),
-        torch.zeros(num_stored, dtype=look.dtype),
-        look.shape,
-        device=look.device,
+        torch.zeros(len(spec.shape), num_stored, dtype=torch.int64),
+        torch.zeros(num_stored, dtype=spec.dtype),
+        spec.shape,
+        device=spec.device,
     )
-    return _made(look, made if look.layout is torch.sparse_coo else made.to_sparse(layout=look.layout))
+    return _made(spec, made if spec.layout is torch.sparse_coo else made.to_sparse(layout=spec.layout))
 
 
 def _run(
-    function: Any, call: Call, tensors: Sequence[Tensor], looks: Sequence[Look], noted: _FakeTensorMode | _NotingWrites
+    function: Any,
+    call: Call,
+    tensors: Sequence[Tensor],
+    specs: Sequence[TensorSpec],
+    noted: _FakeTensorMode | _NotingWrites,
 ) -> Result:
     """What `function` gives on these tensors, which it may write into, as is `noted`."""
     noted.written.clear()
@@ -295,7 +299,7 @@ def _run(
     ids = set(map(id, noted.written))
     noted.written.clear()
     written = {number for number, tensor in enumerate(tensors) if id(tensor) in ids}
-    return _result(found, tensors, storages, versions, looks, written | writes_beside(function, call))
+    return _result(found, tensors, storages, versions, specs, written | writes_beside(function, call))
 
 
 def _result(
@@ -303,22 +307,22 @@ def _result(
     arguments: Sequence[Tensor],
     storages: Sequence[int | None],
     versions: Sequence[int],
-    looks: Sequence[Look],
+    specs: Sequence[TensorSpec],
     written: Set[int],
 ) -> Result:
     made, layout = tree.flatten(found)
     numbers = {id(argument): number for number, argument in enumerate(arguments)}
-    tensors: list[Look | int] = []
+    tensors: list[TensorSpec | int] = []
     shares: list[tuple[int, ...]] = []
     for tensor in made:
         number = numbers.get(id(tensor))
-        tensors.append(Look.of(tensor) if number is None else number)
+        tensors.append(TensorSpec.of(tensor) if number is None else number)
         own = _storage(tensor)
         shares.append(() if own is None else tuple(i for i, other in enumerate(storages) if other == own))
     writes = tuple(
-        (number, Look.of(argument))
-        for number, (argument, version, look) in enumerate(zip(arguments, versions, looks, strict=True))
-        if argument._version != version or Look.of(argument) != look or number in written
+        (number, TensorSpec.of(argument))
+        for number, (argument, version, spec) in enumerate(zip(arguments, versions, specs, strict=True))
+        if argument._version != version or TensorSpec.of(argument) != spec or number in written
     )
     return Result(layout, tuple(tensors), tuple(shares), writes)
 

@@ -7,12 +7,12 @@ is value 17, the weight the module's tensor 5, and the result value 18::
         if function is not F or kwargs or len(args) != 3: return UNLIKE
         a0, a1, a2 = args
         if grad() is not True or inference() is not False or autocast() is not False: return UNLIKE
-        if type(a0) is not Placeholder or a0.value != 17 or a0.recording is not recording or a0.look is not L0:
+        if type(a0) is not Placeholder or a0.value != 17 or a0.recording is not recording or a0.spec is not L0:
             return UNLIKE
         if a1 is not T[5]: return UNLIKE
         if a2 is not None: return UNLIKE
         p0 = pool[0]
-        if refs(p0) != 3 or p0.look is not M0: p0 = pool[0] = placeholder(M0, W)
+        if refs(p0) != 3 or p0.spec is not M0: p0 = pool[0] = placeholder(M0, W)
         p0.value = 18; p0.recording = recording
         return p0
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import HELD_BY
-from lightning_pipeline.partition.placeholder import Look, Placeholder, placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
 from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot
 
 UNLIKE = object()
@@ -40,7 +40,7 @@ CAPTURED = None
 """In place of a value's number: the argument is a tensor that every rank has, and is taken along as it is."""
 
 
-class Held(NamedTuple):
+class HookTensor(NamedTuple):
     """In place of a value's number: the argument was made in a hook of what some ranks hold, and so do they hold it. It
     is taken along as it is.
 
@@ -53,7 +53,7 @@ class Held(NamedTuple):
     stages: tuple[int, ...]
 
 
-class Foreign(NamedTuple):
+class EarlierValue(NamedTuple):
     """In place of a value's number: the argument is a value of an earlier micro-batch, with its home on a visit."""
 
     visit: int
@@ -116,12 +116,12 @@ def make_matcher(
     kwargs: dict[str, Template],
     state: tuple[bool, bool, Any],
     inputs: Sequence[Any],
-    looks: Sequence[Look],
+    specs: Sequence[TensorSpec],
     module_tensors: Sequence[Tensor],
-    tensors: Sequence[Look | int],
+    tensors: Sequence[TensorSpec | int],
     outputs: Sequence[int | None],
     layout: tree.Layout,
-    writes: Sequence[tuple[int, Look, int]],
+    writes: Sequence[tuple[int, TensorSpec, int]],
     *,
     draws: bool,
     what: str,
@@ -132,11 +132,11 @@ def make_matcher(
         function, args, kwargs: of the call; templates.
         state: whether autograd, and inference mode, are on, and autocast as ``autocast_state`` gives it.
         inputs: of each tensor slot: the number of a value, one below zero of a module's tensor, or `CAPTURED`.
-        looks: of each tensor slot.
+        specs: of each tensor slot.
         module_tensors: by number.
-        tensors: of the result: looks of new ones, numbers of arguments.
+        tensors: of the result: specs of new ones, numbers of arguments.
         outputs: numbers of the new values, None for arguments.
-        writes: of each argument that is written into: its slot, its look afterwards, and the number of its new value.
+        writes: of each argument that is written into: its slot, its spec afterwards, and the number of its new value.
         draws: random numbers.
         what: how errors call the result.
     """
@@ -170,9 +170,9 @@ def make_matcher(
             source.unless(f"{name} is not {names[slot]}")
             return
         names[slot] = name
-        value, look = inputs[slot], source.constant(looks[slot])
+        value, spec = inputs[slot], source.constant(specs[slot])
         if value is CAPTURED:
-            l0 = looks[slot]
+            l0 = specs[slot]
             source.unless(
                 f"type({name}) is Placeholder or not isinstance({name}, Tensor) or {HELD_BY!r} in {name}.__dict__ or "
                 f"{name}.shape != {source.constant(l0.shape)} or {name}.dtype is not {source.constant(l0.dtype)} or "
@@ -182,25 +182,25 @@ def make_matcher(
             )
             captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.capture({name})")
-        elif type(value) is Held:
-            source.unless(f"not {source.constant(is_held_alike)}({name}, {source.constant(value.ranks)}, {look})")
+        elif type(value) is HookTensor:
+            source.unless(f"not {source.constant(is_held_alike)}({name}, {source.constant(value.ranks)}, {spec})")
             captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.captured.append({name})")
-        elif type(value) is Foreign:
+        elif type(value) is EarlierValue:
             source.unless(
                 f"type({name}) is not Placeholder or {name}.recording is recording or {name}.recording is None or "
-                f"{name}.look is not {look} or {name}.recording.home_of({name}.value) != {value.visit}"
+                f"{name}.spec is not {spec} or {name}.recording.home_of({name}.value) != {value.visit}"
             )
             captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.captured.append(({name}.recording, {name}.value))")
         elif value < 0:
             source.unless(f"{name} is not {source.constant(module_tensors)}[{-1 - value}]")
-            if looks[slot].is_parameter:
-                source.unless(f"{name}.requires_grad is not {looks[slot].requires_grad}")
+            if specs[slot].is_parameter:
+                source.unless(f"{name}.requires_grad is not {specs[slot].requires_grad}")
         else:
             source.unless(
                 f"type({name}) is not Placeholder or {name}.value != {value} or {name}.recording is not recording or "
-                f"{name}.look is not {look}"
+                f"{name}.spec is not {spec}"
             )
 
     def walk(name: str, template: Template) -> None:
@@ -239,54 +239,54 @@ def make_matcher(
     source.names["pool"] = pool
     found: list[str] = []
     shown = source.constant(what)
-    for look, value in zip(tensors, outputs, strict=True):
+    for spec, value in zip(tensors, outputs, strict=True):
         if value is None:
-            found.append(names[look])  # type: ignore[index]
+            found.append(names[spec])  # type: ignore[index]
             continue
-        assert isinstance(look, Look)
-        place, name, own = len(pool), f"p{len(pool)}", source.constant(look)
-        pool.append(placeholder(look, what))
+        assert isinstance(spec, TensorSpec)
+        place, name, own = len(pool), f"p{len(pool)}", source.constant(spec)
+        pool.append(placeholder(spec, what))
         found.append(name)
         source.lines += [
             f"    {name} = pool[{place}]",
-            f"    if refs({name}) != 3 or {name}.look is not {own}:",
+            f"    if refs({name}) != 3 or {name}.spec is not {own}:",
             f"        {name} = pool[{place}] = renewed({name}, {own}, {shown})",
             f"    {name}.value = {value}; {name}.recording = recording",
         ]
-    for slot, look, value in writes:
-        if type(inputs[slot]) is Foreign:
-            source.lines.append(f"    recording.adopt({names[slot]}, {source.constant(look)}, {value})")
+    for slot, spec, value in writes:
+        if type(inputs[slot]) is EarlierValue:
+            source.lines.append(f"    recording.adopt({names[slot]}, {source.constant(spec)}, {value})")
         elif inputs[slot] is CAPTURED:
-            source.lines.append(f"    recording.absorb({names[slot]}, {source.constant(look)}, {value}, {shown})")
+            source.lines.append(f"    recording.absorb({names[slot]}, {source.constant(spec)}, {value}, {shown})")
         elif inputs[slot] >= 0:
             source.lines.append(f"    {names[slot]}.value = {value}")
-            if look is not looks[slot]:
-                source.lines.append(f"    recording.change({names[slot]}, {source.constant(look)})")
+            if spec is not specs[slot]:
+                source.lines.append(f"    recording.change({names[slot]}, {source.constant(spec)})")
     source.lines.append(f"    return {_result(source, layout, found)}")
     return Matcher(source.function("match"), pool, captured_tensors, captured_numbers, len(source.captures))
 
 
-def is_held_alike(tensor: Any, ranks: tuple[int, ...], look: Look) -> bool:
+def is_held_alike(tensor: Any, ranks: tuple[int, ...], spec: TensorSpec) -> bool:
     """Whether an argument is held by these ranks, and looks like this."""
     return (
         isinstance(tensor, Tensor)
         and tensor.__dict__.get(HELD_BY) == ranks
-        and Look.of(tensor) is look
+        and TensorSpec.of(tensor) is spec
         and getattr(tensor, "recording", None) is None
     )
 
 
 def never(*_: Any) -> Any:
-    """The match of a call that is not to be answered at once: its result's looks depend on data, or it does more than
+    """The match of a call that is not to be answered at once: its result's specs depend on data, or it does more than
     compute."""
     return UNLIKE
 
 
-def renewed(old: Placeholder, look: Look, what: str) -> Placeholder:
+def renewed(old: Placeholder, spec: TensorSpec, what: str) -> Placeholder:
     """A new placeholder in the place of one that somebody still refers to, of which its recording is to know."""
     if old.recording is not None:
         old.recording.keep(old)
-    return placeholder(look, what)
+    return placeholder(spec, what)
 
 
 def _result(source: Source, layout: tree.Layout, found: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Operations: one torch function with what is known of its arguments and of its result.
 
-Equal calls share an operation, whatever their tensors' data: tensors count by their looks, and numbers that only scale
+Equal calls share an operation, whatever their tensors' data: tensors count by their specs, and numbers that only scale
 data by their type. What a call gives is found out once, on fake tensors.
 """
 

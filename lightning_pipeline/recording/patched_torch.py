@@ -195,7 +195,7 @@ def nested_tensors_padded() -> Iterator[None]:
 
 def layer_on_nested(tensor: Tensor, mask: Tensor, *others: Any, **named: Any) -> Tensor:
     """A transformer layer on the elements of a padded tensor that `mask` keeps."""
-    if type(tensor) is not Tensor:  # a fake one, of which only the look is asked for
+    if type(tensor) is not Tensor:  # a fake one, of which only the spec is asked for
         return _layer(tensor, *others, **named)
     nested = _from_mask(tensor, mask, mask_check=False)
     return _layer(nested, *others, **named).to_padded_tensor(0.0, tensor.size())

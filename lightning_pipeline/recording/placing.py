@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.inference import Result
-from lightning_pipeline.recording.matcher import CAPTURED, Foreign, Held
+from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue, HookTensor
 
 
 class Placing:
@@ -42,9 +42,9 @@ class Placing:
             floor: the lowest visit that there may be.
         """
         needed = [
-            self._in_part(value.visit if isinstance(value, Foreign) else self._ready(value))
+            self._in_part(value.visit if isinstance(value, EarlierValue) else self._ready(value))
             for value in inputs
-            if value is not None and not isinstance(value, Held)
+            if value is not None and not isinstance(value, HookTensor)
         ]
         written = [
             self._in_part(self._memory_of(inputs[slot]).read) for slot, _ in result.writes if type(inputs[slot]) is int
@@ -125,7 +125,7 @@ class Placing:
                     return min(self._tensors.holders[number])
                 if CAPTURED in inputs and value in self._first_uses:  # another batch tensor for the same layer
                     return self._first_uses[value] % self._num_stages
-        if any(isinstance(value, Held) for value in inputs):
+        if any(isinstance(value, HookTensor) for value in inputs):
             return lowest
         return max(self.latest % self._num_stages, lowest)
 
@@ -133,7 +133,7 @@ class Placing:
     def _stage_of_held(inputs: Sequence[Any], lowest: int) -> int:
         """The first stage from `lowest` on that has what was made in a hook."""
         for value in inputs:
-            if isinstance(value, Held):
+            if isinstance(value, HookTensor):
                 lowest = next((stage for stage in value.stages if stage >= lowest), lowest)
         return lowest
 

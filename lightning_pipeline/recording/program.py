@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.recording.inference import writes_beside
-from lightning_pipeline.recording.matcher import CAPTURED, Foreign
+from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue
 
 VisitFunction = Callable[..., tuple[list[Tensor], list[Tensor]]]
 """(received, captured, module's tensors, seeding, batch) -> what goes on to the next visit, and what is kept."""
@@ -92,7 +92,7 @@ class Program:
 
     Args:
         end: the last event.
-        looks: of the values that are given to it: the batch's tensors that not every rank has.
+        specs: of the values that are given to it: the batch's tensors that not every rank has.
         before: the program of the path up to where micro-batches have met, of which this is what follows; of that,
             values may be carried over.
         num_stages: virtual stages.
@@ -103,7 +103,7 @@ class Program:
         begins: the first visit of the path that belongs to it. Visits of a program are counted from there.
         carried: values that were made before and are used, with their visit.
         carries_gradients: whether any of them gives gradients.
-        looks, homes: of each value, and the visit that makes it.
+        specs, homes: of each value, and the visit that makes it.
         visits: by number.
         functions: of visits, by number and the values that are kept, once they are made.
         gradient_strides: of what goes back from a visit, by its number and the loss's; the runtime's.
@@ -117,7 +117,7 @@ class Program:
     """
 
     def __init__(
-        self, end: Event, looks: Sequence[Look] = (), before: Program | None = None, num_stages: int = 1
+        self, end: Event, specs: Sequence[TensorSpec] = (), before: Program | None = None, num_stages: int = 1
     ) -> None:
         given = end
         while given.parent is not None:
@@ -130,8 +130,8 @@ class Program:
             self.begins = first // num_stages * num_stages
         self.digest = end.digest
         self.num_given = given.num_values
-        self.looks: dict[int, Look] = dict(enumerate(looks))
-        self.homes: dict[int, int] = dict.fromkeys(range(len(looks)), 0)
+        self.specs: dict[int, TensorSpec] = dict(enumerate(specs))
+        self.homes: dict[int, int] = dict.fromkeys(range(len(specs)), 0)
         self.functions: dict[tuple[int, tuple[int, ...]], VisitFunction] = {}
         self.gradient_strides: dict[tuple[int, int], Any] = {}
         self._wanted: dict[int, frozenset[int]] = {}
@@ -156,9 +156,9 @@ class Program:
                 written = [event.inputs[slot] for slot, _, _ in event.writes]
                 self.writes_again |= any(type(value) is int and value < 0 for value in written)
             for slot, value in enumerate(event.inputs):
-                if value is CAPTURED and event.looks[slot].requires_grad:
+                if value is CAPTURED and event.specs[slot].requires_grad:
                     self.leaves.append(event.first_captured + event.matcher.captured_tensors[slot])
-                if isinstance(value, Foreign):
+                if isinstance(value, EarlierValue):
                     self.foreign[visit].append(event.first_captured + event.matcher.captured_tensors[slot])
                     self.comes_back |= value.visit != event.visit
             for value in dict.fromkeys(event.inputs):
@@ -166,13 +166,13 @@ class Program:
                     uses.setdefault(value, []).append(number)
                     if before is not None and value not in self.homes:
                         self.homes[value] = self.carried[value] = before.homes[value] % num_stages
-                        self.looks[value] = before.looks[value]
-                    if value in self.carried and self.looks[value].requires_grad:
+                        self.specs[value] = before.specs[value]
+                    if value in self.carried and self.specs[value].requires_grad:
                         self.carries_gradients |= event.gives_gradients()
-            for look, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
+            for spec, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
                 if value is not None:
-                    assert isinstance(look, Look)
-                    self.looks[value], self.homes[value] = look, visit
+                    assert isinstance(spec, TensorSpec)
+                    self.specs[value], self.homes[value] = spec, visit
         for value, numbers in uses.items():
             if value in self.homes and any(self.visit_of(number) != self.homes[value] for number in numbers):
                 self._spread(value, None, self.homes[value], numbers, [0])
@@ -221,11 +221,11 @@ class Program:
 
     def _before(self, values: Iterable[int]) -> frozenset[int]:
         """Values from which some are computed in a way that autograd goes back, and these."""
-        wanted = {value for value in values if self.looks[value].requires_grad}
+        wanted = {value for value in values if self.specs[value].requires_grad}
         for event in reversed(self.events):
             if any(value in wanted for value in event.made()):
                 for value in event.inputs:
-                    if type(value) is int and value >= 0 and self.looks[value].requires_grad:
+                    if type(value) is int and value >= 0 and self.specs[value].requires_grad:
                         wanted.add(value)
         return frozenset(wanted)
 
@@ -260,7 +260,7 @@ class Program:
         later = [number for number in uses if self.visit_of(number) != visit]
         if strand is not None:
             here.operands.update({(number, value): strand for number in own})
-        last = max(own, default=-1) if self.looks[value].requires_grad else -1
+        last = max(own, default=-1) if self.specs[value].requires_grad else -1
         together = [number for number in later if number > last]
         apart = [[number] for number in later if number < last]
         for group in (*apart, together):
@@ -322,7 +322,7 @@ def needs_order(events: Iterable[Event], num_stages: int) -> bool:
         if event.visit < 0:
             continue
         beside = writes_beside(event.function, event.call)
-        has_gradient = any(isinstance(look, Look) and look.requires_grad for look in event.result.tensors)
+        has_gradient = any(isinstance(spec, TensorSpec) and spec.requires_grad for spec in event.result.tensors)
         for slot, value in enumerate(event.inputs):
             number = writes.behind(value)
             if number is not None:
@@ -384,5 +384,5 @@ def average_in(events: Iterable[Event], tensors: Sequence[Tensor]) -> Average | 
 
 
 def _is_parameter_like(tensor: Tensor, other: Tensor) -> bool:
-    look = Look.of(tensor)
-    return look.is_parameter and look.shape == Look.of(other).shape
+    spec = TensorSpec.of(tensor)
+    return spec.is_parameter and spec.shape == TensorSpec.of(other).shape

@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_module
 from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.overrides import HOOKS, has_forward, hooks_of, overridden
 from lightning_pipeline.partition.ownership import HELD_BY
-from lightning_pipeline.partition.placeholder import Look, Placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.stage_config import StageMap
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.matcher import CAPTURED, renewed
@@ -131,7 +131,7 @@ class Shortcut(NamedTuple):
     Attributes:
         state: of the module.
         argument: the number of the value that it is given; None for a tensor that every rank has.
-        look: of that.
+        spec: of that.
         grad: whether autograd was on.
         end: the call's last event; its first result is the call's, or else it gives its argument.
         captures: what the call takes along, in order: `DRAW`, `ARGUMENT`, or a number.
@@ -139,23 +139,23 @@ class Shortcut(NamedTuple):
 
     state: PureModule
     argument: int | None
-    look: Look
+    spec: TensorSpec
     grad: bool
     end: Event
     captures: tuple[Any, ...]
 
     def is_for(self, argument: Tensor) -> bool:
         if type(argument) is Placeholder:
-            return argument.value == self.argument and argument.look is self.look
-        look = self.look
+            return argument.value == self.argument and argument.spec is self.spec
+        spec = self.spec
         return (
             self.argument is None
-            and argument.shape == look.shape
-            and argument.dtype is look.dtype
-            and argument.requires_grad is look.requires_grad
+            and argument.shape == spec.shape
+            and argument.dtype is spec.dtype
+            and argument.requires_grad is spec.requires_grad
             and argument.layout is torch.strided
-            and argument.stride() == look.stride
-            and argument.device == look.device
+            and argument.stride() == spec.stride
+            and argument.device == spec.device
         )
 
 
@@ -270,17 +270,17 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
             recording.skipped[end] = begin
             if end.outputs[0] is None:
                 return argument
-            place, look = end.pool[0], end.result.tensors[0]
-            if refs(place) != 3 or place.look is not look:
-                place = end.pool[0] = renewed(place, look, place.what)
+            place, spec = end.pool[0], end.result.tensors[0]
+            if refs(place) != 3 or place.spec is not spec:
+                place = end.pool[0] = renewed(place, spec, place.what)
             place.value, place.recording = end.outputs[0], recording
             return place
-        value, look, grad = argument.value if is_value else None, Look.of(argument), is_grad_enabled()
+        value, spec, grad = argument.value if is_value else None, TensorSpec.of(argument), is_grad_enabled()
         result = plain(module, argument)
         end = recording.event
         captures = _captures(begin, end, argument, value, recording.captured)
         if captures is not None and type(result) is Placeholder and _gives(end, result, argument):
-            shortcut = Shortcut(state, value, look, grad, end, captures)
+            shortcut = Shortcut(state, value, spec, grad, end, captures)
             begin.shortcuts = {**(begin.shortcuts or {}), module: shortcut}
         return result
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.overrides import overridden
-from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.compiled_calls import CompiledCall, compiled_calls
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import Inference, Result
-from lightning_pipeline.recording.matcher import Held
+from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.operation import Call, key_of
 from lightning_pipeline.recording.patched_torch import arrays_seen, checkpoints_noted, classes_patched
@@ -130,9 +130,9 @@ class Recorder:
             self.changing.popitem(last=False)
         self.forget_paths()
 
-    def held(self, ranks: tuple[int, ...]) -> Held:
+    def held(self, ranks: tuple[int, ...]) -> HookTensor:
         """What stands for a tensor that was made in a hook, and is on these ranks."""
-        return Held(ranks, tuple(stage for stage, rank in enumerate(self.placement) if rank in ranks))
+        return HookTensor(ranks, tuple(stage for stage, rank in enumerate(self.placement) if rank in ranks))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -176,13 +176,15 @@ class Recorder:
                     stacklevel=2,
                 )
 
-    def result(self, function: Any, call: Call, looks: Sequence[Look], state: tuple[bool, bool, Any]) -> Result | None:
+    def result(
+        self, function: Any, call: Call, specs: Sequence[TensorSpec], state: tuple[bool, bool, Any]
+    ) -> Result | None:
         """What an operation gives; None where only the data tells."""
-        key = (function, key_of(call.args), key_of(call.kwargs), tuple(looks), state)
+        key = (function, key_of(call.args), key_of(call.kwargs), tuple(specs), state)
         if key not in self._results:
             if type(function) is CompiledCall:
-                found = self.inference.result(function.inferred, call, looks)
+                found = self.inference.result(function.inferred, call, specs)
                 self._results[key] = found and replace(found, draws=function.num_draws)
             else:
-                self._results[key] = self.inference.result(function, call, looks)
+                self._results[key] = self.inference.result(function, call, specs)
         return self._results[key]

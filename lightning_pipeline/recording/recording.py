@@ -16,8 +16,8 @@ from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.gradient_hooks import REGISTERING, Handle, Hook
 from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.placeholder import (
-    Look,
     Placeholder,
+    TensorSpec,
     become,
     is_view_of_kept,
     memory_of,
@@ -25,7 +25,7 @@ from lightning_pipeline.partition.placeholder import (
     views_of,
 )
 from lightning_pipeline.partition.torch_functions import (
-    Kind,
+    FunctionKind,
     function_name,
     is_drawing_of_own,
     is_laid_out_by_others,
@@ -36,7 +36,7 @@ from lightning_pipeline.recording import autograd_calls
 from lightning_pipeline.recording.compiled_calls import CompiledCall
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.inference import NOTHING, Result, written_by_array
-from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, Foreign, Held, never, torch_state
+from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor, never, torch_state
 from lightning_pipeline.recording.operation import Call, TensorSlot, put_together, take_apart, tensors_in
 from lightning_pipeline.recording.placing import Placing
 from lightning_pipeline.recording.provenance import Provenance
@@ -170,15 +170,15 @@ class Recording(TorchFunctionMode):
         while event is not None and event.parent is not None:
             if value in event.outputs:
                 index = event.outputs.index(value)
-                look, shares = event.result.tensors[index], event.result.shares[index]
+                spec, shares = event.result.tensors[index], event.result.shares[index]
                 base = event.inputs[shares[0]] if shares else None
-                if isinstance(base, int) and base >= 0 and look.shape.numel() == event.looks[shares[0]].shape.numel():  # type: ignore[union-attr]
+                if isinstance(base, int) and base >= 0 and spec.shape.numel() == event.specs[shares[0]].shape.numel():  # type: ignore[union-attr]
                     value = base
             event = event.parent
         return value
 
-    def placeholder_for(self, value: int, look: Look, what: str) -> Placeholder:
-        made = placeholder(look, what)
+    def placeholder_for(self, value: int, spec: TensorSpec, what: str) -> Placeholder:
+        made = placeholder(spec, what)
         made.value, made.recording = value, self
         return made
 
@@ -194,7 +194,7 @@ class Recording(TorchFunctionMode):
                 if sys.getrefcount(pool[index]) > 2 and pool[index].recording is self:
                     place = pool[index]
                     found[place.value] = place
-                    pool[index] = placeholder(place.look, place.what)
+                    pool[index] = placeholder(place.spec, place.what)
             event = skipped.get(event) or event.parent
         while self._kept:
             place = self._kept.pop()
@@ -243,19 +243,19 @@ class Recording(TorchFunctionMode):
         if not self._is_over:
             self._kept.append(place)
 
-    def change(self, place: Placeholder, look: Look) -> None:
+    def change(self, place: Placeholder, spec: TensorSpec) -> None:
         value = place.value
-        become(place, placeholder(look, place.what))
+        become(place, placeholder(spec, place.what))
         place.value, place.recording = value, self
 
-    def adopt(self, place: Placeholder, look: Look, value: int) -> None:
+    def adopt(self, place: Placeholder, spec: TensorSpec, value: int) -> None:
         """An earlier micro-batch's value has been written into: it is one of this one now."""
-        if look is not place.look:
-            become(place, placeholder(look, place.what))
+        if spec is not place.spec:
+            become(place, placeholder(spec, place.what))
         place.value, place.recording = value, self
         self._kept.append(place)
 
-    def absorb(self, tensor: Tensor, look: Look, value: int, what: str) -> None:
+    def absorb(self, tensor: Tensor, spec: TensorSpec, value: int, what: str) -> None:
         """A tensor that every rank had has been written into by a stage: it is a value of that stage now."""
         memory = memory_of(tensor)
         others = [reference() for reference in self._views.get(memory, ())]
@@ -273,7 +273,7 @@ class Recording(TorchFunctionMode):
         for index, captured in enumerate(self.captured):
             if captured is tensor:
                 self.captured[index] = before
-        become(tensor, placeholder(look, what))
+        become(tensor, placeholder(spec, what))
         tensor.value, tensor.recording = value, self  # type: ignore[attr-defined]
         self._kept.append(tensor)  # type: ignore[arg-type]
 
@@ -289,28 +289,28 @@ class Recording(TorchFunctionMode):
 
     # -- calls off the known path -----------------------------------------------------------------------------------
 
-    def look_at(
+    def inspect(
         self, func: Any, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[Call, list[int | Held | Foreign | None], list[Look], tuple[bool, bool, Any]]:
-        """A call, of each of its tensors what it stands for and its look, and the `torch_state`."""
+    ) -> tuple[Call, list[int | HookTensor | EarlierValue | None], list[TensorSpec], tuple[bool, bool, Any]]:
+        """A call, of each of its tensors what it stands for and its spec, and the `torch_state`."""
         call = take_apart(func, args, kwargs)
         inputs = [self._input(tensor) for tensor in call.tensors]
-        return call, inputs, [Look.of(tensor) for tensor in call.tensors], torch_state()
+        return call, inputs, [TensorSpec.of(tensor) for tensor in call.tensors], torch_state()
 
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
-        if kind is Kind.DESCRIBES:
+        if kind is FunctionKind.DESCRIBES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if kind is Kind.GRAD_MODE or kind is Kind.ENTERED:
+        if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
             return func(*args, **kwargs)
-        if self._depth and kind is Kind.WRITES and self._is_modules(args):
+        if self._depth and kind is FunctionKind.WRITES and self._is_modules(args):
             pass  # once more when it is computed again, on its stage
         elif not self.is_ours(args) and not (kwargs and self.is_ours(tuple(kwargs.values()))):
             return self._compute_everywhere(func, kind, args, kwargs)
         if self._tensors.split_calls and type(func) is not SplitCall:
             refuse_split(func, args, kwargs)
-        if kind is Kind.PRINTS or kind is Kind.READS:
+        if kind is FunctionKind.PRINTS or kind is FunctionKind.READS:
             return self._read(func, args, kwargs)
         if is_drawing_of_own(kwargs):
             raise NotImplementedError(
@@ -323,14 +323,14 @@ class Recording(TorchFunctionMode):
                 f"{function_name(func)} on what a stage computes is not supported within a step, as what it calls "
                 f"cannot be told from outside ({users_line()}): write it with torch.where, or plain Python"
             )
-        if kind is Kind.HOOKS:
+        if kind is FunctionKind.HOOKS:
             return autograd_calls.hook(self, func, *args, **kwargs)
-        if kind is Kind.BACKWARD:
+        if kind is FunctionKind.BACKWARD:
             return autograd_calls.differentiate(self, func, args, kwargs)
         if func in autograd_calls.GETTERS:
             return autograd_calls.read_gradient(self, *args)
-        call, inputs, looks, state = self.look_at(func, args, kwargs)
-        result = self.recorder.result(func, call, looks, state)
+        call, inputs, specs, state = self.inspect(func, args, kwargs)
+        result = self.recorder.result(func, call, specs, state)
         depends = result is None
         if type(func) is CompiledCall:
             if result is None:
@@ -343,7 +343,7 @@ class Recording(TorchFunctionMode):
                     f"what {func.__name__} gives cannot be known before it runs ({users_line()}): give modules that "
                     f"parallelize_module has split no data that the shapes of their results depend on"
                 )
-            result = self._result_on_data(func, call, looks)
+            result = self._result_on_data(func, call, specs)
         for slot, _ in result.writes:
             if inputs[slot] is CAPTURED and (number := self._tensors.number_of(call.tensors[slot])) is not None:
                 inputs[slot] = -1 - number
@@ -363,8 +363,8 @@ class Recording(TorchFunctionMode):
                 )
         else:
             visit = self.placing.visit_of(inputs, result, self.recorder.calls.stage, self.floor)
-        for value, look in zip(inputs, looks, strict=True):
-            if look.stride is None and type(value) is int and value >= 0 and self.placing.home(value) != visit:
+        for value, spec in zip(inputs, specs, strict=True):
+            if spec.stride is None and type(value) is int and value >= 0 and self.placing.home(value) != visit:
                 raise NotImplementedError(
                     f"a sparse tensor would go from one stage to another, for {function_name(func)} ({users_line()}): "
                     f"make it dense with to_dense() where it is made, or keep both on one stage"
@@ -372,13 +372,13 @@ class Recording(TorchFunctionMode):
         if type(func) is SplitCall:
             draws = args[1] in func.drawing
         else:
-            draws = result.draws > 0 or (kind is Kind.DRAWS and not is_drawing_of_own(kwargs))
-        event = self.follow(func, call, inputs, looks, state, result, visit=visit, draws=draws)
+            draws = result.draws > 0 or (kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs))
+        event = self.follow(func, call, inputs, specs, state, result, visit=visit, draws=draws)
         if depends:
             event.match = never
         return self.answer(event, func, args, kwargs)
 
-    def follow(self, func: Any, call: Call, inputs: Any, looks: Any, state: Any, result: Result, **how: Any) -> Event:
+    def follow(self, func: Any, call: Call, inputs: Any, specs: Any, state: Any, result: Result, **how: Any) -> Event:
         """A new event after the one so far."""
         call_tensors = call.tensors
         for slot, _ in result.writes:
@@ -387,7 +387,7 @@ class Recording(TorchFunctionMode):
                 views = map(weakref.ref, views_of(call.tensors[slot]))
                 self._views.setdefault(memory_of(call.tensors[slot]), []).extend(views)
         event = self.event.followed_by(
-            func, call, inputs, looks, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
+            func, call, inputs, specs, state, result, line=users_line(), module_tensors=self._tensors.tensors, **how
         )
         self.placing.note(event)
         if self._beginning in self.recorder.num_events:
@@ -413,7 +413,7 @@ class Recording(TorchFunctionMode):
                 slots = [slot for slot, _, number in maker.writes if number == value]
             for slot in slots:
                 self._check_written(maker.inputs[slot])
-        elif isinstance(value, Held):
+        elif isinstance(value, HookTensor):
             raise NotImplementedError(
                 f"a tensor that was made in a hook of what one stage holds is written into in a step ({users_line()}): "
                 f"make it a buffer of the module, or write into it in a hook"
@@ -458,25 +458,34 @@ class Recording(TorchFunctionMode):
             self._placing = Placing(self.recorder.num_stages, self._tensors, self.event)
         return self._placing
 
-    def _compute_everywhere(self, func: Any, kind: Kind, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute_everywhere(self, func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any]) -> Any:
         """What is made of what every rank has is computed on every rank."""
-        if kind is Kind.HOOKS and args[0].requires_grad and function_name(func) != "retain_grad":
+        if kind is FunctionKind.HOOKS and args[0].requires_grad and function_name(func) != "retain_grad":
             raise NotImplementedError(
                 f"a hook is registered on the gradient of a tensor that every rank has, which one stage computes "
                 f"({users_line()}): register it on what the first module gives, or read the tensor's grad after it"
             )
-        if kind is Kind.WRITES or "out" in kwargs or (kind is Kind.DRAWS and function_name(func).endswith("_")):
+        if (
+            kind is FunctionKind.WRITES
+            or "out" in kwargs
+            or (kind is FunctionKind.DRAWS and function_name(func).endswith("_"))
+        ):
             if self.provenance is not None:
                 self.provenance.is_known = False
             self._before_write([*tensors_in(args[0] if args else ()), *tensors_in(kwargs.get("out"))])
         draw = None
-        if kind is Kind.DRAWS and not is_drawing_of_own(kwargs):
+        if kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs):
             self._seed_draw(self.num_draws)
             draw = self.num_draws
             self.num_draws += 1
-        elif kind is Kind.DRAWS:
+        elif kind is FunctionKind.DRAWS:
             self.seeds.append(kwargs["generator"].initial_seed())
-        elif kind is Kind.READS and function_name(func) in ("numpy", "__array__", "untyped_storage", "data_ptr"):
+        elif kind is FunctionKind.READS and function_name(func) in (
+            "numpy",
+            "__array__",
+            "untyped_storage",
+            "data_ptr",
+        ):
             self._before_write(args[:1])
             self.exposed.add(memory_of(args[0]))
         found = func(*args, **kwargs)
@@ -521,7 +530,7 @@ class Recording(TorchFunctionMode):
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         call = take_apart(func, args, kwargs)
-        if kind_of(func) is Kind.PRINTS and type(value := self._input(args[0])) is int:
+        if kind_of(func) is FunctionKind.PRINTS and type(value := self._input(args[0])) is int:
             self.is_simple = False
             return self._reads.shown(self, value, lambda tensor: func(tensor, *args[1:], **kwargs))
         data = self._data(call)
@@ -529,7 +538,7 @@ class Recording(TorchFunctionMode):
             found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
         value = self.value_of(args[0]) if args else None
         if value is not None and args[0].device.type == "cpu" and function_name(func) in ("numpy", "__array__"):
-            place = self.placeholder_for(value, args[0].look, args[0].what)
+            place = self.placeholder_for(value, args[0].spec, args[0].what)
             self._arrays.append((found, found.tobytes(), place))
             self.__class__ = _Watching
             self.num_modes = -1
@@ -548,25 +557,25 @@ class Recording(TorchFunctionMode):
             if sys.getrefcount(array) > 2:  # this variable's and the call's
                 self._arrays.append((array, now, place))
 
-    def _result_on_data(self, func: Any, call: Call, looks: Sequence[Look]) -> Result:
-        """What a function gives whose result's looks depend on data."""
-        data = self._known_data(func, call, looks)
+    def _result_on_data(self, func: Any, call: Call, specs: Sequence[TensorSpec]) -> Result:
+        """What a function gives whose result's specs depend on data."""
+        data = self._known_data(func, call, specs)
         if data is None:
             self.is_simple = False
             data = self._data(call)
         with torch._C.DisableTorchFunction():
-            return self.recorder.inference.result_on_data(func, call, data, looks)
+            return self.recorder.inference.result_on_data(func, call, data, specs)
 
-    def _known_data(self, func: Any, call: Call, looks: Sequence[Look]) -> list[Tensor] | None:
-        """Data that tells the looks of a result without a read: that of what every rank has, where that is enough."""
+    def _known_data(self, func: Any, call: Call, specs: Sequence[TensorSpec]) -> list[Tensor] | None:
+        """Data that tells the specs of a result without a read: that of what every rank has, where that is enough."""
         if not is_laid_out_by_others(func) or not call.args or type(call.args[0]) is not TensorSlot:
             return None
         laid_out = call.args[0].number
         found = []
-        for slot, (tensor, look) in enumerate(zip(call.tensors, looks, strict=True)):
+        for slot, (tensor, spec) in enumerate(zip(call.tensors, specs, strict=True)):
             if slot == laid_out:
                 with torch._C.DisableTorchFunction():
-                    found.append(torch.zeros((), dtype=look.dtype, device=look.device).expand(look.shape))
+                    found.append(torch.zeros((), dtype=spec.dtype, device=spec.device).expand(spec.shape))
             elif type(tensor) is not Placeholder and self._input(tensor) is CAPTURED:
                 found.append(tensor)
             else:
@@ -580,12 +589,12 @@ class Recording(TorchFunctionMode):
         held = {
             id(tensor): tensor
             for tensor, value in zip(call.tensors, inputs, strict=True)
-            if isinstance(value, Held)
+            if isinstance(value, HookTensor)
             or (type(value) is int and value < 0 and not self._tensors.is_replicated(-1 - value))
         }
         found: dict[Any, Tensor] = {}
         for tensor, value in zip(call.tensors, inputs, strict=True):
-            if type(value) is Foreign:
+            if type(value) is EarlierValue:
                 self.is_simple = False
                 [found[id(tensor)]] = self._reads.read(tensor.recording, [tensor.value])  # type: ignore[attr-defined]
         if values:
@@ -624,7 +633,7 @@ class Recording(TorchFunctionMode):
         """Whether a write is into a tensor of the module."""
         return bool(args) and isinstance(args[0], Tensor) and self._tensors.number_of(args[0]) is not None
 
-    def _input(self, tensor: Tensor) -> int | Held | Foreign | None:
+    def _input(self, tensor: Tensor) -> int | HookTensor | EarlierValue | None:
         number = self._tensors.number_of(tensor)
         if number is not None:
             is_copied = self._tensors.is_replicated(number) and memory_of(tensor) in self._copied
@@ -645,12 +654,12 @@ class Recording(TorchFunctionMode):
                     f"{tensor.what} is not on this rank, and is used in a step ({users_line()}): make it a parameter "
                     f"or buffer of the module"
                 )
-            if tensor.look.requires_grad and torch.is_grad_enabled():
+            if tensor.spec.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"{tensor.what} belongs to an earlier micro-batch, whose graph is gone when its backward has run, "
                     f"and is used in another one ({users_line()}): keep it detached, as in value.detach()"
                 )
-            return Foreign(tensor.recording.home_of(tensor.value))
+            return EarlierValue(tensor.recording.home_of(tensor.value))
         return CAPTURED
 
 

@@ -52,7 +52,7 @@ def backward_from_loss(loss: Tensor, *, retain_graph: bool = False) -> None:
         loss.backward(retain_graph=retain_graph)
 
 
-class Caught:
+class CaughtGradient:
     """What comes to a leaf in backward instead of its `.grad`, which would have the leaf's strides: as it is.
 
     Attributes:
@@ -77,7 +77,7 @@ class Caught:
 
 @contextmanager
 def caught(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
-    """While entered, what comes to leaves in backward goes into the list that is given, as with `Caught`."""
+    """While entered, what comes to leaves in backward goes into the list that is given, as with `CaughtGradient`."""
     nodes: list[Node] = [get_gradient_edge(leaf).node for leaf in leaves]
     cells: list[list[Tensor | None]] = [[None] for _ in leaves]
     hooks = [node.register_prehook(partial(_catch, cell)) for node, cell in zip(nodes, cells, strict=True)]

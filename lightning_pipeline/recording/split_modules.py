@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.overrides import overridden
-from lightning_pipeline.partition.torch_functions import Kind, function_name, kind_of
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.inference import CallError
 from lightning_pipeline.recording.operation import take_apart
@@ -126,5 +126,5 @@ class _Draws(TorchFunctionMode):
     found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or kind_of(func) is Kind.DRAWS
+        self.found = self.found or kind_of(func) is FunctionKind.DRAWS
         return func(*args, **(kwargs or {}))

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.placeholder import Look, contiguous_strides
+from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
 from lightning_pipeline.runtime.backends import is_dense
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.tensor_meta import conform, from_memory, laid_out, wire
 from lightning_pipeline.runtime.transport import Transport
 
 
-class Direct:
-    """Sends and receives tensors whose looks both sides know.
+class DirectTransport:
+    """Sends and receives tensors whose specs both sides know.
 
     Args:
         device: where received ones go.
@@ -56,15 +56,15 @@ class Direct:
         elif tensor.numel():
             self._transport.send_on_control(tensor.cpu().clone(), peer)
 
-    def receive(self, look: Look, peer: int, what: str = "a value of a step") -> Tensor:
+    def receive(self, spec: TensorSpec, peer: int, what: str = "a value of a step") -> Tensor:
         """The next tensor from a rank; `what` is what an error calls it."""
-        if look.stride is None:
+        if spec.stride is None:
             return self._transport.recv_object(peer, what).to(self._device)
-        meta = wire(look)
+        meta = wire(spec)
         buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         if buffer.numel():
             self._transport.receive_on_control(buffer, peer, what)
-        return laid_out(buffer.to(self._device), look.stride)
+        return laid_out(buffer.to(self._device), spec.stride)
 
     def send_as_it_is(self, tensor: Tensor, peer: int) -> None:
         """Send a tensor with its strides, which the receiver does not know. Those count on the CPU alone
@@ -76,22 +76,22 @@ class Direct:
                 tensor = tensor.contiguous()
         self.send(tensor, peer)
 
-    def receive_as_it_was(self, look: Look, peer: int, what: str) -> Tensor:
+    def receive_as_it_was(self, spec: TensorSpec, peer: int, what: str) -> Tensor:
         """The next tensor from a rank, with strides of its own."""
-        if look.stride is None:
-            return self.receive(look, peer, what)
-        contiguous = look.but(stride=contiguous_strides(look.shape))
-        if self._device.type != "cpu" or not look.shape:
-            return laid_out(self.receive(contiguous, peer, what), look.stride)
-        strides = torch.empty(len(look.shape), dtype=torch.int64)
+        if spec.stride is None:
+            return self.receive(spec, peer, what)
+        contiguous = spec.but(stride=contiguous_strides(spec.shape))
+        if self._device.type != "cpu" or not spec.shape:
+            return laid_out(self.receive(contiguous, peer, what), spec.stride)
+        strides = torch.empty(len(spec.shape), dtype=torch.int64)
         self._transport.receive_on_control(strides, peer, what)
         return from_memory(self.receive(contiguous, peer, what), tuple(strides.tolist()))
 
-    def spread(self, tensor: Tensor | None, look: Look, owner: int) -> Tensor:
+    def spread(self, tensor: Tensor | None, spec: TensorSpec, owner: int) -> Tensor:
         """One rank's tensor, on every rank."""
         if tensor is None:
-            return self.receive(look, owner)
-        dense = conform(tensor, look)
+            return self.receive(spec, owner)
+        dense = conform(tensor, spec)
         for peer in range(self._transport.num_stages):
             if peer != owner:
                 self.send(dense, peer)

@@ -194,7 +194,7 @@ _LENGTH = 8  # bytes
 CONTROL_WINDOW = 64  # objects to one peer that may be underway before the oldest is waited for
 
 
-class Asked(NamedTuple):
+class ExchangeRequest(NamedTuple):
     """A stage is about to exchange tensors with all others, for a call of the user's outside of steps."""
 
     number: int
@@ -210,7 +210,7 @@ class Asked(NamedTuple):
         )
 
 
-class Told(list[Asked]):
+class ExchangeRequests(list[ExchangeRequest]):
     """What a stage gives to another one, for each call."""
 
 
@@ -241,7 +241,7 @@ class Messages:
             rest = endpoint.receive(torch.empty(size - len(payload), dtype=torch.uint8), what).wait(what)
             payload += rest.numpy().tobytes()
         found = pickle.loads(payload)
-        if type(found) is Told and what != Told.__name__:
+        if type(found) is ExchangeRequests and what != ExchangeRequests.__name__:
             raise RuntimeError(found[0].of(peer, f"stage {self.stage} waits for {what}"))
         return found
 

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.placeholder import Look, contiguous_strides
+from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
 from lightning_pipeline.runtime.backends import are_dense, flat, is_dense
 
 EVERYWHERE_BYTES = 1 << 16
@@ -41,27 +41,27 @@ def wire_layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @cache
-def wire(look: Look) -> TensorMeta:
-    """How a tensor of this look travels."""
-    assert look.stride is not None
-    return TensorMeta.of(torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta"))
+def wire(spec: TensorSpec) -> TensorMeta:
+    """How a tensor of this spec travels."""
+    assert spec.stride is not None
+    return TensorMeta.of(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"))
 
 
-def conform(tensor: Tensor, look: Look) -> Tensor:
+def conform(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """`tensor` with the strides that the receiver made room for; a sparse one as it is.
 
     Raises:
         RuntimeError: it has another shape or dtype.
     """
-    if look.stride is None:
+    if spec.stride is None:
         return tensor
-    meta = wire(look)
-    if tensor.stride() == meta.stride and tensor.shape == look.shape and tensor.dtype is look.dtype:
+    meta = wire(spec)
+    if tensor.stride() == meta.stride and tensor.shape == spec.shape and tensor.dtype is spec.dtype:
         return tensor
-    if tensor.shape != look.shape or tensor.dtype is not look.dtype:
+    if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
         raise RuntimeError(
             f"a stage made a tensor of shape {list(tensor.shape)} and {tensor.dtype} where torch says that it would be "
-            f"{list(look.shape)} and {look.dtype}"
+            f"{list(spec.shape)} and {spec.dtype}"
         )
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device).copy_(tensor.detach())
 
@@ -96,39 +96,39 @@ def _can_be_filled(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def zeros_like(look: Look) -> Tensor:
-    """Zeros as they travel in the place of a tensor of this look."""
-    meta = wire(look)
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=look.device).zero_()
+def zeros_like(spec: TensorSpec) -> Tensor:
+    """Zeros as they travel in the place of a tensor of this spec."""
+    meta = wire(spec)
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=spec.device).zero_()
 
 
 _ALIGNMENT = 8
 """Bytes; every dtype can view what begins at a multiple of them."""
 
 
-def num_bytes(looks: Sequence[Look]) -> int:
+def num_bytes(specs: Sequence[TensorSpec]) -> int:
     """The size of a message."""
-    return sum(map(_padded, looks))
+    return sum(map(_padded, specs))
 
 
-def places(looks: Sequence[Look]) -> Iterator[slice]:
+def places(specs: Sequence[TensorSpec]) -> Iterator[slice]:
     """Where the values are in a message."""
     start = 0
-    for look in looks:
-        yield slice(start, start + look.num_bytes)
-        start += _padded(look)
+    for spec in specs:
+        yield slice(start, start + spec.num_bytes)
+        start += _padded(spec)
 
 
-def as_bytes(tensor: Tensor, look: Look) -> Tensor:
+def as_bytes(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """A value's memory as it travels, on the host."""
-    return flat(conform(tensor.detach(), look).cpu()).reshape(-1).view(torch.uint8)
+    return flat(conform(tensor.detach(), spec).cpu()).reshape(-1).view(torch.uint8)
 
 
-def from_bytes(content: Tensor, look: Look) -> Tensor:
+def from_bytes(content: Tensor, spec: TensorSpec) -> Tensor:
     """The value in a part of a message, on the host. It shares the message's memory, where that is laid out alike."""
-    meta = wire(look)
-    return laid_out(content.view(meta.dtype).as_strided(meta.shape, meta.stride), look.stride)
+    meta = wire(spec)
+    return laid_out(content.view(meta.dtype).as_strided(meta.shape, meta.stride), spec.stride)
 
 
-def _padded(look: Look) -> int:
-    return math.ceil(look.num_bytes / _ALIGNMENT) * _ALIGNMENT
+def _padded(spec: TensorSpec) -> int:
+    return math.ceil(spec.num_bytes / _ALIGNMENT) * _ALIGNMENT

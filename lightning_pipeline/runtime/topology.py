@@ -179,7 +179,7 @@ def routes_along(placement: Sequence[int]) -> list[Route]:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class StageNeighbours:
     """A virtual stage's place.
 
     Attributes:
@@ -198,10 +198,10 @@ class Site:
     term: str
 
     @staticmethod
-    def of(stage: int, placement: Sequence[int]) -> Site:
+    def of(stage: int, placement: Sequence[int]) -> StageNeighbours:
         """The place of a stage, with the rank of each stage in `placement`."""
         count = len(placement)
-        return Site(
+        return StageNeighbours(
             stage=stage,
             num_stages=count,
             last=stage == count - 1,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline.hooks.owner_computes import Outside
+from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.rng import add_random_state, free_memory, restore_random_state
 from lightning_pipeline.planning.plan import StagePlan
@@ -82,7 +82,7 @@ class CheckpointingStrategy(ProcessStrategy):
         return self._runner
 
     @property
-    def _outside(self) -> Outside | None:
+    def _outside(self) -> OwnerComputes | None:
         return self._runner.outside if self._runner is not None else None
 
     @property

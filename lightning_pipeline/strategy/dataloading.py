@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline.hooks.first_rank import Asked, Lending
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.tree import Layout
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
@@ -29,7 +29,7 @@ _END = None
 
 _CPU = torch.device("cpu")
 
-Description = tuple[Layout, list[Look]]
+Description = tuple[Layout, list[TensorSpec]]
 """What a batch looks like: its nesting with all that is no tensor, and its tensors' looks."""
 
 
@@ -128,11 +128,11 @@ class AnnouncedLoader(SharedLoader):
 
     def _tell(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         if self._transport is not None:
-            direct = Direct(self._transport, _CPU)
+            direct = DirectTransport(self._transport, _CPU)
             for peer in range(1, len(self._transport.pipeline_ranks)):
                 self._transport.send_object(message, peer)
                 for tensor in tensors:
-                    direct.send(conform(tensor, Look.of(tensor)), peer)
+                    direct.send(conform(tensor, TensorSpec.of(tensor)), peer)
 
     @property
     def worker_init_fn(self) -> Any:
@@ -174,7 +174,7 @@ class FollowingLoader(SharedLoader):
                 known.append(description)
             layout, looks = description
             if self._whole:
-                direct = Direct(self._transport, _CPU)
+                direct = DirectTransport(self._transport, _CPU)
                 tensors = [direct.receive(look, 0, "the first stage's next batch") for look in looks]
             else:
                 tensors = [torch.empty(look.shape, dtype=look.dtype, device="meta") for look in looks]
@@ -233,7 +233,7 @@ def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:
 def _describe(batch: Any, told: dict[Any, int]) -> tuple[list[Tensor], int | Description]:
     """A batch's tensors, and the number of an earlier batch that looked the same, or what this one looks like."""
     tensors, layout = tree.flatten(batch)
-    looks = list(map(Look.of, tensors))
+    looks = list(map(TensorSpec.of, tensors))
     key: Any = (layout, tuple(looks))
     try:
         number = told.get(key)

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_pipeline.hooks.owner_computes import Outside
+from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
@@ -36,14 +36,14 @@ def apart(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        outside: Outside | None = args[0]._outside  # type: ignore[attr-defined]
+        outside: OwnerComputes | None = args[0]._outside  # type: ignore[attr-defined]
         with outside.aside() if outside is not None else nullcontext():
             return method(*args, **kwargs)
 
     return run
 
 
-def follow_hooks(module: LightningModule, outside: Outside, override: Override) -> None:
+def follow_hooks(module: LightningModule, outside: OwnerComputes, override: Override) -> None:
     """Let the hooks of a module and its Trainer's callbacks run on all ranks as one."""
     trainer: Trainer = module.trainer
 
@@ -105,7 +105,7 @@ def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
 
 
 @contextmanager
-def _running(module: LightningModule, outside: Outside) -> Iterator[None]:
+def _running(module: LightningModule, outside: OwnerComputes) -> Iterator[None]:
     """While a hook runs. What it logs is on every rank, as it is read when no hook runs."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.engine.fully_sharded import FullySharded
-from lightning_pipeline.engine.parameter_map import Placement
+from lightning_pipeline.engine.parameter_map import ParameterMap
 from lightning_pipeline.engine.shared_parameters import spread_from_owner
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.ownership import (
@@ -25,7 +25,7 @@ from lightning_pipeline.partition.ownership import (
     release,
     unguard,
 )
-from lightning_pipeline.partition.placeholder import Look, Placeholder, become, is_absent, placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, is_absent, placeholder
 from lightning_pipeline.partition.stage_config import certain_stages, find_leaves
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.pure_modules import KeyedCalls
@@ -54,7 +54,7 @@ _OBSTACLES = {
 """Why a run leaves a module in parts."""
 
 
-class HeldModule:
+class LocalModule:
     """Keeps a rank's part of a module: makes or reads its tensors, moves them, and releases what only others use.
 
     Args:
@@ -96,7 +96,7 @@ class HeldModule:
         self.calls = KeyedCalls(module, cut.stages)
         self.tensors = ModuleTensors(module, cut.stages)
         certain = certain_stages(self.leaves, cut.stages.num_stages) if cut.is_final else {}
-        self.placement = Placement(module, placement, rank, certain)
+        self.placement = ParameterMap(module, placement, rank, certain)
         self.placement.find_present(module, transport)
         self.ownership: Ownership = self.placement.ownership()
         self._note_partly_held()
@@ -182,7 +182,7 @@ class HeldModule:
             obstacle = _SLICES
         elif self._came_in_parts:  # as what is made on the meta device, because it fits nowhere
             obstacle = _PARTS
-        elif sum(Look.of(tensor).num_bytes for tensor in absent) * num_processes > available_bytes() // 2:
+        elif sum(TensorSpec.of(tensor).num_bytes for tensor in absent) * num_processes > available_bytes() // 2:
             obstacle = _MEMORY
         found = self._most(torch.tensor([obstacle, len(absent)], dtype=torch.float64))
         if found[0] != _NONE:
@@ -212,17 +212,17 @@ class HeldModule:
                 if stage != own:
                     send_tree(tensor.detach(), self._transport, stage)
             if owner != own:
-                look, data = Look.of(tensor), recv_tree(self._transport, owner, f"{name} of the whole module")
-                if (look.shape, look.dtype) == (data.shape, data.dtype):
-                    data = conform(data, look)  # in the order of memory that it has on its owner
+                spec, data = TensorSpec.of(tensor), recv_tree(self._transport, owner, f"{name} of the whole module")
+                if (spec.shape, spec.dtype) == (data.shape, data.dtype):
+                    data = conform(data, spec)  # in the order of memory that it has on its owner
                 if is_absent(tensor):
-                    become(tensor, nn.Parameter(data, look.requires_grad) if look.is_parameter else data)
+                    become(tensor, nn.Parameter(data, spec.requires_grad) if spec.is_parameter else data)
             note_holders(tensor, None)
 
     def _move(self, device: torch.device) -> None:
         for _, tensor in named_tensors(self._module):
             if type(tensor) is Placeholder and tensor.device != device:  # it is where it would be if it were here
-                become(tensor, placeholder(tensor.look.but(device=device), tensor.what))
+                become(tensor, placeholder(tensor.spec.but(device=device), tensor.what))
         self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
         note_device(self._module, device)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeline.engine.suspended import BACKWARD, Meeting, running_step
+from lightning_pipeline.engine.suspended import BACKWARD, SyncPoint, running_step
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
 from lightning_pipeline.partition.users_line import users_line
 
@@ -132,7 +132,7 @@ def _once(
             with inside():
                 return function(*args, **kwargs)
 
-        return step.meet(Meeting(what, perform))
+        return step.meet(SyncPoint(what, perform))
 
     return call
 
@@ -175,7 +175,7 @@ def _step(
 
             return function(None if run_closures is None else run, **kwargs)
 
-        return step.meet(Meeting(what, perform, closure))
+        return step.meet(SyncPoint(what, perform, closure))
 
     return call
 
@@ -265,4 +265,4 @@ def meet_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             f"manual_backward is given a loss that has no gradients to give ({users_line()}): nothing that it was "
             f"computed from requires them, or they were off"
         )
-    step.meet(Meeting(BACKWARD, loss=loss, retain_graph=bool(retain_graph)))
+    step.meet(SyncPoint(BACKWARD, loss=loss, retain_graph=bool(retain_graph)))

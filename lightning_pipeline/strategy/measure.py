@@ -47,7 +47,7 @@ _USUAL_STATE = 2.0
 
 
 @contextmanager
-def unnoticed(module: LightningModule, device: torch.device) -> Iterator[None]:
+def without_side_effects(module: LightningModule, device: torch.device) -> Iterator[None]:
     """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers, and not
     other ranks, which may run them more often, or not at all. What a step exchanges with replicas is what it would be
     if all were like this one."""
@@ -161,7 +161,7 @@ class _Failed:
     message: str
 
 
-def with_everybody(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
+def on_all_ranks(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
     """What the first rank decides. All ranks must call it, and all fail if the first one does.
 
     Args:

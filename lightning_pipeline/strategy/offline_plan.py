@@ -37,7 +37,7 @@ from .schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
 
 
 @dataclass(frozen=True)
-class PaperPlans:
+class OfflinePlans:
     """What came of each schedule.
 
     Attributes:
@@ -66,7 +66,7 @@ def plan_on_paper(
     schedules: Sequence[str],
     speed: DeviceSpeed,
     machine: Machine,
-) -> PaperPlans:
+) -> OfflinePlans:
     """Estimate the training step of a script and search the best cut for each schedule.
 
     Raises:
@@ -109,7 +109,7 @@ def plan_on_paper(
         raise failure
     plans = dict(sorted(plans.items(), key=lambda item: item[1].step_seconds))
     numbers = sum(parameter.numel() for parameter in module.parameters())
-    return PaperPlans(type(module).__name__, numbers, batch_size(batch) or 1, plans, simulations, left_out)
+    return OfflinePlans(type(module).__name__, numbers, batch_size(batch) or 1, plans, simulations, left_out)
 
 
 def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timeline, *, speed: DeviceSpeed) -> Rebalance:
@@ -143,7 +143,7 @@ def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timelin
     return rebalance(costs, stages.exact, measured_costs([timeline], placement), schedule, Machine())
 
 
-def _step_of(made: Rehearsed) -> Step:
+def _step_of(made: ScriptRun) -> Step:
     module, plugin = made.module, made.trainer.precision_plugin
     plugin.convert_module(module)
     vars(module)["log"] = lambda *args, **kwargs: None
@@ -152,7 +152,7 @@ def _step_of(made: Rehearsed) -> Step:
     return loss_step(module, "training_step", others, plugin.train_step_context, torch.device("cpu"))
 
 
-def _optimizers(made: Rehearsed) -> list[Optimizer]:
+def _optimizers(made: ScriptRun) -> list[Optimizer]:
     try:
         return configured_optimizers(made.module)
     except Exception as error:  # such as of a scheduler that asks the Trainer for the number of steps
@@ -164,7 +164,7 @@ def _optimizers(made: Rehearsed) -> list[Optimizer]:
 
 
 @dataclass
-class Rehearsed:
+class ScriptRun:
     """What a script came to `Trainer.fit` with.
 
     Attributes:
@@ -189,7 +189,7 @@ class _Fitting(BaseException):
     """Ends the script. No Exception, so that no handler of the script's catches it."""
 
 
-def rehearse_script(path: Path, arguments: Sequence[str]) -> Rehearsed:
+def rehearse_script(path: Path, arguments: Sequence[str]) -> ScriptRun:
     """Run `path` as ``python path arguments...`` does, until it calls `Trainer.fit`.
 
     Parameters are moved to the meta device as modules register them, so a model takes no more memory than its largest
@@ -198,7 +198,7 @@ def rehearse_script(path: Path, arguments: Sequence[str]) -> Rehearsed:
     Raises:
         ValueError: the script ends without that call.
     """
-    found: list[Rehearsed] = []
+    found: list[ScriptRun] = []
     with (
         mock.patch.object(sys, "argv", [str(path), *arguments]),
         mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),
@@ -226,7 +226,7 @@ def rehearse_script(path: Path, arguments: Sequence[str]) -> Rehearsed:
 
 
 @contextmanager
-def _without_devices(found: list[Rehearsed]) -> Iterator[None]:
+def _without_devices(found: list[ScriptRun]) -> Iterator[None]:
     """Trainers are on one CPU device, and end the script in `fit`."""
     plain_init = Trainer.__init__
     strategies: dict[int, Any] = {}
@@ -239,7 +239,7 @@ def _without_devices(found: list[Rehearsed]) -> Iterator[None]:
     def fit(self: Trainer, model: Any, train_dataloaders: Any = None, *args: Any, **kwargs: Any) -> None:
         loader = next((x for x in (kwargs.get("datamodule"), train_dataloaders) if x is not None), model)
         asked = strategies.get(id(self))
-        found.append(Rehearsed(model, self, asked if isinstance(asked, PipelineStrategy) else None, loader))
+        found.append(ScriptRun(model, self, asked if isinstance(asked, PipelineStrategy) else None, loader))
         raise _Fitting
 
     with mock.patch.object(Trainer, "__init__", init), mock.patch.object(Trainer, "fit", fit):

@@ -42,10 +42,10 @@ from .measure import (
     estimate_training_step,
     loss_step,
     measure_step,
+    on_all_ranks,
     restored,
     speeds_of,
-    unnoticed,
-    with_everybody,
+    without_side_effects,
 )
 from .schedule_choice import ScheduleChoice, Schedules
 from .trials import MOST, TrialSteps, choose_plan, fault_of_cut
@@ -77,7 +77,7 @@ class Cut:
     is_final: bool = True
 
 
-class Cutting:
+class Partitioner:
     """Finds the cut to set out with, and where that leaves it open, another one before the first step.
 
     Where nobody says where to cut, all ranks measure the first step that comes, and rank 0 searches. Until then every
@@ -127,7 +127,7 @@ class Cutting:
         self._num_microbatches = count
         self._chooses_microbatches = num_microbatches == AUTO
         self._device = device
-        self._everybody = partial(with_everybody, broadcast=broadcast, decides=is_first)
+        self._everybody = partial(on_all_ranks, broadcast=broadcast, decides=is_first)
         self._is_first = is_first
         self._is_open = num_stages > 1 and not self._config
         """The first training step is to decide."""
@@ -218,7 +218,7 @@ class Cutting:
                 f"{type(module).__name__} does not fit one device and has no stage_config, and where to cut it is "
                 f"found for training only: name the first module of each later stage, or fit it first"
             )
-        with unnoticed(self._module, self._device):
+        with without_side_effects(self._module, self._device):
             batch = sample_batch(training_loader(trainer))
             count = self._counts(batch)[-1]
             costs = estimate_training_step(module, microbatches_of(batch, count, module)[0], self._device)
@@ -240,7 +240,7 @@ class Cutting:
         batch, *others = arguments
         microbatches = restored(self._everybody(lambda: described(self._microbatches(batch))), self._device)
         step = loss_step(self._module, name, tuple(others), context, self._device)
-        with unnoticed(self._module, self._device):
+        with without_side_effects(self._module, self._device):
             # Ranks measure more or less often, and the first one alone records: trials set out from the same module.
             with left_as_it_was(self._module):
                 costs = self._costs_on_all(name, step, microbatches, transport)

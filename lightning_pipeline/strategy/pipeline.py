@@ -66,7 +66,7 @@ from .lightning_private import (
 )
 from .local_module import take_initial_values
 from .manual import Closure, backwards_met, batch_calls_met
-from .partitioner import Cut, Cutting, num_stages_for
+from .partitioner import Cut, Partitioner, num_stages_for
 from .patches import agree_on_overflow, convert_batch_norms, shared_statistics, silence_writers, sync_over
 from .processes import parts_of
 from .schedule_choice import Advice, Advisor, Observer, ScheduleArgument, ScheduleChoice, observed
@@ -101,7 +101,7 @@ class PipelineStrategy(CheckpointingStrategy):
             module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules, else "auto". For a
             schedule of virtual stages it numbers these along the data, or names the device that holds them
             (``resolve``). "auto" measures the first step, tries the best cuts and takes the fastest (see
-            ``Cutting`` and `plan`). A path is that of a plan that `StagePlan.save` has written.
+            ``Partitioner`` and `plan`). A path is that of a plan that `StagePlan.save` has written.
         num_stages: number of stages, each on a device of its own; default: as many as the stage_config uses, with
             virtual stages as many as there are devices. 1 runs the same path on one device.
         num_microbatches: micro-batches a step, at least ``num_stages``; default ``4 * num_stages``, or what a schedule
@@ -199,7 +199,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._accumulating = False
         self._installed = ExitStack()
         self._shares_batches = False
-        self._cutting: Cutting | None = None
+        self._cutting: Partitioner | None = None
         self._seed = 0
         self._set_up_for: tuple[LightningModule, int] | None = None
         self._told_replicas: int | None = None  # before the topology was known
@@ -346,7 +346,7 @@ class PipelineStrategy(CheckpointingStrategy):
         replicas = self._topology(num_stages).data_parallel_size
         if module.trainer.state.fn == TrainerFn.FITTING:
             convert_batch_norms(module, self._layer_sync, self.root_device, num_replicas=replicas)
-        self._cutting = Cutting(
+        self._cutting = Partitioner(
             module,
             config,
             self._choice,

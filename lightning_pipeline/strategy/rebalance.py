@@ -14,7 +14,7 @@ from lightning_pipeline.planning.rebalance import Rebalance, rebalance
 from lightning_pipeline.schedules import measured_costs, recorded_schedule
 
 from .._lightning import Callback, LightningModule, Trainer, rank_zero_info
-from .measure import estimate_training_step, unnoticed, with_everybody
+from .measure import estimate_training_step, on_all_ranks, without_side_effects
 from .pipeline import pipeline_of
 from .schedule_choice import is_usual
 
@@ -74,13 +74,13 @@ class PipelineRebalance(Callback):
             schedule = recorded_schedule(timelines[-1], pipeline.placement)
             measured = measured_costs(timelines, pipeline.placement)
             microbatch = microbatches_of(batch, pipeline.num_microbatches, pl_module)[0]
-            with unnoticed(pl_module, strategy.root_device):
+            with without_side_effects(pl_module, strategy.root_device):
                 costs = estimate_training_step(pl_module, microbatch, strategy.root_device)
             return rebalance(costs, pipeline.recorder.calls.stages.exact, measured, schedule, Machine())
 
         # Within each pipeline: replicas may see batches of known structures in different steps.
         assert transport is not None
-        self.rebalance = with_everybody(
+        self.rebalance = on_all_ranks(
             decide, lambda found: transport.broadcast_object(found, 0, "a better cut"), decides=pipeline.rank == 0
         )
         rank_zero_info(f"PipelineRebalance: {self.rebalance}")

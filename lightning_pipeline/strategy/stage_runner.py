@@ -18,20 +18,20 @@ from lightning_pipeline.engine.gradients import Gradients
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.suspended import Suspended, running_step
-from lightning_pipeline.engine.work import Work
-from lightning_pipeline.hooks.owner_computes import Outside
+from lightning_pipeline.engine.work import StepTask
+from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.microbatch import OneBatch, microbatches_of
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.rng import mix
-from lightning_pipeline.runtime.direct import Direct
+from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology, stage_term
 from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import LightningModule, rank_zero_info, rank_zero_warn
-from .local_module import HeldModule
+from .local_module import LocalModule
 from .logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
 from .outputs import backward_of, combine, is_sum_over_samples, loss_in, mean_loss
 from .partitioner import Cut
@@ -109,7 +109,7 @@ class StageRunner:
         self._is_settled = False
         if is_fully_sharded and replicas is not None:
             self._sharded = FullySharded(replicas, device.type, gradients_mean=gradients_mean)
-        self.held = HeldModule(
+        self.held = LocalModule(
             module,
             cut,
             schedules.placement,
@@ -132,10 +132,10 @@ class StageRunner:
             num_microbatches=cut.num_microbatches,
             on_module_changed=self._take_in_new,
         )
-        self.outside: Outside | None = None
+        self.outside: OwnerComputes | None = None
         if transport is not None:
-            direct = Direct(transport, device)
-            self.outside = Outside(module, self.pipeline.recorder, transport, direct)
+            direct = DirectTransport(transport, device)
+            self.outside = OwnerComputes(module, self.pipeline.recorder, transport, direct)
         self._gradients = Gradients(
             module,
             self.held.placement,
@@ -231,7 +231,7 @@ class StageRunner:
             return weighted if scale is None else scale(weighted)
 
         run_backward, is_plain = backward_of(self._module)
-        work = Work(
+        work = StepTask(
             kind=("train", self._module.training),
             step=self._step_function(self._module.training_step, args, context, has_loss=True),
             loss_of=loss_of,
@@ -304,7 +304,7 @@ class StageRunner:
 
         run_backward, _ = backward_of(self._module)
         self._gradients.observe_buckets = observe_buckets
-        work = Work(
+        work = StepTask(
             kind=("train", self._module.training),
             step=step,
             loss_of=loss_of,
@@ -342,7 +342,7 @@ class StageRunner:
             args, microbatches, context: as for `train`.
         """
         numbers = _numbers(args)
-        work = Work(
+        work = StepTask(
             kind=(name, self._module.training, *numbers[1:]),
             step=self._step_function(getattr(self._module, name), args, context),
             results_on=None if self._output_broadcast else self.pipeline.last_rank,
@@ -394,7 +394,7 @@ class StageRunner:
         return mix(self._seed, zlib.crc32(name.encode()), *numbers)
 
     def _run(
-        self, work: Work, microbatches: list[Any] | None, extra: Callable[[], list[float]] = list
+        self, work: StepTask, microbatches: list[Any] | None, extra: Callable[[], list[float]] = list
     ) -> tuple[list[Microbatch], list[list[float]]]:
         """Run a step. Returns its micro-batches, and of every rank `extra`, what is logged, and what has arrived."""
         return self.pipeline.run(

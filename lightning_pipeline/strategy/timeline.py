@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_pipeline.engine.executor import Span
-from lightning_pipeline.engine.recorded_times import Recording, gather_recordings
+from lightning_pipeline.engine.recorded_times import RecordedStep, gather_recordings
 from lightning_pipeline.schedules import idle_share, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.timeline import overlapped_share, save_chrome_trace, save_picture
 
@@ -68,10 +68,10 @@ class PipelineTimeline(Callback):
         self.every_n_steps = every_n_steps
         self.bubble: float | None = None
         """The measured bubble of the last step that the ranks exchanged."""
-        self.recorded: Recording | None = None
+        self.recorded: RecordedStep | None = None
         """What this rank recorded of the last step, on its own clock."""
         self._last_step = 0
-        self._recording: Recording | None = None
+        self._recording: RecordedStep | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,7 +83,7 @@ class PipelineTimeline(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._recording = Recording(trainer.global_rank)
+        self._recording = RecordedStep(trainer.global_rank)
 
     @override
     def on_train_batch_end(
@@ -126,7 +126,9 @@ class PipelineTimeline(Callback):
         if self._recording is not None:
             self._recording.note_reduction(bucket, start, end)
 
-    def _exchange(self, strategy: PipelineStrategy, own: Recording) -> tuple[list[list[Recording]], dict[str, float]]:
+    def _exchange(
+        self, strategy: PipelineStrategy, own: RecordedStep
+    ) -> tuple[list[list[RecordedStep]], dict[str, float]]:
         """What the ranks recorded, by replica and stage, and the metrics. All ranks must call it."""
         assert strategy.pipeline is not None
         recorded = gather_recordings(own, strategy.transport, strategy.replicas)
@@ -134,7 +136,7 @@ class PipelineTimeline(Callback):
         self.bubble = metrics["pipeline/bubble"]
         return recorded, metrics
 
-    def _write(self, recorded: Sequence[Sequence[Recording]], dirpath: Path, simulated: float) -> None:
+    def _write(self, recorded: Sequence[Sequence[RecordedStep]], dirpath: Path, simulated: float) -> None:
         dirpath.mkdir(parents=True, exist_ok=True)
         trace = write_chrome_trace(recorded, dirpath / f"{self.filename}.json")
         picture = draw_timeline(recorded, dirpath / f"{self.filename}.png")
@@ -144,7 +146,7 @@ class PipelineTimeline(Callback):
         )
 
 
-def timeline_metrics(recorded: Sequence[Sequence[Recording]], placement: Sequence[int]) -> dict[str, float]:
+def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequence[int]) -> dict[str, float]:
     """The numbers that `PipelineTimeline` logs, by name.
 
     Args:
@@ -171,7 +173,7 @@ def timeline_metrics(recorded: Sequence[Sequence[Recording]], placement: Sequenc
     return metrics
 
 
-def write_chrome_trace(recorded: Sequence[Sequence[Recording]], path: Path) -> Path:
+def write_chrome_trace(recorded: Sequence[Sequence[RecordedStep]], path: Path) -> Path:
     """Write what all ranks did, with times in seconds, by replica and stage. Returns `path`."""
     ranks = [rank for pipeline in recorded for rank in pipeline]
     return save_chrome_trace(
@@ -182,7 +184,7 @@ def write_chrome_trace(recorded: Sequence[Sequence[Recording]], path: Path) -> P
     )
 
 
-def draw_timeline(recorded: Sequence[Sequence[Recording]], path: Path) -> Path | None:
+def draw_timeline(recorded: Sequence[Sequence[RecordedStep]], path: Path) -> Path | None:
     """Draw what the ranks of the first replicas did. Returns `path`, or None where matplotlib is not installed."""
     num_shown = max(1, MAX_ROWS // len(recorded[0]))
     shown = [rank for pipeline in recorded[:num_shown] for rank in pipeline]
@@ -203,7 +205,7 @@ def draw_timeline(recorded: Sequence[Sequence[Recording]], path: Path) -> Path |
         return None
 
 
-def _labels(recorded: Sequence[Sequence[Recording]]) -> list[str]:
+def _labels(recorded: Sequence[Sequence[RecordedStep]]) -> list[str]:
     """The ranks' names, replica after replica."""
     if len(recorded) == 1:
         return [f"rank {rank.rank}" for rank in recorded[0]]
@@ -214,7 +216,7 @@ def _labels(recorded: Sequence[Sequence[Recording]]) -> list[str]:
     ]
 
 
-def _stages(rank: Recording) -> str:
+def _stages(rank: RecordedStep) -> str:
     """``"stage 1"``, or ``"stages 1, 3"`` where a rank holds several virtual ones."""
     stages = sorted({action.stage for action, _, _ in rank.actions})
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"

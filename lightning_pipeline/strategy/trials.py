@@ -18,7 +18,7 @@ from lightning_pipeline.engine.draws import Draws, set_aside
 from lightning_pipeline.engine.in_order import InOrder
 from lightning_pipeline.engine.microbatch import Microbatch, Structure
 from lightning_pipeline.engine.pipeline import Pipeline
-from lightning_pipeline.engine.work import Work
+from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.microbatch import microbatches_of
@@ -117,7 +117,7 @@ def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> 
 
 
 class TrialSteps:
-    """Runs a training step without an update, and without a trace (`unnoticed`, as its user sees to).
+    """Runs a training step without an update, and without a trace (`without_side_effects`, as its user sees to).
 
     Args:
         step: the user's, from a micro-batch to its loss.
@@ -140,7 +140,7 @@ class TrialSteps:
         self._device = device
         self._schedules_of = schedules_of
         run_backward, is_plain = backward_of(module)
-        self._work = Work(
+        self._work = StepTask(
             kind=("tried", module.training),
             step=lambda state, microbatch: (None, step(microbatch)),
             loss_of=lambda state, loss: loss / state.num_microbatches,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from lightning_pipeline.engine.draws import Counted, Draws
+from lightning_pipeline.engine.draws import CountedDraws, Draws
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.schedules import Action, Kind
@@ -30,7 +30,7 @@ class WholeBatch:
     ) -> None:
         self._draws = draws
         self._seed = mix(seed, 0)  # of the first micro-batch
-        self._counted = Counted(draws, self._seed)
+        self._counted = CountedDraws(draws, self._seed)
         self._actions = actions
         self._observe = observe
 

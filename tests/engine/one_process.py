@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.pipeline import Pipeline
-from lightning_pipeline.engine.work import Work
+from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.recording.module_tensors import ModuleTensors
@@ -44,7 +44,7 @@ class Came:
 
 
 class _OnOneRank(Pipeline):
-    def _run_alone(self, work: Work, states: list[Microbatch]) -> None:
+    def _run_alone(self, work: StepTask, states: list[Microbatch]) -> None:
         with self.recorder.patched(), self.recorder.installed():
             self._run_in_stages(work, states)
 
@@ -108,7 +108,7 @@ def on_stages(
         return loss / len(batches)
 
     for number in range(steps):
-        work = Work(kind="train", step=run, loss_of=loss_of, seed=seed + number)
+        work = StepTask(kind="train", step=run, loss_of=loss_of, seed=seed + number)
         states, _ = pipeline.run(work, [copy.deepcopy(batch) for batch in batches])
         came.in_order = [state.is_done for state in states]
     came.gradients = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_pipeline.engine.executor import METHODS, Program, Run
+from lightning_pipeline.engine.executor import METHODS, RankProgram, ScheduleRun
 from lightning_pipeline.schedules import Schedule, build, lower
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
@@ -64,7 +64,7 @@ def went(schedule: Schedule, rank: int, *, finishes_before: bool = False) -> lis
     stages = {action.stage: Stage(action.stage, prepared, notes) for action in actions}
     for stage in stages.values():
         stage.prepare = prepare
-    run = Run(Program(actions), stages, prepare=prepare)
+    run = ScheduleRun(RankProgram(actions), stages, prepare=prepare)
     run.go_on()
     did = [note for note in notes if note[0] in METHODS.values()]
     expected = [(METHODS[action.kind], action.stage, action.microbatch) for action in actions]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.engine.gradient_strides import GradientStrides
-from lightning_pipeline.engine.microbatch import Here
-from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.engine.microbatch import ArrivedTensor
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, from_memory, laid_out
 from lightning_pipeline.runtime.transport import to_wire
 from tests.engine.one_process import assert_equal
@@ -88,7 +88,7 @@ def _exchanged(sender: GradientStrides, receiver: GradientStrides, gradient: Ten
     message = sender.announce([gradient])
     [sent] = sender.to_send([gradient])
     assert receiver.can_post()
-    arriving = receiver.post(lambda meta: Here(message))
+    arriving = receiver.post(lambda meta: ArrivedTensor(message))
     assert (arriving is None) == (message is None)
     [stride] = receiver.strides(arriving, "a gradient")
     memory = to_wire(sent, sent.device).view(receiver.metas[0].shape)
@@ -96,8 +96,8 @@ def _exchanged(sender: GradientStrides, receiver: GradientStrides, gradient: Ten
 
 
 def test_dense_strides_are_told_once() -> None:
-    looks = [Look.of(LAYOUTS["contiguous"])]
-    sender, receiver = GradientStrides(looks), GradientStrides(looks)
+    specs = [TensorSpec.of(LAYOUTS["contiguous"])]
+    sender, receiver = GradientStrides(specs), GradientStrides(specs)
     for name, is_told in (("permuted", True), ("permuted", False), ("contiguous", False), ("expanded", False)):
         found, came_after_message = _exchanged(sender, receiver, LAYOUTS[name])
         assert found.equal(LAYOUTS[name]) and found.stride() == LAYOUTS["permuted"].stride()
@@ -105,8 +105,8 @@ def test_dense_strides_are_told_once() -> None:
 
 
 def test_others_are_told_every_time() -> None:
-    looks = [Look.of(LAYOUTS["contiguous"])]
-    sender, receiver = GradientStrides(looks), GradientStrides(looks)
+    specs = [TensorSpec.of(LAYOUTS["contiguous"])]
+    sender, receiver = GradientStrides(specs), GradientStrides(specs)
     for name in ("one number", "permuted", "expanded", "slice"):
         found, came_after_message = _exchanged(sender, receiver, LAYOUTS[name])
         assert found.equal(LAYOUTS[name]) and found.stride() == LAYOUTS[name].stride()
@@ -114,16 +114,16 @@ def test_others_are_told_every_time() -> None:
 
 
 def test_nothing_is_posted_before_it_is_known_whether_a_message_comes() -> None:
-    receiver = GradientStrides([Look.of(LAYOUTS["contiguous"])])
+    receiver = GradientStrides([TensorSpec.of(LAYOUTS["contiguous"])])
     message = torch.tensor(LAYOUTS["permuted"].stride())
-    receiver.post(lambda meta: Here(message))
+    receiver.post(lambda meta: ArrivedTensor(message))
     assert not receiver.can_post()
     receiver.hear("a gradient")
     assert receiver.can_post()
-    assert receiver.post(lambda meta: Here(message)) is None
+    assert receiver.post(lambda meta: ArrivedTensor(message)) is None
 
 
 def test_numbers_need_no_strides() -> None:
-    strides = GradientStrides([Look.of(torch.tensor(1.0))])
+    strides = GradientStrides([TensorSpec.of(torch.tensor(1.0))])
     assert strides.announce([torch.tensor(2.0)]) is None
     assert strides.strides(None, "a gradient") == [()]

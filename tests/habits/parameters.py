@@ -475,17 +475,17 @@ class ParametersCounted(Evaluated):
         super().__init__()
         self.shapes: list[Any] = []
 
-    def look(self) -> None:
+    def spec(self) -> None:
         total = sum(p.numel() for p in self.parameters())
         size = sum(p.numel() * p.element_size() for p in self.parameters())
         kinds = sorted({(str(p.dtype), p.device.type, p.requires_grad) for p in self.parameters()})
         self.shapes.append((total, size, kinds, [tuple(p.shape) for p in self.parameters()]))
 
     def on_fit_start(self) -> None:
-        self.look()
+        self.spec()
 
     def on_train_end(self) -> None:
-        self.look()
+        self.spec()
         self.shapes.append(round(sum(float(p.sum()) for p in self.parameters()), 9))
 
 
@@ -497,7 +497,7 @@ class LooksAtDevices(Layers):
         super().__init__()
         self.found: list[Any] = []
 
-    def look(self, when: str) -> torch.device:
+    def spec(self, when: str) -> torch.device:
         tensors = [*self.parameters(), *self.buffers()]
         if len({tensor.device for tensor in tensors}) > 1:
             raise ValueError("Module tensors on multiple devices")
@@ -505,12 +505,12 @@ class LooksAtDevices(Layers):
         return next(self.parameters()).device
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        device = self.look("in a step")
+        device = self.spec("in a step")
         x, y = batch
         return super().training_step((x.to(device).to(self.head.weight.device), y.to(self.device)), batch_idx)
 
     def on_train_epoch_end(self) -> None:
-        device = self.look("in a hook")
+        device = self.spec("in a hook")
         self.cpu()
         self.to(device)
         for copied in (copy.deepcopy(self.layers), pickle.loads(pickle.dumps(self.layers))):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import Look
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.tree import dumps
 from lightning_pipeline.recording.operation import Call, shown
 
@@ -35,10 +35,10 @@ def test_calls_with_each_ranks_device_are_one(kind: type) -> None:
 
 
 def test_what_another_rank_tells_is_on_the_own_device() -> None:
-    look = Look(torch.Size([2]), (1,), torch.float32, FIRST, torch.strided, False, True, False)
-    told = {"look": look, "devices": [FIRST, torch.device("cpu"), torch.device("cuda")]}
+    spec = TensorSpec(torch.Size([2]), (1,), torch.float32, FIRST, torch.strided, False, True, False)
+    told = {"look": spec, "devices": [FIRST, torch.device("cpu"), torch.device("cuda")]}
     found = pickle.loads(dumps(told))
-    assert found == {"look": look.but(device=SECOND), "devices": [SECOND, torch.device("cpu"), torch.device("cuda")]}
+    assert found == {"look": spec.but(device=SECOND), "devices": [SECOND, torch.device("cpu"), torch.device("cuda")]}
 
 
 class Batch:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import Look
-from lightning_pipeline.partition.torch_functions import Kind, kind_of
+from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of
 from lightning_pipeline.recording import inference
 from lightning_pipeline.recording.inference import Inference
 from lightning_pipeline.recording.operation import take_apart
@@ -46,7 +46,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_strides_are_those_of_the_cpu(name: str, layout: str, needs_grad: bool) -> None:
     given = INPUTS[layout].detach().requires_grad_(needs_grad)
     inference = Inference()
-    fake = inference.fake(Look.of(given))
+    fake = inference.fake(TensorSpec.of(given))
     with inference.mode:
         found = FUNCTIONS[name](fake)
     assert found.stride() == FUNCTIONS[name](given).stride()
@@ -81,14 +81,14 @@ class _Inferred(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = take_apart(func, args, kwargs or {})
-        if not call.tensors or kind_of(func) is Kind.DESCRIBES:
+        if not call.tensors or kind_of(func) is FunctionKind.DESCRIBES:
             return func(*args, **(kwargs or {}))
-        result = self.inference.result(func, call, [Look.of(tensor) for tensor in call.tensors])
+        result = self.inference.result(func, call, [TensorSpec.of(tensor) for tensor in call.tensors])
         found = func(*args, **(kwargs or {}))
         assert result is not None
-        for tensor, look in zip(tree.leaves(found), result.tensors, strict=True):
-            if isinstance(look, Look):
-                self.compared.append((func, tensor.stride(), look.stride))
+        for tensor, spec in zip(tree.leaves(found), result.tensors, strict=True):
+            if isinstance(spec, TensorSpec):
+                self.compared.append((func, tensor.stride(), spec.stride))
         return found
 
 
@@ -109,14 +109,14 @@ def test_calls_are_inferred_as_they_come_out(name: str, needs_grad: bool) -> Non
 def test_nothing_is_drawn_to_infer() -> None:
     before = torch.default_generator.get_state()
     call = take_apart(F.rrelu, (INPUTS["dense"],), {"training": True})
-    Inference().result(F.rrelu, call, [Look.of(INPUTS["dense"])])
+    Inference().result(F.rrelu, call, [TensorSpec.of(INPUTS["dense"])])
     assert torch.default_generator.get_state().equal(before)
 
 
 def test_what_is_large_is_not_computed_to_infer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inference, "_on_zeros", lambda *_: pytest.fail("computed"))
     large = torch.empty(1024, 1024, device="meta")
-    look = Look.of(torch.empty(2, 2)).but(shape=large.shape, stride=large.stride())
-    assert look.num_bytes > inference._SMALL
-    result = Inference().result(F.relu, take_apart(F.relu, (large,), {}), [look])
-    assert result is not None and result.tensors == (look,)
+    spec = TensorSpec.of(torch.empty(2, 2)).but(shape=large.shape, stride=large.stride())
+    assert spec.num_bytes > inference._SMALL
+    result = Inference().result(F.relu, take_apart(F.relu, (large,), {}), [spec])
+    assert result is not None and result.tensors == (spec,)

@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_pipeline.engine.recorded_times import Recording
+from lightning_pipeline.engine.recorded_times import RecordedStep
 from lightning_pipeline.schedules import Action
 from lightning_pipeline.strategy.timeline import MAX_ROWS, draw_timeline, write_chrome_trace
 
 RECORDED = [
     [
-        Recording(0, [(Action.parse("0F0"), 10.0, 10.001), (Action.parse("0SEND_F0"), 10.001, 10.002)]),
-        Recording(1, [(Action.parse("1RECV_F0"), 10.0, 10.002), (Action.parse("1F0"), 10.002, 10.004)]),
+        RecordedStep(0, [(Action.parse("0F0"), 10.0, 10.001), (Action.parse("0SEND_F0"), 10.001, 10.002)]),
+        RecordedStep(1, [(Action.parse("1RECV_F0"), 10.0, 10.002), (Action.parse("1F0"), 10.002, 10.004)]),
     ]
 ]
 
@@ -47,7 +47,7 @@ def test_of_many_replicas_the_trace_has_all_and_the_picture_the_first(tmp_path: 
     reductions = [(10.004, 10.006)]
     recorded = [
         [
-            Recording(replica + num_replicas * stage, rank.actions, reductions * stage)
+            RecordedStep(replica + num_replicas * stage, rank.actions, reductions * stage)
             for stage, rank in enumerate(RECORDED[0])
         ]
         for replica in range(num_replicas)

@@ -263,7 +263,7 @@ def unequal(world: int) -> dict[str, Any]:
 
     with (
         mock.patch.object(partitioner, "measure_step", even),
-        mock.patch.object(partitioner.Cutting, "_measure_what_stages_cost"),
+        mock.patch.object(partitioner.Partitioner, "_measure_what_stages_cost"),
         mock.patch.object(trials, "worth_trying", lambda *args: []),
     ):
         L.seed_everything(1, verbose=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy, PipelineTimeline
 from lightning_pipeline.engine import recorded_times
-from lightning_pipeline.engine.recorded_times import Recording, gather_recordings
+from lightning_pipeline.engine.recorded_times import RecordedStep, gather_recordings
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.schedules import build, simulate
 from tests.launching import PATIENCE_S, launch
@@ -86,7 +86,7 @@ def gather_with_clocks_apart(strategy: PipelineStrategy) -> list[list[float]]:
     ahead = CLOCKS_APART * (strategy.global_rank - 1.5)
     recorded_times.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
     try:
-        recording = Recording(strategy.global_rank, reductions=[(time.perf_counter() + ahead, 0.0)])
+        recording = RecordedStep(strategy.global_rank, reductions=[(time.perf_counter() + ahead, 0.0)])
         replicas = Replicas.shared(strategy.topology, strategy.timeout)
         gathered = gather_recordings(recording, strategy.transport, replicas)
         strategy.barrier("after what was gathered")  # a process that ends takes along what it has yet to send

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipeline.engine.ahead import AheadOfPython
+from lightning_pipeline.engine.ahead import EarlyForwards
 from tests.launching import launch
 from tests.training.runs import differing, pipeline_trainer, weights
 
@@ -128,7 +128,7 @@ def run(kind: str, world: int, schedule: str, parts: int) -> dict[str, Any]:
     cut = {f"layers.{part * NUM_LAYERS // parts}": part for part in range(1, parts)}
     trainer = pipeline_trainer(cut, world=world, strategy={"schedule": schedule}, max_epochs=2)
     ends = {True: 0, False: 0}
-    own = AheadOfPython.has_ended
+    own = EarlyForwards.has_ended
 
     def has_ended(self: Any, state: Any, *args: Any) -> bool:
         was_open = state.is_open
@@ -138,7 +138,7 @@ def run(kind: str, world: int, schedule: str, parts: int) -> dict[str, Any]:
         return found
 
     loader = DataLoader(Listed(kind), batch_size=None)
-    with mock.patch.object(AheadOfPython, "has_ended", has_ended), warnings.catch_warnings(record=True) as caught:
+    with mock.patch.object(EarlyForwards, "has_ended", has_ended), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, loader, DataLoader(Listed(""), batch_size=None))
     told = [str(warning.message) for warning in caught if "reads what a stage computes" in str(warning.message)]
