@@ -161,7 +161,7 @@ class PipelineGradReducer:
             are left out of it.
         scale_sense: what the loss was multiplied by. A tensor of one element, on the gradients' device or the CPU, is
             read at every step.
-        opt_shard: not here; ``PipelineStrategy(opt_shard=True)`` shards the optimizer state.
+        opt_shard: not here; ``PipelineStrategy(data_parallel="zero1")`` shards the optimizer state.
         group: the ranks that hold replicas of these parameters; None for the default group, or for no replicas where
             `torch.distributed` is not initialised.
         gradients_mean: mean over replicas; else their sum.
@@ -187,7 +187,7 @@ class PipelineGradReducer:
         if opt_shard:
             raise ValueError(
                 "opt_shard=True is not the reducer's, which gives every replica all gradients: leave it out here, and "
-                "set PipelineStrategy(opt_shard=True) to shard the optimizer state"
+                'set PipelineStrategy(data_parallel="zero1") to shard the optimizer state'
             )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes has to be positive, got {bucket_bytes}")

@@ -70,7 +70,7 @@ class OptimizerStates:
         """For each parameter of which some rank has state, in the optimizer's order."""
         if self.are_shared_out:
             raise NotImplementedError(
-                f"optimizer.state is used in a hook ({users_line()}), and with opt_shard=True, data_parallel='fsdp' or "
+                f"optimizer.state is used in a hook ({users_line()}), and with data_parallel='zero1' or 'fsdp', or "
                 f"tensor parallelism a rank has parts of it: take it from a checkpoint"
             )
         [(_, whole)] = [one for one in self._shown if one[0] is optimizer]

@@ -129,5 +129,5 @@ def refuse_writing(tensor: Tensor, name: str) -> None:
     if _IS_VIEW in tensor.__dict__:
         raise NotImplementedError(
             f'{name} writes into a view, such as .data, of a parameter that data_parallel="fsdp" keeps in slices '
-            f"({users_line()}): write into the parameter itself under torch.no_grad(), or use opt_shard=True"
+            f"({users_line()}): write into the parameter itself under torch.no_grad(), or use data_parallel='zero1'"
         )

@@ -113,10 +113,10 @@ class PipelineStrategy(CheckpointingStrategy):
             and goes on with what would be fastest (see ``Advisor``).
         max_live_microbatches: with "auto", the most micro-batches whose activations a device may hold.
         gradients_mean: gradients are averaged over replicas; else summed.
-        opt_shard: replicas share out the optimizer's state and update (see ``OptimizerShards``); checkpoints stay the
-            same.
-        data_parallel: "replicate" keeps a stage's parameters whole on each of its replicas; "fsdp" shards them, their
-            gradients and optimizer state over the replicas from the first training step on (see ``FullySharded``).
+        data_parallel: "replicate" keeps a stage's parameters and optimizer state whole on each of its replicas; "zero1"
+            shards the optimizer state and the update (see ``OptimizerShards``); "fsdp" shards parameters and gradients
+            as well, from the first training step on (see ``FullySharded``). Checkpoints are the same files.
+        opt_shard: True is MindSpore's name for ``data_parallel="zero1"``.
         tensor_parallel_size: ranks among which `configure_model` splits each stage's tensors, by
             ``parallelize_module(..., self.device_mesh["tensor_parallel"], ...)``; needs ``num_stages``.
         weights: files of weights to start from, of which each rank reads what it holds (see ``load_weights``).
@@ -148,8 +148,8 @@ class PipelineStrategy(CheckpointingStrategy):
         schedule: ScheduleArgument = "1f1b",
         max_live_microbatches: float | None = None,
         gradients_mean: bool = True,
-        opt_shard: bool = False,
         data_parallel: str = "replicate",
+        opt_shard: bool = False,
         tensor_parallel_size: int = 1,
         weights: Weights | None = None,
         loss_reduction: str = "mean",
@@ -181,8 +181,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self.num_microbatches = num_microbatches
         self.schedule = schedule
         self.gradients_mean = gradients_mean
-        self.opt_shard = opt_shard
-        self.data_parallel = data_parallel
+        self.data_parallel = validation.data_parallel_of(data_parallel, opt_shard=opt_shard)
         self.tensor_parallel_size = tensor_parallel_size
         self.weights = weights
         self.loss_reduction = loss_reduction
@@ -317,7 +316,7 @@ class PipelineStrategy(CheckpointingStrategy):
             self._stage_optimizers = StageOptimizers(
                 [OptimizerLayout(optimizer, module) for optimizer in self.optimizers],
                 self.transport,
-                shards_over=self.replicas if self.opt_shard else None,
+                shards_over=self.replicas if self.data_parallel == "zero1" else None,
                 has_slices=self._running.has_slices,
             )
             self._stage_optimizers.settle(self._running.held.ownership)

@@ -175,7 +175,7 @@ def _check_can_be_shared_out(layout: OptimizerLayout, *, by_parameter: bool) -> 
         ValueError: with the way out.
     """
     name = type(layout.optimizer).__name__
-    asked = "opt_shard=True" if by_parameter else 'data_parallel="fsdp" or tensor parallelism'
+    asked = 'data_parallel="zero1"' if by_parameter else 'data_parallel="fsdp" or tensor parallelism'
     if layout.keeps_all:
         raise ValueError(
             f"{name} updates all parameters as one vector, of which replicas cannot have parts each: leave {asked} out"

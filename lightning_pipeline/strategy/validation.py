@@ -32,18 +32,31 @@ if TYPE_CHECKING:
     from .pipeline import PipelineStrategy
 
 
+DATA_PARALLEL = ("replicate", "zero1", "fsdp")
 ALIKE = (
     "num_stages",
     "num_microbatches",
     "max_live_microbatches",
     "gradients_mean",
-    "opt_shard",
     "data_parallel",
     "tensor_parallel_size",
     "loss_reduction",
     "output_broadcast",
 )
 """Those that all ranks have to be given alike, beside the schedule."""
+
+
+def data_parallel_of(data_parallel: str, *, opt_shard: bool) -> str:
+    """What the two options for sharding over replicas come to.
+
+    Raises:
+        ValueError: no such way, or `opt_shard` beside "fsdp".
+    """
+    if data_parallel not in DATA_PARALLEL:
+        raise ValueError(f'data_parallel is "replicate", "zero1" or "fsdp", got {data_parallel!r}')
+    if opt_shard and data_parallel == "fsdp":
+        raise ValueError('data_parallel="fsdp" shards the optimizer state already: leave opt_shard=True out')
+    return "zero1" if opt_shard else data_parallel
 
 
 def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
@@ -56,10 +69,6 @@ def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
         raise ValueError(f'loss_reduction is "mean" or "sum", got {asked.loss_reduction!r}')
     if asked.start_method not in ("popen", "fork"):
         raise ValueError(f'start_method is "popen" or "fork", got {asked.start_method!r}')
-    if asked.data_parallel not in ("replicate", "fsdp"):
-        raise ValueError(f'data_parallel is "replicate" or "fsdp", got {asked.data_parallel!r}')
-    if asked.data_parallel == "fsdp" and asked.opt_shard:
-        raise ValueError('data_parallel="fsdp" shards the optimizer state already: leave opt_shard=True out')
     _check_count("tensor_parallel_size", asked.tensor_parallel_size, MAX_PROCESSES)
     if asked.tensor_parallel_size > 1 and asked.num_stages is None:
         raise ValueError(
@@ -147,7 +156,7 @@ def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tenso
     if fsdp and (copy := next(copies_of(module, trainer), None)) is not None:
         raise ValueError(
             f'a callback keeps a copy of {type(copy).__name__} for averaging, and data_parallel="fsdp" leaves no whole '
-            f"weights to average: use opt_shard=True, which shards the optimizer state only, or drop the callback"
+            f"weights to average: use data_parallel='zero1', which shards the optimizer state only, or drop it"
         )
     sliced = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if sliced is not None and not (tensor_parallel or fsdp):

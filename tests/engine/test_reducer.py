@@ -403,7 +403,7 @@ def test_without_replicas() -> None:
 
 def test_refused_arguments() -> None:
     own = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"PipelineStrategy\(opt_shard=True\)"):
+    with pytest.raises(ValueError, match=r"PipelineStrategy\(data_parallel=\"zero1\"\)"):
         PipelineGradReducer([own], opt_shard=True)
     PipelineGradReducer([own], 1.0, False)
     with pytest.raises(ValueError, match="of 2 parameters only 1 are different"):

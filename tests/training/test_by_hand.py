@@ -136,7 +136,11 @@ def test_the_automatic_cut_measures_steps_by_hand(tmp_path: Path) -> None:
 
 # -- replicas -------------------------------------------------------------------------------------------------------
 
-LAYOUTS: dict[str, dict[str, Any]] = {"whole": {}, "opt_shard": {"opt_shard": True}, "fsdp": {"data_parallel": "fsdp"}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "zero1": {"data_parallel": "zero1"},
+    "fsdp": {"data_parallel": "fsdp"},
+}
 REPLICATED = (by_hand.StepsTorchsOptimizer, by_hand.GANWithToggles, generated.ProximalPolicy)
 
 

@@ -33,14 +33,14 @@ WORLD = 4
 SAMPLES, BATCH_SIZE, NUM_MICROBATCHES, EPOCHS = 16, 8, 4, 2  # of one process
 VIRTUAL = "interleaved_1f1b"
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "2 x 2, opt_shard": {"num_stages": 2, "opt_shard": True},
+    "2 x 2, zero1": {"num_stages": 2, "data_parallel": "zero1"},
     "2 x 2, fsdp": {"num_stages": 2, "data_parallel": "fsdp"},
     "2 x 2, virtual stages": {"num_stages": 2, "schedule": VIRTUAL},
 }
 OTHERS: dict[str, dict[str, Any]] = {  # in which the runs above resume
-    "2 x 2, opt_shard": {"num_stages": 2, "data_parallel": "fsdp"},
+    "2 x 2, zero1": {"num_stages": 2, "data_parallel": "fsdp"},
     "2 x 2, fsdp": {"num_stages": 4},
-    "2 x 2, virtual stages": {"num_stages": 1, "opt_shard": True},
+    "2 x 2, virtual stages": {"num_stages": 1, "data_parallel": "zero1"},
 }
 
 

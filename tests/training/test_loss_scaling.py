@@ -107,7 +107,7 @@ def run(world: int, folder: str) -> dict[str, Any]:
     return {**found, "resumed": resumed.values, "accumulated": accumulated.values, "by hand": by_hand(world)}
 
 
-REPLICAS: dict[str, dict[str, Any]] = {"opt_shard": {"opt_shard": True}, "fsdp": {"data_parallel": "fsdp"}}
+REPLICAS: dict[str, dict[str, Any]] = {"zero1": {"data_parallel": "zero1"}, "fsdp": {"data_parallel": "fsdp"}}
 
 
 def overflow(world: int, names: list[str]) -> dict[str, Any]:
@@ -129,10 +129,10 @@ def overflow(world: int, names: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def overflown(wanted: Any) -> list[dict[str, Any]]:
-    return launch(overflow, 4, wanted(REPLICAS, ["opt_shard"], "name"), world=4)
+    return launch(overflow, 4, wanted(REPLICAS, ["zero1"], "name"), world=4)
 
 
-@pytest.mark.parametrize("name", [pytest.param("opt_shard", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("name", [pytest.param("zero1", marks=pytest.mark.slow), "fsdp"])
 def test_replicas_agree_on_an_overflow(name: str, overflown: Any) -> None:
     # Where the gradients fit depends on the share of a micro-batch in a replica's loss, so not on one process.
     scales = overflown[0][name]["scales"]

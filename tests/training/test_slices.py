@@ -141,7 +141,7 @@ def failed(module: type[Layers], folder: Path, world: int, options: dict[str, An
     return ""
 
 
-@pytest.mark.parametrize("options", [{"data_parallel": "fsdp"}, {"opt_shard": True}], ids=["fsdp", "opt_shard"])
+@pytest.mark.parametrize("options", [{"data_parallel": "fsdp"}, {"data_parallel": "zero1"}], ids=["fsdp", "zero1"])
 def test_what_updates_all_parameters_as_one_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     for message in launch(failed, ByLBFGS, tmp_path, 2, options, world=2):
         assert "LBFGS updates all parameters as one vector" in message and "leave" in message
@@ -150,13 +150,13 @@ def test_what_updates_all_parameters_as_one_is_refused(options: dict[str, Any], 
 def warned(folder: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fitted(ByOwnOptimizer, folder, 2, opt_shard=True)
+        fitted(ByOwnOptimizer, folder, 2, data_parallel="zero1")
     return [str(one.message) for one in caught]
 
 
 def test_an_own_optimizer_is_told_that_it_finds_no_gradients_at_others(tmp_path: Path) -> None:
     messages = launch(warned, tmp_path, world=2)[0]
-    assert any("SignDescent" in message and "leave opt_shard=True out" in message for message in messages)
+    assert any("SignDescent" in message and 'leave data_parallel="zero1" out' in message for message in messages)
 
 
 def test_a_write_that_would_be_lost_is_refused(tmp_path: Path) -> None:

@@ -255,3 +255,9 @@ def test_options_that_do_not_go_together() -> None:
         PipelineStrategy(tensor_parallel_size=2)
     with pytest.raises(ValueError, match='data_parallel="fsdp" shards the optimizer state already'):
         PipelineStrategy(data_parallel="fsdp", opt_shard=True)
+    with pytest.raises(ValueError, match='data_parallel is "replicate", "zero1" or "fsdp", got \'zero2\''):
+        PipelineStrategy(data_parallel="zero2")
+
+
+def test_opt_shard_is_another_name() -> None:
+    assert PipelineStrategy(opt_shard=True).data_parallel == PipelineStrategy(data_parallel="zero1").data_parallel
