@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from contextlib import contextmanager
+from functools import lru_cache, partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -81,18 +81,34 @@ def over_replicas(topology: Topology | None) -> Iterator[None]:
     if topology is None or topology.num_stages == 1 or not dist.is_initialized() or is_entered:
         yield
         return
-    num_replicas = topology.data_parallel_size
-    with ExitStack() as changes:
-        for name, alone in _ALONE.items():
-            instead = partial(_alone, alone) if num_replicas == 1 else partial(_refuse, name)
-            changes.enter_context(_collective_replaced(name, instead))
-        for name, number in (("get_world_size", num_replicas), ("get_rank", topology.replica)):
-            changes.enter_context(_number_replaced(name, number))
+    changes = _changes(topology.data_parallel_size, topology.replica)
+    before = [(holder, key, getattr(holder, key)) for holder, key, _ in changes]
+    for holder, key, value in changes:
+        setattr(holder, key, value)
+    try:
         yield
+    finally:
+        for holder, key, value in before:
+            setattr(holder, key, value)
 
 
-@contextmanager
-def _collective_replaced(name: str, instead: Callable[..., Any]) -> Iterator[None]:
+Change = tuple[Any, str, Any]
+"""An object, its attribute, and the value that it gets."""
+
+
+@lru_cache(maxsize=4)  # a step enters them, so they are made once
+def _changes(num_replicas: int, replica: int) -> list[Change]:
+    """What is replaced in torch."""
+    found = []
+    for name, alone in _ALONE.items():
+        instead = partial(_alone, alone) if num_replicas == 1 else partial(_refuse, name)
+        found.append(_collective_replaced(name, instead))
+    for name, number in (("get_world_size", num_replicas), ("get_rank", replica)):
+        found += _number_replaced(name, number)
+    return found
+
+
+def _collective_replaced(name: str, instead: Callable[..., Any]) -> Change:
     """Have a collective over all ranks do something else.
 
     Whatever module has imported it under which name: torch wraps each into a function that logs errors, whose one cell
@@ -107,15 +123,10 @@ def _collective_replaced(name: str, instead: Callable[..., Any]) -> Iterator[Non
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs) if _is_over_some(args, kwargs) else instead(*args, **kwargs)
 
-    setattr(holder, key, replaced)
-    try:
-        yield
-    finally:
-        setattr(holder, key, plain)
+    return holder, key, replaced
 
 
-@contextmanager
-def _number_replaced(name: str, number: int) -> Iterator[None]:
+def _number_replaced(name: str, number: int) -> list[Change]:
     """Have `get_rank` or `get_world_size` give a number, by whatever name somebody else than torch has imported it.
 
     These are not wrapped, so their code is replaced; torch's own modules, which import them by name, ask for processes.
@@ -130,15 +141,12 @@ def _number_replaced(name: str, number: int) -> Iterator[None]:
         is_torchs = sys._getframe(2).f_globals.get("__name__", "").startswith("torch.")
         return plain(*args, **kwargs) if is_torchs else of_replicas(*args, **kwargs)
 
-    code = function.__code__, function.__defaults__
-    function.__code__, function.__defaults__ = _calls_default.__code__, (None, by_name)
     of_replicas.of_replicas = True  # type: ignore[attr-defined]
-    setattr(dist, name, of_replicas)
-    try:
-        yield
-    finally:
-        setattr(dist, name, function)
-        function.__code__, function.__defaults__ = code
+    return [
+        (function, "__code__", _calls_default.__code__),
+        (function, "__defaults__", (None, by_name)),
+        (dist, name, of_replicas),
+    ]
 
 
 def _calls_default(group: Any = None, _instead: Any = None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ from lightning_pipeline.recording.provenance import Provenance
 from lightning_pipeline.recording.python_state import Unclear
 from lightning_pipeline.recording.recorder import Reads, Recorder
 from lightning_pipeline.recording.split_modules import SplitCall, refuse_split, split_calls_seen
+
+_NO_CHANGES = nullcontext()
 
 
 class Recording(TorchFunctionMode):
@@ -120,16 +122,18 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """While the user's step runs."""
-        with self.resumed(), self.entered():
+        with self.resumed(), self:
+            self.num_modes = torch._C._len_torch_function_stack()
             yield
+        self._note_written_arrays()
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
         """While the user's step, or a part of it, runs: what other code of the process is to know of it."""
         self.recorder.current = self
+        calls = self._tensors.split_calls
         try:
-            compiled = compiled_as_written(self.recorder.note_as_written)
-            with split_calls_seen(self._tensors.split_calls), compiled:
+            with split_calls_seen(calls) if calls else _NO_CHANGES, compiled_as_written(self.recorder.note_as_written):
                 yield
         finally:
             self.recorder.current = None

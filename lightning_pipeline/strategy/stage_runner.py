@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -286,8 +286,12 @@ class StageRunner:
 
         def step(state: Microbatch, batch: Any) -> tuple[Any, Any]:
             states_of[running_step()] = state
-            with context(), _single_sample_told(state):
-                return self._module.training_step(batch, *args), None
+            try:
+                with context():
+                    return self._module.training_step(batch, *args), None
+            except ValueError as error:
+                _tell_of_single_sample(state, error)
+                raise
 
         def log(*logged: Any, **options: Any) -> None:
             state = states_of.get(running_step())
@@ -420,8 +424,11 @@ class StageRunner:
             before = attributes.get("log")
             attributes["log"] = lambda *args, **kwargs: self._note(state, *args, **kwargs)
             try:
-                with context(), _single_sample_told(state):
+                with context():
                     result = function(batch, *args)
+            except ValueError as error:
+                _tell_of_single_sample(state, error)
+                raise
             finally:
                 if before is None:
                     attributes.pop("log", None)
@@ -577,17 +584,13 @@ class _ByHand:
         return self._mean(values)
 
 
-@contextmanager
-def _single_sample_told(state: Microbatch) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        if state.num_samples == 1 and _SINGLE_SAMPLE in str(error):
-            raise ValueError(
-                f"micro-batch {state.index} has one sample, of which a batch norm has no statistics: give "
-                f"batches two samples or more, as with DataLoader(drop_last=True) ({error})"
-            ) from error
-        raise
+def _tell_of_single_sample(state: Microbatch, error: ValueError) -> None:
+    """Raise with the way out, if it is torch's error for a batch norm of one sample."""
+    if state.num_samples == 1 and _SINGLE_SAMPLE in str(error):
+        raise ValueError(
+            f"micro-batch {state.index} has one sample, of which a batch norm has no statistics: give batches two "
+            f"samples or more, as with DataLoader(drop_last=True) ({error})"
+        ) from error
 
 
 def _numbers(args: Sequence[Any]) -> list[int]:
