@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-fuzz test-npu test-projects test-versions campaign lint clean
+.PHONY: help train test test-slow test-fuzz test-npu test-projects test-versions campaign lint docs package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -39,8 +39,16 @@ lint: $(VENV)/.stamp ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.stamp ## build the pages into site/, without a warning
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+package: $(VENV)/.stamp ## build the sdist and the wheel into dist/, and check them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/twine check --strict dist/*
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .venv-npu .projects .versions build/cann .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-npu .projects .versions build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch comes first and alone: pip then takes a build that it has at hand instead of whatever the extras ask for.
 $(VENV)/.stamp: pyproject.toml constraints.txt

@@ -71,7 +71,7 @@ def test_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
     picture = bare("draw", "1f1b", "-o", str(tmp_path / "drawn.svg"))
     assert picture.returncode == 2
     assert picture.stderr.count("\n") == 1
-    assert "pip install lightning-pipeline[examples]" in picture.stderr
+    assert "pip install lightning-pipeline[plot]" in picture.stderr
 
 
 def test_simulate_compares_all_that_can_be_built() -> None:

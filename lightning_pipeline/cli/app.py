@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_pipeline.cli import checkpoint, draw, plan, rank_table, simulate
+from lightning_pipeline.cli import checkpoint, demo, draw, plan, rank_table, simulate
 
 app = typer.Typer(
     name="lightning-pipeline",
@@ -34,6 +34,7 @@ def options(
     """What goes before a command."""
 
 
+app.command()(demo.demo)
 app.command()(simulate.simulate)
 app.command()(draw.draw)
 app.command()(plan.plan)

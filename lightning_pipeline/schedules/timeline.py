@@ -232,7 +232,7 @@ def save_picture(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"a picture needs matplotlib, which cannot be imported ({error}): pip install lightning-pipeline[examples]"
+            f"a picture needs matplotlib, which cannot be imported ({error}): pip install lightning-pipeline[plot]"
         ) from error
     path = Path(path)
     if len(timeline) > MAX_PICTURE_RANKS:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,10 @@ _GIVEN_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "
 """What a Trainer gives a strategy that was made without."""
 
 
-def _remembering(init: Callable[..., None]) -> Callable[..., None]:
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _remembering(init: _Init) -> _Init:
     """An `__init__` that keeps what it is given, for copies. (`__new__` would hide from Lightning's CLI what it is.)"""
 
     @functools.wraps(init)
@@ -89,7 +92,7 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
             self._arguments = args, kwargs
         init(self, *args, **kwargs)
 
-    return remembering
+    return cast(_Init, remembering)
 
 
 class PipelineStrategy(CheckpointingStrategy):

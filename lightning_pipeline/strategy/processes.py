@@ -432,7 +432,8 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized() and not self._failed:
+        # One process alone may have had others in an earlier run, whose group is still there.
+        if dist.is_initialized() and not (self._failed or self._is_alone):
             with waiting_for(f"all ranks at the barrier {name!r}" if name else "all ranks at a barrier"):
                 dist.barrier()
 
