@@ -22,6 +22,7 @@ from lightning_pipeline.runtime.endpoint import (
 )
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.groups import new_group
+from lightning_pipeline.runtime.log import LoggedEndpoint, is_logging
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 
@@ -72,6 +73,7 @@ class Transport(Messages):
         self._groups: list[dist.ProcessGroup] = []
         self._wire_device = torch.device("cpu")
         self._staged = False
+        self._is_logged = is_logging()
         notice = notice or FailureNotice(store, rank=topology.rank, world_size=topology.world_size, timeout=timeout)
         self._connection = Connection(topology, timeout, notice)
         self._receives = self._connection.receives
@@ -97,7 +99,7 @@ class Transport(Messages):
         cls._shared = [transport for transport in cls._shared if transport._control]
         for transport in cls._shared:
             same = (transport.topology, transport.requested_device, transport.timeout) == (topology, device, timeout)
-            if same and transport.store is store:
+            if same and transport.store is store and transport._is_logged == is_logging():
                 transport._use(notice or transport.notice)
                 return transport
         cls._shared.append(cls(topology, device, timeout, store, notice=notice))
@@ -188,7 +190,8 @@ class Transport(Messages):
             self._warm_up(routes)
 
     def _end(self, group: dist.ProcessGroup, peer: int, name: str, *, is_gloo: bool, window: int | None) -> Endpoint:
-        return Endpoint(self._connection, group, peer, name, is_gloo=is_gloo, window=window)
+        kind = LoggedEndpoint if self._is_logged else Endpoint
+        return kind(self._connection, group, peer, name, is_gloo=is_gloo, window=window)
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """This pipeline's ranks as a group; every rank of the world makes those of all pipelines."""

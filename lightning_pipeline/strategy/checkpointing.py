@@ -18,6 +18,7 @@ from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.rng import add_random_state, free_memory, restore_random_state
 from lightning_pipeline.planning.plan import StagePlan
 from lightning_pipeline.runtime.failure import PeerFailedError
+from lightning_pipeline.runtime.log import logger
 from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import (
@@ -119,6 +120,7 @@ class CheckpointingStrategy(ProcessStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        logger.debug("saves checkpoint %s", filepath)
         add_random_state(checkpoint, self.root_device)
         if self.plan is not None:  # for information: nothing reads it
             checkpoint["pipeline_plan"] = self.plan.as_dict()
@@ -170,6 +172,7 @@ class CheckpointingStrategy(ProcessStrategy):
     @override
     @apart
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        logger.debug("loads checkpoint %s", checkpoint_path)
         self._background.wait()
         self.agree("the loading of a checkpoint", {})
         free_memory(self.root_device)

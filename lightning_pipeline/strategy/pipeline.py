@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline._registration import adopted_by, is_pipeline, refuse_fabric
+from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.shared_parameters import spread_from_owner
 from lightning_pipeline.engine.suspended import end_idle_threads
@@ -27,6 +28,7 @@ from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
 from lightning_pipeline.recording.patched_torch import fast_paths_open
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
+from lightning_pipeline.runtime.log import is_logging, logger
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
@@ -413,6 +415,22 @@ class PipelineStrategy(CheckpointingStrategy):
             on_released=lambda ownership: self._stage_optimizers.settle(ownership),
         )
         self.pipeline = self._runner.pipeline
+        self._log_cut(cut, topology)
+
+    def _log_cut(self, cut: Cut, topology: Topology) -> None:
+        if not is_logging():
+            return
+        self.observers.add(_log_action)
+        logger.debug("stages begin with %s", dict(cut.stages.exact) or "the step; there is one, or they are found next")
+        logger.debug(
+            "is stage %d of replica %d, on %s; %d micro-batches by schedule %s, virtual stages on ranks %s",
+            topology.stage_rank,
+            topology.replica,
+            self.root_device,
+            cut.num_microbatches,
+            self._choice.label,
+            topology.placement,
+        )
 
     def _cut_before_step(self, name: str, arguments: tuple[Any, ...], context: Callable[[], Any]) -> None:
         """Cut a module that nobody said where to cut, before the first step that comes. All ranks must call it."""
@@ -751,6 +769,11 @@ class PipelineStrategy(CheckpointingStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.cluster_environment.teardown()
+
+
+def _log_action(span: Span) -> None:
+    action, start, end = span
+    logger.debug("ran %s in %.2f ms", action, 1e3 * (end - start))
 
 
 def _without_overrides(given: Any) -> Any:

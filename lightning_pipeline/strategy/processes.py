@@ -22,6 +22,7 @@ from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.backends import backend_for
 from lightning_pipeline.runtime.failure import FailureNotice, waiting_for
+from lightning_pipeline.runtime.log import set_up_log
 from lightning_pipeline.runtime.rendezvous import meet
 from lightning_pipeline.runtime.replicas import Replicas, all_gather
 from lightning_pipeline.runtime.store import BoundedStore
@@ -296,6 +297,7 @@ class ProcessStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failed = False  # whatever became of an earlier run
+        set_up_log(self.global_rank)
         warn_of_unused_npus(self.root_device)
         self.set_world_ranks()
         environment = self.cluster_environment
