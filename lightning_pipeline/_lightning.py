@@ -1,4 +1,4 @@
-"""What this package takes from Lightning, by whichever of its two names.
+"""Everything this package imports from Lightning, under whichever of its two names is in use.
 
 What is made for a Trainer exists once for each name that a program uses: the files of `strategy` and `accelerators` are
 imported once more below `lightning_pipeline.pytorch_lightning`. So they import this file and one another relatively,

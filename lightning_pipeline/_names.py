@@ -1,4 +1,4 @@
-"""The two names that Lightning goes by. Their classes are not the same, and neither are their registries."""
+"""The two names of Lightning, whose classes and registries are distinct."""
 
 from __future__ import annotations
 

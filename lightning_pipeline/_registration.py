@@ -1,4 +1,4 @@
-"""Makes the strategies and the accelerator known to Lightning, by each of its names, without importing any of them.
+"""Registers the strategies and the accelerator under both names of Lightning, without importing either.
 
 `import lightning_pipeline.schedules` has to work, and be quick, where neither torch nor Lightning is installed, and
 `import torch` imports this package in every program (its entry point is among `torch.backends`, so that

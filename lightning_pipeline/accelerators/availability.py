@@ -1,4 +1,4 @@
-"""Whether an Ascend NPU can be used here, and what is missing where it cannot."""
+"""Detects whether an Ascend NPU is usable, and names what is missing if not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private parts of Lightning that an accelerator of its own cannot do without, all in one place.
+"""The private parts of Lightning that a third-party accelerator needs, in one place.
 
 Read in Lightning 2.6; each function says why the public interface does not serve.
 """

@@ -1,4 +1,4 @@
-"""Jobs that are started MindSpore's way: a process for each device, with RANK_TABLE_FILE, RANK_ID and others set.
+"""A cluster environment for MindSpore-style jobs: one process per device, with RANK_TABLE_FILE and RANK_ID set.
 
     RANK_TABLE_FILE  the rank table, on every server
     RANK_ID          rank of this process

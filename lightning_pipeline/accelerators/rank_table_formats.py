@@ -1,4 +1,4 @@
-"""Files of rank tables: HCCL's versions 1.0 and 1.2, and the older group_list of MindSpore's documents.
+"""Rank table files: HCCL's versions 1.0 and 1.2, and MindSpore's older group_list.
 
     v1.0        server_list: server_id, device: device_id, device_ip, rank_id
     v1.2        the same with super_device_id, and super_pod_list: super_pod_id, server_list: server_id

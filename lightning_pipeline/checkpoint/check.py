@@ -1,4 +1,4 @@
-"""Whether a run can go on from a checkpoint, told on every rank before anything is changed."""
+"""Checks on every rank that a checkpoint can be resumed from, before anything is changed."""
 
 from __future__ import annotations
 

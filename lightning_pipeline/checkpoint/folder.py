@@ -1,4 +1,4 @@
-"""The format of a checkpoint folder, its reading, and its conversion into a plain file and back.
+"""The checkpoint folder format: reading it, and converting it to a plain file and back.
 
 A folder holds one Lightning checkpoint:
 

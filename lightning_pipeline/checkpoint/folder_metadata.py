@@ -1,4 +1,4 @@
-"""The metadata of a folder in torch.distributed.checkpoint's format, read without running what may be in it.
+"""Reads the metadata of torch.distributed.checkpoint folders without unpickling arbitrary objects.
 
 torch writes it with pickle to a file `.metadata` and reads it with pickle, whatever classes that names. It consists of
 a few dataclasses, so here nothing else is made: names, calls and states of anything else are refused, and what comes

@@ -1,4 +1,4 @@
-"""Optimizers over the whole model, of which each stage updates its own part."""
+"""The layout of an optimizer over the whole model, of which each stage updates its own parameters."""
 
 from __future__ import annotations
 

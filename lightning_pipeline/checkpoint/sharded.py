@@ -1,4 +1,4 @@
-"""Checkpoint folders that all ranks write at once, each what it holds."""
+"""Writes checkpoint folders from all ranks at once, each rank its own part."""
 
 from __future__ import annotations
 

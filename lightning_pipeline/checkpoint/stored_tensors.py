@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint folder, read when they are used."""
+"""Tensors of a checkpoint folder that are read lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that torch.save has written, and what is wrong with one that cannot be read."""
+"""Loads files written by torch.save, and explains what is wrong with one that cannot be read."""
 
 from __future__ import annotations
 

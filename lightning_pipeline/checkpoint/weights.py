@@ -1,4 +1,4 @@
-"""Files of weights, of which a rank reads what it holds."""
+"""Weight files to start from; each rank reads only its own part."""
 
 from __future__ import annotations
 

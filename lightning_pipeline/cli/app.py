@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""The command-line application."""
 
 from __future__ import annotations
 

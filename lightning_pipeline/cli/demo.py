@@ -1,4 +1,4 @@
-"""`lightning-pipeline demo`: a small model trains on two CPU processes, and in one, with the same losses."""
+"""`lightning-pipeline demo`: trains a small model on two CPU processes and in one, and compares the losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning-pipeline draw`: one schedule as text, picture, trace or table."""
+"""`lightning-pipeline draw`: a schedule as text, picture, trace or table."""
 
 from __future__ import annotations
 

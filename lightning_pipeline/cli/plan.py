@@ -1,4 +1,4 @@
-"""`lightning-pipeline plan`: where to cut a model, and what to expect of it, before there is a device."""
+"""`lightning-pipeline plan`: where to cut a model, and what to expect, before there is a device."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One step: micro-batches on their way through the stages by a schedule, their gradients, and the checks at its end."""
+"""One step: micro-batches run through the stages by a schedule, gradients are reduced, and ranks compare notes."""

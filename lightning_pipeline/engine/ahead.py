@@ -1,4 +1,4 @@
-"""The micro-batches of one step whose forwards run before the step's Python (`expectations` says why)."""
+"""Micro-batches whose forwards run before the step's Python does (see `expectations`)."""
 
 from __future__ import annotations
 

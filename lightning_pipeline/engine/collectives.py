@@ -1,4 +1,4 @@
-"""Collectives of the user's own in a step: ranks of one stage come to them, and those of the others do not.
+"""The user's own torch.distributed collectives within a step, which only one stage's ranks reach.
 
 In the eyes of a step a process is a replica. Where there is one, collectives are what they are in a group of one.
 """

@@ -1,4 +1,4 @@
-"""The batch of a step: the first rank tells the others what it is, and gives every rank what all compute with."""
+"""Delivers the batch: the first rank announces it, and sends each rank the tensors that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a step: ranks make sure that they ran the same, and get what the user has kept of it."""
+"""The end of a step: ranks verify that they ran the same code, and receive the values that the user kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Runs one rank's actions of a schedule: a table and a loop."""
+"""Runs one rank's actions of a schedule, in order.
+
+Receives are posted ahead of need, a bounded number in each direction, so that data travels while a stage computes::
+
+    actions   RECV_F0  F0  SEND_F0  RECV_F1  F1  SEND_F1  RECV_B0  B0 ...
+    posted    F0 F1 | B0 B1      F2 after RECV_F0 is done, B2 after RECV_B0
+"""
 
 from __future__ import annotations
 

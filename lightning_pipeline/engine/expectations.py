@@ -1,4 +1,4 @@
-"""Steps that read what stages compute, at the pace of those that do not.
+"""Predicts what a step will read, so that reading steps need not run micro-batch by micro-batch.
 
 What a step's Python does after a read (``loss.item()``) may depend on what it has read, so that it cannot run ahead of
 the stages as it does otherwise. Where a step has read, the next ones of its kind are expected to run the same events,

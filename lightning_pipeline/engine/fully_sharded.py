@@ -1,4 +1,4 @@
-"""Parameters sharded over replicas by torch's `fully_shard` (FSDP2), gathered and reduced when the schedule says."""
+"""Parameters sharded over replicas by torch's FSDP2, gathered and reduced when the schedule says."""
 
 from __future__ import annotations
 

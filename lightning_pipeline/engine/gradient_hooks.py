@@ -1,4 +1,4 @@
-"""Hooks on gradients: when a gradient comes on its stage, every rank runs the user's function on it."""
+"""Tensor hooks: when a gradient arrives on its stage, every rank runs the user's function on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strides of gradients that go back to the visit before.
+"""Strides of the gradients that a stage sends back.
 
 A gradient has whatever strides the operation gave it that made it, and what adds it up does so in an order that depends
 on them. They follow from the program, so the first gradients of one are preceded by their strides, and later ones look

@@ -1,4 +1,4 @@
-"""Micro-batches whose steps read what stages compute, or go back to earlier stages: one by one, event by event.
+"""Runs micro-batches one by one, event by event: for steps that read values or return to an earlier stage.
 
 Micro-batches whose steps read what stages compute, or go back to earlier stages: one by one, event by event.
 

@@ -1,4 +1,4 @@
-"""Gradients of tensors that every rank has and that are no parameters, such as a batch's after `requires_grad_()`.
+"""Gradients of leaf tensors that are no parameters, such as a batch after `requires_grad_()`.
 
 A step's backward leaves them on the ranks that computed with the tensors; when it ends, all ranks get them.
 """

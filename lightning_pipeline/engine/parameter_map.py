@@ -1,4 +1,4 @@
-"""Which ranks hold which parameters, as steps bring it to light."""
+"""Which ranks hold which parameters, as steps reveal it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""A step of the pipeline: the batch is delivered, every rank runs the user's step, and computes what it holds."""
+"""Runs a step of the pipeline: delivers the batch, runs the user's step on every rank, executes the schedule.
+
+A training step of two ranks with two micro-batches under 1F1B. Python is the user's step, run once for each micro-batch
+on placeholders; F and B run generated code on data::
+
+    rank 0   announce, deliver | Python 0  F0 send  Python 1  F1 send  recv B0  recv B1 | compare, gradients
+    rank 1   announce, deliver | Python 0  recv F0 B0 send  Python 1  recv F1 B1 send   | compare, gradients
+
+A micro-batch whose step reads a value, in a way that was not expected, leaves the schedule: it runs event by event
+(`in_order`), once those before it are done.
+"""
 
 from __future__ import annotations
 

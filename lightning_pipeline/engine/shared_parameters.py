@@ -1,4 +1,4 @@
-"""Parameters that several stages use: one value at the start, one gradient at each step."""
+"""Parameters used by several stages: one initial value, one summed gradient per step."""
 
 from __future__ import annotations
 

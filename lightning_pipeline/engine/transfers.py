@@ -1,4 +1,4 @@
-"""Values of a micro-batch that runs event by event, on their way between visits, and the way back of gradients."""
+"""Transfers between visits of micro-batches that run event by event, and of their gradients back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""A visit's work on the micro-batches of a step: its part of each program forward and back."""
+"""One visit's forward and backward for each micro-batch of a step.
+
+What a visit receives becomes leaves of its own autograd graph, and what it sends keeps its place in the graph, but not its
+data::
+
+    forward    receive ── leaf ── events ── outputs ── send
+    backward   send ── leaf.grad ── autograd ── gradients of outputs ── receive
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step asks of every stage, and what a rank counts meanwhile."""
+"""What a step asks of every stage, and the count of live activations."""
 
 from __future__ import annotations
 

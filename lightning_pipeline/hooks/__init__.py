@@ -1,1 +1,1 @@
-"""Outside of steps: what hooks and callbacks do with tensors that not every rank holds."""
+"""Hooks and callbacks: operations outside of steps on tensors that not every rank holds."""

@@ -1,4 +1,4 @@
-"""Outside of steps: what hooks and callbacks do with tensors that not every rank holds.
+"""Operations outside of steps on tensors that not every rank holds: the owner computes.
 
 All ranks run the same code, so all of them know which ranks hold each operand (`holders_of`). The holders of what is
 written into, or else of the operands, compute; the others get a placeholder. Operands that those who compute lack are

@@ -1,4 +1,4 @@
-"""Modules that ``torch.compile`` or ``module.compile()`` has compiled: what is inside of one is called as one.
+"""Modules compiled by ``torch.compile`` or ``module.compile()``.
 
 Nothing of this package is to be inside of a compiled call, as the compiler would follow it there.
 """

@@ -1,4 +1,4 @@
-"""Hooks of the user's on gradients of what stages compute.
+"""The user's hooks on gradients of values that stages compute.
 
 They are Python, so every rank runs them, on the gradient that the stage has. Their micro-batch runs in order for that.
 """

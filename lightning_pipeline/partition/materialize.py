@@ -1,4 +1,4 @@
-"""Gives data to tensors on the meta device: a big model starts with no more of it than a rank needs."""
+"""Materializes tensors from the meta device, on each rank only those that it needs."""
 
 from __future__ import annotations
 

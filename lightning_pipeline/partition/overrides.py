@@ -1,4 +1,4 @@
-"""What instances of modules have beside their classes: overrides that stay for a while, and hooks."""
+"""Attributes of module instances: temporary overrides, and hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stages hold each parameter and buffer, and the release of what others hold."""
+"""Which stages hold each parameter and buffer; releases what other stages hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's functions do, as far as a recording has to know: read data, draw random numbers, write, or none."""
+"""Classifies torch functions for recording: those that read data, draw random numbers, or write."""
 
 from __future__ import annotations
 

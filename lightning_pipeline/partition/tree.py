@@ -1,4 +1,4 @@
-"""Nested values with tensors in them: taking the tensors out and putting others in.
+"""Nested values with tensors in them: flattening and rebuilding.
 
 Nested values with tensors in them: taking the tensors out and putting others in.
 

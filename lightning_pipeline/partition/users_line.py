@@ -1,4 +1,4 @@
-"""Where in the user's code a call stands."""
+"""Finds the line of the user's code that a call comes from."""
 
 from __future__ import annotations
 

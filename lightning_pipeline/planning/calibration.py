@@ -1,4 +1,4 @@
-"""What messages between stages, and an action's own overhead, cost on these machines."""
+"""Measures the cost of messages between stages, and the overhead of an action."""
 
 from __future__ import annotations
 

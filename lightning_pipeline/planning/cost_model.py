@@ -1,4 +1,4 @@
-"""What a cut of a step into stages comes to: time, bubble and memory, by simulation of a schedule."""
+"""Predicts time, bubble and memory of a cut by simulating its schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts of a model to move to other stages, by what a run has measured of its stages."""
+"""Proposes which modules to move to other stages, from the times of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best cut of a step into stages: contiguous, of the least simulated time of a schedule, within a memory.
+"""Searches for the contiguous cut with the shortest simulated step that fits into memory.
 
 A step is a row of segments, and a plan says with which of them the later stages begin. The search is exact: it goes
 through the plans depth first, and leaves out those whose lower bound is no better than the best plan found so far. The

@@ -1,4 +1,4 @@
-"""Times of the positions of a step on a real device."""
+"""Measures how long the positions of a step take on a device."""
 
 from __future__ import annotations
 

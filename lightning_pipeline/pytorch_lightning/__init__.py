@@ -1,4 +1,4 @@
-"""This package for programs that `import pytorch_lightning`, where `lightning` is installed as well.
+"""This package for programs that import `pytorch_lightning` where `lightning` is installed as well.
 
 `lightning_pipeline.PipelineStrategy` and its relatives come from here by themselves where the program has imported
 `pytorch_lightning` and not `lightning`. One that imports both takes them from here for a Trainer of this name.

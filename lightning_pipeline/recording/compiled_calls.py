@@ -1,4 +1,4 @@
-"""Compiled modules on one stage: to a recording, a call of one is one function, which its owner runs compiled.
+"""Calls of compiled modules: each is recorded as one function, which its owner runs compiled.
 
 What it gives is inferred by running the module as it was written, on fake tensors. That shows what else it does: a
 module that leaves a trace, such as a counter or a buffer that it writes into, would leave it on its owner only. Such a

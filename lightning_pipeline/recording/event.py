@@ -1,4 +1,4 @@
-"""Events: the torch functions of recorded steps, as a tree of what has followed what."""
+"""Events: the torch functions that steps have called, as a tree of continuations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation gives, learnt on fake tensors: specs of the result, what it shares memory with, what it writes."""
+"""Infers an operation's result on fake tensors: specs, shared memory, writes."""
 
 from __future__ import annotations
 

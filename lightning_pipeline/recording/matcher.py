@@ -1,4 +1,4 @@
-"""Functions that tell whether a call is the one that an event knows, and answer it if it is.
+"""Generates functions that recognise a known call and answer it with its placeholders.
 
 Their source is made from the event's templates, as the pictured one is from ``F.linear(h, self.weight, None)`` where h
 is value 17, the weight the module's tensor 5, and the result value 18::

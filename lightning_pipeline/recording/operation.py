@@ -1,4 +1,4 @@
-"""Operations: one torch function with what is known of its arguments and of its result.
+"""Operations: a torch function with the structure of its arguments.
 
 Equal calls share an operation, whatever their tensors' data: tensors count by their specs, and numbers that only scale
 data by their type. What a call gives is found out once, on fake tensors.

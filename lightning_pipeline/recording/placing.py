@@ -1,4 +1,4 @@
-"""Where the events of a step run: on which visit of which stage."""
+"""Assigns each event of a step to a visit of a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where what a step's events take along comes from, so that it can be had before the step's Python has run."""
+"""Tracks how captured values are derived from the batch, so that they can be computed before the step's Python runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python state of modules: plain values and containers, whose changes can be told."""
+"""Python state of modules: plain values and containers whose changes can be detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of a checkpointed function: not kept in its forward, computed again once, and kept until the graph goes.
+"""Activation checkpointing: tensors that are recomputed once in backward and kept until the graph is freed.
 
 torch's own checkpointing computes them again in each backward that needs one, and one backward in two parts is many.
 """

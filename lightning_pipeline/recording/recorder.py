@@ -1,4 +1,4 @@
-"""The recorder: what the recordings of one module's steps have in common, and what a recording asks of a pipeline."""
+"""The recorder: state shared by all recordings of a module's steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Recordings: the user's step runs once for each micro-batch, on placeholders, and what it calls becomes events."""
+"""Recordings: the user's step runs once per micro-batch on placeholders, and its torch calls become events.
+
+Each call is looked up among those that have followed the same calls before (`Event.children`). A known one is answered
+by generated code that compares the arguments and hands out a placeholder, which is used again; an unknown one is
+inferred on fake tensors and becomes a new child::
+
+    beginning ── embedding ── linear ── relu ── cross_entropy      the step, as ever
+                                    └── dropout ── relu ── ...     from epoch 3 on
+
+What every rank has (the batch's small tensors, numbers, masks made of them) is computed everywhere and taken along as
+*captured* values, which ranks compare at the end of the step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules whose tensors `parallelize_module` has split over ranks: to a recording, a call of one is one function.
+"""Modules split by `parallelize_module`: a call of one is recorded as one function.
 
 What goes on inside is torch's matter: pieces of tensors, and what the ranks of a stage send each other.
 """

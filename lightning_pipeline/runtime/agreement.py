@@ -1,4 +1,4 @@
-"""Agreement: what all ranks have to have in common is compared before they wait for one another."""
+"""Compares settings on all ranks before they wait for one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend carries what, and the rules of HCCL that are kept on all of them.
+"""Which backend carries what, and HCCL's rules, which are kept on all backends.
 
 1. *Pairs are ordered.* The sends and receives of two ranks within one group run on one in-order stream, whichever way
    they go: where one rank sends first and the other does too, both wait for ever. So each group carries one direction

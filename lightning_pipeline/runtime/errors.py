@@ -1,4 +1,4 @@
-"""What a rank raises where another one failed, is gone or does not come."""
+"""Errors of a rank whose peer failed, disappeared or did not arrive in time."""
 
 from __future__ import annotations
 

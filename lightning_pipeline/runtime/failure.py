@@ -1,4 +1,4 @@
-"""Failure notices: how the ranks learn that one of them failed, and which."""
+"""Failure notices: ranks learn that another one failed, which, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups, made and waited for within a limit."""
+"""Process groups created with a timeout."""
 
 from __future__ import annotations
 

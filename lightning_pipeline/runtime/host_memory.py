@@ -1,4 +1,4 @@
-"""The C library's memory allocator, where stages compute on the CPU."""
+"""Tunes the C library's allocator where stages compute on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of a run: what is cut, sent and waited for. Off, unless the environment or the program's logging asks for it.
+"""The debug log: what is cut, sent and waited for. Off by default.
 
 Nothing here is called for a micro-batch where the log is off: whether it is on is looked at when connections are made.
 """

@@ -1,4 +1,4 @@
-"""A store whose host may be stopped, or its machine gone: no call waits for its answer longer than a limit."""
+"""A store client whose calls time out even if the store's host is stopped or gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedules with whole backwards, and the forward-only one.
+"""Builders of the schedules with whole backwards, and of the forward-only one.
 
 Drawings have a column for each slot of time; forward and backward take one each.
 """

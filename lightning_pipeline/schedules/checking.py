@@ -1,4 +1,4 @@
-"""Proof that a schedule is complete, in order and cannot deadlock."""
+"""Proves that a schedule is complete, in dependency order and free of deadlock."""
 
 from __future__ import annotations
 

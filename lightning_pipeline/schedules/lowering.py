@@ -1,4 +1,4 @@
-"""From compute actions to compute, sends and receives."""
+"""Adds sends and receives to a schedule of compute actions."""
 
 from __future__ import annotations
 

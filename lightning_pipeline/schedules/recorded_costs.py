@@ -1,4 +1,4 @@
-"""What a run's recorded times say about its costs, so that other schedules can be simulated with them."""
+"""Derives costs from a run's recorded times, so that other schedules can be simulated with them."""
 
 from __future__ import annotations
 

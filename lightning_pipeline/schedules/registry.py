@@ -1,4 +1,4 @@
-"""The schedules that have a name."""
+"""The named schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's side: the strategy, its clipping, logged values, metrics and checkpoints."""
+"""The Lightning side: strategy, callbacks, logged values, launchers."""
 
 from lightning_pipeline._registration import introduce, register
 from lightning_pipeline.engine.reducer import PipelineGradReducer

@@ -1,4 +1,4 @@
-"""Checkpoints of a module in stages, as Lightning asks a strategy for them."""
+"""The strategy's checkpoint methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes that a run's first process starts: they end together, and none fails unheard.
+"""Child processes of a run: they end together, and no failure goes unreported.
 
 The standard library alone: what it does is tried without what takes seconds to import.
 """

@@ -1,4 +1,4 @@
-"""Batches under a pipeline: the first stage reads them, the others follow its iteration."""
+"""Data loaders: the first stage reads batches, the others follow its iteration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's hooks and callbacks, in which every rank does what one process does with the whole module."""
+"""Runs the user's hooks and callbacks on every rank as if it held the whole module."""
 
 from __future__ import annotations
 

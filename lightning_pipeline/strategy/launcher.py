@@ -1,4 +1,4 @@
-"""Starts the processes of a run by running the script again; under Hydra, with the composed run."""
+"""Launches a run's processes by running the script again, under Hydra with the composed configuration."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""The part of a module that a rank holds."""
+"""The part of the module that a rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step logs on its micro-batches, reduced and logged once, as on every rank."""
+"""Values logged by a step: reduced over micro-batches and logged once, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manual optimization: what a training_step calls for on behalf of the whole batch is done once, for all micro-batches.
+"""Manual optimization: optimizer steps and the like run once per batch, when all micro-batches have reached them.
 
 Those are the module's manual_backward, toggle_optimizer, untoggle_optimizer and clip_gradients, what its optimizers and
 schedulers are told, and torch's functions that clip gradients. All else in the step runs for each micro-batch, as ever.

@@ -1,4 +1,4 @@
-"""Costs of a LightningModule's steps, found out without a trace, by all ranks together."""
+"""Measures the costs of a LightningModule's steps on all ranks together, without side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan on paper: where a training script's model would be cut for devices that are not there.
+"""Plans a training script's model for devices that are not there.
 
 The script runs up to its `Trainer.fit`, without its parameters' memory and without its devices.
 """

@@ -1,4 +1,4 @@
-"""Where a module is cut: where somebody says, where an earlier run has cut it, or where the first step is fastest."""
+"""Decides where a module is cut: as configured, as in an earlier run, or where the first step is fastest."""
 
 from __future__ import annotations
 

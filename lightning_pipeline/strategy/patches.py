@@ -1,4 +1,4 @@
-"""What hangs on prediction writers, scalers, metrics and batch norms while a trainer function runs."""
+"""Temporary patches of prediction writers, scalers, metrics and batch norms during a trainer function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PipelineStrategy: a LightningModule that nobody rewrote, one stage of it on each device."""
+"""PipelineStrategy: trains an unmodified LightningModule with one stage per device."""
 
 from __future__ import annotations
 

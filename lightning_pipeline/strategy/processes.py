@@ -1,4 +1,4 @@
-"""The processes of a pipeline, as Lightning asks a strategy for them, and what they must agree on."""
+"""The strategy's processes: environment, rendezvous, agreement, collectives."""
 
 from __future__ import annotations
 

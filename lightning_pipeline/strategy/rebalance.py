@@ -1,4 +1,4 @@
-"""PipelineRebalance: a run says whether another cut would be faster."""
+"""PipelineRebalance: a callback that reports whether another cut would be faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates that replicas share out, or do on gathered parameters."""
+"""Optimizer updates that replicas shard, or run on gathered parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that end or requeue a run, on which all ranks act after the same batch."""
+"""SIGTERM and requeue signals, on which all ranks act after the same batch."""
 
 from __future__ import annotations
 

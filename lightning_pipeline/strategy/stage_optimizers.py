@@ -1,4 +1,4 @@
-"""The optimizers of a run, of whose parameters each rank holds a part, and the norm of their gradients."""
+"""Optimizers whose parameters are spread over stages, clipping, and the global gradient norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the user's steps on this rank's stages: one call of Lightning's, many micro-batches, one result."""
+"""Runs the user's steps on this rank's stages: one call from Lightning, many micro-batches, one result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users are told of world size and batch: during setup, and when the first step has run.
+"""What users are told of world size and batch: during setup, and at the first step.
 
 How many processes the user's code is told of while data, loaders and optimizers are set up.
 

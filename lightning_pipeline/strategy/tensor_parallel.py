@@ -1,4 +1,4 @@
-"""Tensor parallelism inside a stage: ranks that hold slices of the same tensors, as `configure_model` made them."""
+"""Tensor parallelism within a stage, as `configure_model` set it up."""
 
 from __future__ import annotations
 

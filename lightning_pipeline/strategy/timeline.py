@@ -1,4 +1,4 @@
-"""PipelineTimeline: what each rank did when, as metrics, as a picture and as a trace."""
+"""PipelineTimeline: what each rank did when, as metrics, picture and trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plan to take: the best by simulation run for some steps first, as a machine does more than is simulated.
+"""Benchmarks the best simulated plans for some steps and keeps the fastest.
 
 Before that a step is recorded in the stages of each, on one rank. Every rank still holds the whole module then.
 """

@@ -1,4 +1,4 @@
-"""Options from the environment, and what cannot work under a pipeline, refused with the way out."""
+"""Validates options and modules: what cannot work under a pipeline is refused with the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of one process whose batch is its one micro-batch: Lightning runs them itself, as without a pipeline.
+"""Steps of one process with one micro-batch, which Lightning runs itself.
 
 What remains is that they draw the random numbers that several stages would, and that observers see them.
 """
