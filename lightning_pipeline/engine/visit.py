@@ -1,6 +1,6 @@
 """One visit's forward and backward for each micro-batch of a step.
 
-What a visit receives becomes leaves of its own autograd graph, and what it sends keeps its place in the graph, but not its
+What a visit receives becomes leaves of its own autograd graph. What it sends keeps its place in the graph, and not its
 data::
 
     forward    receive ── leaf ── events ── outputs ── send
