@@ -19,7 +19,7 @@ import pickle
 import re
 import types
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -157,26 +157,6 @@ def replace(value: Any, function: Callable[[Tensor], Any]) -> Any:
         return function(value)
     tensors, layout = flatten(value)
     return rebuild(layout, [function(tensor) for tensor in tensors]) if tensors else value
-
-
-def containers(value: Any) -> Iterator[list[Any] | MutableMapping[Any, Any]]:
-    """Every list and mutable mapping in a nested value, outermost first."""
-    seen: set[int] = set()
-    todo = [value]
-    while todo:
-        item = todo.pop(0)
-        if isinstance(item, (_ATOMS, Tensor, nn.Module)) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, list):
-            yield item
-            todo.extend(item)
-        elif isinstance(item, Mapping):
-            if isinstance(item, MutableMapping):
-                yield item
-            todo.extend(item.values())
-        elif isinstance(item, tuple):
-            todo.extend(item)
 
 
 def _flatten(value: Any, tensors: list[Tensor], seen: dict[int, Slot], depth: int) -> Layout:
