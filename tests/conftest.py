@@ -24,6 +24,7 @@ SECONDS = {
     "training/test_virtual_stages": 17,
     "training/test_replicas": 16,
     "test_campaign": 16,
+    "test_package": 15,
     "errors/test_errors": 16,
     "training/test_inference": 15,
     "training/test_bits": 14,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from lightning_pipeline.cli.common import bare_table, wide_console
 from lightning_pipeline.schedules import build, render
-
-if TYPE_CHECKING:
-    import lightning as L
 
 _MICROBATCHES = 8
 _STEPS = 40
@@ -88,7 +85,7 @@ def _train(num_stages: int) -> list[float] | None:
     layers = 8
     cuts = {f"layers.{stage * layers // num_stages}": stage for stage in range(1, num_stages)}
     model = Spirals()
-    trainer: L.Trainer = Trainer(
+    trainer = Trainer(
         accelerator="cpu",
         devices=num_stages,
         strategy=PipelineStrategy(num_stages=num_stages, num_microbatches=_MICROBATCHES, stage_config=cuts),

@@ -67,6 +67,6 @@ def test_of_many_replicas_the_trace_has_all_and_the_picture_the_first(tmp_path: 
 
 def test_without_matplotlib_a_warning_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.warns(UserWarning, match=r"pip install lightning-pipeline\[examples\]"):
+    with pytest.warns(UserWarning, match=r"pip install lightning-pipeline\[plot\]"):
         assert draw_timeline(RECORDED, tmp_path / "t.png") is None
     assert not list(tmp_path.iterdir())
