@@ -106,3 +106,28 @@ def test_the_command_line_needs_schedules_and_rank_tables_only() -> None:
         for module in imported_modules(path, at_once=True):
             assert module.partition(".")[0] not in {"torch", *PACKAGES}, f"{path}: {module}"
             assert module in WITHOUT_TORCH or ".".join(module.split(".")[:2]) not in others, f"{path}: {module}"
+
+
+def test_no_circle_in_what_is_imported_at_once() -> None:
+    """Of the whole package: a circle is where two files are one subject."""
+    files = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    uses = {name: imported_files(path) & files.keys() - {name} for name, path in files.items()}
+    while leaves := {name for name, used in uses.items() if not used & uses.keys()}:
+        uses = {name: used for name, used in uses.items() if name not in leaves}
+    assert uses == {}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_files(path: Path) -> set[str]:
+    """What a file imports as it is imported itself, and what of that are names or modules, as both may be."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            module = absolute("." * node.level + (node.module or ""), path).rstrip(".")
+            of_names = {f"{module}.{alias.name}" for alias in node.names}
+            found |= of_names | ({module} if path.name != "__init__.py" else set())
+    return found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.planning.observing import Step, called_through, gradients_apart, run_backward, without_reentrant
-from lightning_pipeline.planning.trace import Trace
+from lightning_pipeline.planning.trace import DeviceSpeed, Trace
 
 MAX_RUNS = 40
 BUDGET_S = 1.0
@@ -148,3 +148,26 @@ def _shared(times: list[float], keys: list[Any]) -> list[float]:
     for key, seconds in zip(keys, times, strict=True):
         together.setdefault(key, []).append(seconds)
     return [fmean(together[key]) for key in keys]
+
+
+def measured_speed(device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
+    """A short measurement of matrix products and additions on a device."""
+    clock = Clock(device)
+    size = 512 if device.type == "cpu" else 4096
+    one = torch.rand(size, size, device=device).to(dtype)
+    many = torch.rand(size * size * 8, device=device).to(dtype)
+    small = torch.rand(8, device=device).to(dtype)
+
+    def fastest(function: Any) -> float:
+        marks = [clock.mark()]
+        for _ in range(6):
+            function()
+            marks.append(clock.mark())
+        times = clock.seconds(marks)
+        return max(min(b - a for a, b in pairwise(times[1:])), 1e-9)
+
+    return DeviceSpeed(
+        flops=2.0 * size**3 / fastest(lambda: one @ one),
+        memory_bytes=3.0 * many.numel() * many.element_size() / fastest(lambda: many + many),
+        launch=fastest(lambda: small + small),
+    )

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,31 +87,6 @@ def _attention_flops(args: Any, *, backward: bool) -> float:
     scores = math.prod(query.shape[:3]) * key.shape[2]
     forward = 2.0 * scores * (query.shape[3] + value.shape[3])
     return 2.5 * forward if backward else forward
-
-
-def measured_speed(device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
-    """A short measurement of matrix products and additions on a device."""
-    from lightning_pipeline.planning.timing import Clock
-
-    clock = Clock(device)
-    size = 512 if device.type == "cpu" else 4096
-    one = torch.rand(size, size, device=device).to(dtype)
-    many = torch.rand(size * size * 8, device=device).to(dtype)
-    small = torch.rand(8, device=device).to(dtype)
-
-    def fastest(function: Any) -> float:
-        marks = [clock.mark()]
-        for _ in range(6):
-            function()
-            marks.append(clock.mark())
-        times = clock.seconds(marks)
-        return max(min(b - a for a, b in pairwise(times[1:])), 1e-9)
-
-    return DeviceSpeed(
-        flops=2.0 * size**3 / fastest(lambda: one @ one),
-        memory_bytes=3.0 * many.numel() * many.element_size() / fastest(lambda: many + many),
-        launch=fastest(lambda: small + small),
-    )
 
 
 @dataclass(slots=True)

@@ -22,8 +22,8 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.rng import generators, generators_kept
 from lightning_pipeline.planning.costs import StepCosts, estimate_step
 from lightning_pipeline.planning.observing import called_names, left_as_it_was
-from lightning_pipeline.planning.timing import time_step
-from lightning_pipeline.planning.trace import measured_speed, trace_step
+from lightning_pipeline.planning.timing import measured_speed, time_step
+from lightning_pipeline.planning.trace import trace_step
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
