@@ -275,13 +275,13 @@ def _best_cuts(
             made.append([_Made(plan, segments, fineness) for plan in plans])
         tried = calls
     if not made:
-        names = ", ".join(repr(call.name) for call in tried) or "none"
+        names, most_stages = ", ".join(repr(call.name) for call in tried) or "none", max(1, len(tried))
         raise NothingToCutError(
-            f"{type(costs.root).__name__} is to be cut into {schedule.num_stages} stages, and its {costs.step} "
-            f"calls {len(tried)} modules that a stage can begin with ({names}): use devices={max(1, len(tried))} or "
-            f"fewer, or fewer stages and more replicas (num_stages={max(1, len(tried))}). A stage begins with a "
-            f"submodule that the step calls once and directly, or from forwards of modules around it; a stage_config "
-            f"may name others, too"
+            f"{type(costs.root).__name__} is to be cut into {schedule.num_stages} stages, and its {costs.step} calls "
+            f"{len(tried)} module{'s' * (len(tried) != 1)} that a stage can begin with ({names}): use "
+            f"devices={most_stages}, or num_stages={most_stages}, where the other devices are replicas. A stage begins "
+            f"with a submodule that the step calls once, directly or from the forward of a module around it; a "
+            f"stage_config may name others, too"
         )
     return made
 

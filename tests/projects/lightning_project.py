@@ -414,7 +414,7 @@ def segmentation(trainer_kwargs: dict[str, Any]) -> None:
 if __name__ == "__main__":
     main(
         {
-            "bug report model": Case(boring, key=None, refused="calls 1 modules that a stage can begin with"),
+            "bug report model": Case(boring, key=None, refused="calls 1 module that a stage can begin with"),
             "autoencoder": Case(partial(autoencoder, ImageSampler), key={"decoder": 1}),
             "autoencoder, samples on all ranks": Case(partial(autoencoder, ImageSamplerOnAll), key={"decoder": 1}),
             "image classifier": Case(classifier, key={"model.fc1": 1}, draws=True),
