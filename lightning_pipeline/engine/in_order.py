@@ -29,7 +29,7 @@ from lightning_pipeline.recording.execution import Repeated, run_event, values_m
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import ModuleWrites, Program
-from lightning_pipeline.recording.split_backward import backward_from
+from lightning_pipeline.recording.split_backward import CaughtGradient, backward_from
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 
@@ -50,7 +50,8 @@ def by_leaves(leaves: Mapping[int, Sequence[Tensor]]) -> Callable[..., Any]:
         bound.arguments["inputs"] = [leaf for own in uses for leaf in own]
         if any(len(own) > 1 for own in uses):
             bound.arguments["allow_unused"] = True  # a part of the uses
-        found = iter(torch.autograd.grad(*bound.args, **bound.kwargs))
+        with CaughtGradient.paused():
+            found = iter(torch.autograd.grad(*bound.args, **bound.kwargs))
         return tuple(_sum([next(found) for _ in own]) for own in uses)
 
     return grad
@@ -306,8 +307,8 @@ class InOrder:
             elif value < 0:
                 operands.append(self._module_tensor(-1 - value, visit))
             else:
-                is_named = _is_bound(event, slot) or event.function is torch.autograd.grad
-                operands.append(self._operand(value, visit, is_named=is_named))
+                is_named = _is_written(event, slot) or event.function is torch.autograd.grad
+                operands.append(self._operand(value, visit, is_named=is_named, is_viewed=_is_viewed(event, slot)))
         if is_mine:
             recording = self._state.recording
             assert recording is not None
@@ -373,11 +374,12 @@ class InOrder:
             if not self._depth:
                 self._repeated = {}
 
-    def _operand(self, value: int, visit: int, *, is_named: bool) -> Tensor:
+    def _operand(self, value: int, visit: int, *, is_named: bool, is_viewed: bool) -> Tensor:
         """A value for one use on a visit.
 
         Args:
-            is_named: the use writes into it, shares its memory, or asks for its gradient.
+            is_named: the use writes into it, or asks for its gradient.
+            is_viewed: the use gives something that shares its memory.
         """
         home, spec = self.homes[value], self.specs[value]
         returns = self._transfers.gives_gradient(spec)
@@ -386,7 +388,7 @@ class InOrder:
         if returns and home != visit and not is_named:
             own = self._here.get((home, value))
             there = self._here[visit, value] if self._rank_of(visit) == self._rank else None
-            again = self._transfers.repeat(value, home, visit, own, there)
+            again = self._transfers.repeat(value, home, visit, own, there, is_viewed=is_viewed)
             return _NOTHING if again is None else again
         if returns and home == visit:
             self._transfers.note_use(value, visit)
@@ -421,9 +423,14 @@ class InOrder:
         return self._direct.receive(TensorSpec.of(tensor), holders[0]) if rank == self._rank else tensor
 
 
-def _is_bound(event: Event, slot: int) -> bool:
-    """Whether an event writes into an operand, or gives something that shares its memory."""
-    return slot in [written for written, _, _ in event.writes] or any(slot in shared for shared in event.result.shares)
+def _is_written(event: Event, slot: int) -> bool:
+    """Whether an event writes into an operand."""
+    return slot in [written for written, _, _ in event.writes]
+
+
+def _is_viewed(event: Event, slot: int) -> bool:
+    """Whether an event gives something that shares an operand's memory."""
+    return any(slot in shared for shared in event.result.shares)
 
 
 _NOTHING = torch.empty(0, device="meta")

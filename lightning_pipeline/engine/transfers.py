@@ -23,7 +23,7 @@ class Transfer:
 
     Attributes:
         sent: on the sender, where its gradient enters the graph.
-        arrived: on the receiver, the leaf.
+        arrived: on the receiver, the leaf; for a use that gives a view, what that is a view of.
         caught: what comes to it in backward.
         is_merged: its gradient travels with that of the next use.
         is_gone: a backward has been here, and has let go of the graph.
@@ -109,13 +109,22 @@ class Transfers:
         return arrived
 
     def repeat(
-        self, value: int, source: int, destination: int, own: Tensor | None, there: Tensor | None
+        self,
+        value: int,
+        source: int,
+        destination: int,
+        own: Tensor | None,
+        there: Tensor | None,
+        *,
+        is_viewed: bool = False,
     ) -> Tensor | None:
         """Give another use of a value that has come to a visit a leaf of its own, so that uses add up in their order.
 
         Args:
             own: the value, on the rank that has made it.
             there: the value, on the rank that it has come to.
+            is_viewed: the use gives a view, into which may be written: it has to be one of the value itself, and the
+                gradient is caught on its way to that.
         """
         transfer = Transfer(value, source, destination)
         self._note(transfer)
@@ -123,6 +132,10 @@ class Transfers:
             transfer.sent = get_gradient_edge(torch.ops.aten.alias.default(own))
         if there is None:
             return None
+        if is_viewed:
+            view = torch.ops.aten.alias.default(there)
+            transfer.arrive(view)
+            return view
         leaf = there.detach().requires_grad_()
         transfer.arrive(leaf)
         return written_into(leaf)
@@ -130,7 +143,7 @@ class Transfers:
     def leaves(self, value: int, destination: int) -> list[Tensor]:
         """What a value is on a visit that it has come to, on the rank of that: a leaf for each use, in order."""
         found = (one.arrived for one in self._all if one.value == value and one.destination == destination)
-        return [leaf for leaf in found if leaf is not None]
+        return [leaf for leaf in found if leaf is not None and leaf.is_leaf]
 
     def returning(self, wanted: Container[int]) -> list[Transfer]:
         """Those of the module's tensors, and of the wanted values, in order.

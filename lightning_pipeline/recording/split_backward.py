@@ -74,6 +74,16 @@ class CaughtGradient:
         """Forget what has come."""
         self._cell[0] = None
 
+    @staticmethod
+    @contextmanager
+    def paused() -> Iterator[None]:
+        """While entered, gradients go on past where they are caught, as for `torch.autograd.grad`."""
+        _PAUSED.append(True)
+        try:
+            yield
+        finally:
+            _PAUSED.pop()
+
 
 @contextmanager
 def caught(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
@@ -90,8 +100,13 @@ def caught(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     found.extend(cell[0] for cell in cells)
 
 
-def _catch(cell: list[Tensor | None], gradients: tuple[Tensor | None, ...]) -> tuple[None]:
+_PAUSED: list[bool] = []
+
+
+def _catch(cell: list[Tensor | None], gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
     [gradient] = gradients
+    if _PAUSED:
+        return (gradient,)
     if gradient is not None:
         cell[0] = gradient if cell[0] is None else cell[0] + gradient
     return (None,)

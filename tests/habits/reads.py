@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from sklearn.metrics import f1_score
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layer, Layers
 from tests.habits.table import habit
@@ -267,6 +267,28 @@ class NumpyOfHidden(Layers):
         self.stats.append((float(np.median(array)), float(np.percentile(array, 90)), array.shape))
         scale = torch.as_tensor(1 / (1 + np.abs(array).mean(axis=0)), dtype=torch.float32)
         return F.cross_entropy(self.head(self.layers[3](self.layers[2](middle * scale))), y)
+
+
+class Periodic(nn.Module):
+    """Reads its input's periods, as TimesNet does, and uses the input before, through views, and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x, dim=1).abs()
+        _, periods = torch.topk(spectrum.mean(0)[1:4], 2)
+        parts = [self.layer(x[:, :WIDTH] * (period + 1)) for period in periods.detach().cpu().numpy().tolist()]
+        weights = spectrum[:, 1:3].softmax(1).unsqueeze(1)
+        return (torch.stack(parts, -1) * weights).sum(-1) + x
+
+
+@habit()
+class ViewsAroundARead(Layers):
+    """Each layer goes on with what it has read of its input, and with views of that."""
+
+    layer = Periodic
 
 
 @habit(observed=["warned"])
