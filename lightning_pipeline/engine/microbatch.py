@@ -22,6 +22,7 @@ from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.program import Program, Strand
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.recording.split_backward import SplitBackward
+from lightning_pipeline.runtime.backends import bytes_of
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _sample(tensor: Tensor) -> int | Tensor:
 
 
 def _digest(flat: Tensor) -> int:
-    return zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return zlib.crc32(bytes_of(flat.cpu().contiguous()).numpy())  # type: ignore[arg-type]
 
 
 T = TypeVar("T")

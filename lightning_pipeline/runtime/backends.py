@@ -144,8 +144,14 @@ def flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.as_strided((tensor.numel(),), (1,))
     if tensor.dtype not in NATIVE_DTYPES:
-        tensor = tensor.reshape(-1).view(torch.uint8)
+        tensor = bytes_of(tensor)
     return tensor
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor's memory, of any dtype."""
+    # One element counts as contiguous under any stride, and `view(dtype)` takes only a stride of 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
-from lightning_pipeline.runtime.backends import is_dense
+from lightning_pipeline.runtime.backends import bytes_of, is_dense
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.tensor_meta import conform, from_memory, laid_out, wire
 from lightning_pipeline.runtime.transport import Transport
@@ -130,7 +130,7 @@ def send_tree(tree: Any, wire: Wire, peer: int) -> None:
         if tensor.numel():
             data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
             with waiting_for("the receipt of a tensor in host memory"):
-                dist.send(_as_bytes(data), group_dst=peer, group=wire.control_group)
+                dist.send(bytes_of(data), group_dst=peer, group=wire.control_group)
 
 
 def recv_tree(wire: Wire, peer: int, what: str) -> Any:
@@ -140,7 +140,7 @@ def recv_tree(wire: Wire, peer: int, what: str) -> Any:
         tensor = torch.empty(slot.shape, dtype=slot.dtype)
         if tensor.numel():
             with waiting_for(what):
-                dist.recv(_as_bytes(tensor), group_src=peer, group=wire.control_group)
+                dist.recv(bytes_of(tensor), group_src=peer, group=wire.control_group)
         return tensor
 
     return map_tensors(wire.recv_object(peer, what), fill, kind=_Slot)
@@ -160,8 +160,3 @@ def map_tensors(tree: Any, function: Callable[[Any], Any], *, kind: type = Tenso
     if type(tree) in (list, tuple):
         return type(tree)(map_tensors(value, function, kind=kind) for value in tree)
     return tree
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor's memory, of any dtype."""
-    return tensor.view(-1).view(torch.uint8)

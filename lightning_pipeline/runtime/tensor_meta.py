@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
-from lightning_pipeline.runtime.backends import are_dense, flat, is_dense
+from lightning_pipeline.runtime.backends import are_dense, bytes_of, flat, is_dense
 
 EVERYWHERE_BYTES = 1 << 16
 """Up to this size a tensor goes to every rank, which then computes with it what takes no parameters."""
@@ -121,7 +121,7 @@ def places(specs: Sequence[TensorSpec]) -> Iterator[slice]:
 
 def as_bytes(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """A value's memory as it travels, on the host."""
-    return flat(conform(tensor.detach(), spec).cpu()).reshape(-1).view(torch.uint8)
+    return bytes_of(flat(conform(tensor.detach(), spec).cpu()))
 
 
 def from_bytes(content: Tensor, spec: TensorSpec) -> Tensor:

@@ -273,7 +273,9 @@ def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, str, tuple[int, int]]:
     """Shape, dtype, kind of device, and sums over the bits."""
-    data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    data = backends.bytes_of(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
+    if data.storage_offset() % 8:  # a tensor that begins within another's memory
+        data = data.clone()
     words = data[: data.numel() // 8 * 8]
     ends = torch.cat([data[:_CRC_BYTES], data[len(words) :]])
     sums = int(words.view(torch.int64).sum()), zlib.crc32(ends.numpy().tobytes())

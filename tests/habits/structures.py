@@ -413,3 +413,21 @@ class LazilyConjugated(Layers):
         total = turned.sum().conj().detach()
         self.kept = [turned.detach(), negative.detach(), total, total.imag]
         return x
+
+
+@habit()
+class OneStridedElement(Layers):
+    """A single number that keeps the stride of what it was taken from, as an index gives it, and a buffer like it."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.arange(20.0)[1::2][:1] / 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.layers[1](self.layers[0](x))
+        one = x[:1, ::2][0, :1]  # stride 2
+        x = self.layers[3](self.layers[2](x)) * one + self.offset
+        return F.cross_entropy(self.head(x), y)
