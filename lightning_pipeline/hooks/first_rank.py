@@ -175,11 +175,15 @@ class Lending:
         """While entered on the first rank, code takes what it lacks from ranks that call `lend`."""
         self._place = os.getpid(), threading.get_ident()
         absent.answer = self._answer
+        before = self._keys.versions_everywhere()
         try:
             yield
         finally:
             absent.answer = None
             self._borrowed.clear()
+        for name, version in self._keys.versions_everywhere().items():
+            if before.get(name, version) != version:
+                _refuse(f"a write into {name}")
 
     def lend(self, asked: Asked) -> None:
         """Give the first rank what it asks for."""

@@ -127,6 +127,10 @@ class TensorKeys:
         """What hooks have made that is still there, and that some ranks hold, by its latest key."""
         return {key: tensor for key, tensor in self._made.items() if self.key_of(tensor) == key}
 
+    def versions_everywhere(self) -> dict[str, int]:
+        """The versions of the module's tensors that every rank has, by name."""
+        return self._tensors.versions_of_replicated()
+
     def key_of(self, tensor: Tensor) -> int | None:
         """The key of a tensor; None where all ranks hold it, or it was not noted."""
         if holders_of(tensor) is None:

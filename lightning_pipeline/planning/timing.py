@@ -126,7 +126,7 @@ def _timed_run(
 
 
 def _differences(times: list[float]) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(times)]
+    return [max(0.0, later - earlier) for earlier, later in pairwise(times)]  # below zero where a step has threads
 
 
 def _alike(root: nn.Module, trace: Trace) -> list[Any]:

@@ -27,12 +27,12 @@ from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of, 
 from lightning_pipeline.planning.observing import (
     LiveBytes,
     Step,
-    about_to_write,
     called_through,
     gradients_apart,
     run_backward,
     without_reentrant,
 )
+from lightning_pipeline.planning.restoring import about_to_write
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,7 @@ class _Tracer(TorchFunctionMode):
         self._foreign = {id(tensor) for tensor in (*root.buffers(), *tree.leaves(batch))}
         self._batch = batch  # or an id might be given out again
         self._values: dict[int, tuple[Value, weakref.ref[Tensor]]] = {}
-        self._memory = {memory_of(parameter): parameter for parameter in root.parameters()}
-        self._storages = set(self._memory)
+        self._storages = set(map(memory_of, root.parameters()))
         self._live = LiveBytes(t for p in (*root.parameters(), *root.buffers()) for t in (p, p.grad) if t is not None)
         self._live.note(tree.leaves(batch))
 
@@ -261,9 +260,7 @@ class _Tracer(TorchFunctionMode):
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Of an operation: it may write into a parameter."""
         for tensor in written_by(func, args, kwargs):
-            parameter = self._memory.get(memory_of(tensor))
-            if parameter is not None:
-                about_to_write(parameter)
+            about_to_write(tensor)
 
     def _use(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:

@@ -88,6 +88,14 @@ class ModuleTensors:
         """Whether every rank computes with it: a buffer that all have, and no stage has written into."""
         return self.is_buffer[number] and number not in self.written and self.names[number][0] not in self._partly_held
 
+    def versions_of_replicated(self) -> dict[str, int]:
+        """How often buffers that every rank has were written into, by name."""
+        return {
+            self.names[number][0]: tensor._version
+            for number, tensor in enumerate(self.tensors)
+            if self.is_buffer[number] and not tensor.is_inference() and self.is_replicated(number)
+        }
+
     def note_partly_held(self, names: Iterable[str]) -> None:
         """Take in what not every rank has."""
         self._partly_held = frozenset(names)

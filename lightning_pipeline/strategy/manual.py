@@ -47,7 +47,11 @@ def batch_calls_met(
         inside: entered around what the batch does with the whole module.
         aside: entered around closures, which run the schedule in the middle of that.
     """
-    with overridden() as override, _clipping_met(inside), _backwards_given_to(meet_backward, in_step=True):
+
+    def clips(function: Callable[..., Any]) -> Callable[..., Any]:
+        return _once(f"torch.nn.utils.{function.__name__}", function, inside)
+
+    with overridden() as override, _clipping_by(clips), _backwards_given_to(meet_backward, in_step=True):
         for kind, owner, name, what in _calls(module):
             function = getattr(owner, name)
             if kind is _Kind.ONCE:
@@ -62,8 +66,8 @@ def batch_calls_met(
 
 
 @contextmanager
-def _clipping_met(inside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """While entered, micro-batches meet where their step clips gradients by torch's own functions.
+def _clipping_by(other: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While entered, torch's functions that clip gradients do what `other` makes of them.
 
     Users have imported these by name, so it is what the functions call that is exchanged: torch's wrapper around each
     has it in a closure.
@@ -72,7 +76,7 @@ def _clipping_met(inside: Callable[[], AbstractContextManager[None]]) -> Iterato
     cells = [next(cell for cell in closure if callable(cell.cell_contents)) for closure in closures]
     before = [cell.cell_contents for cell in cells]
     for cell, function in zip(cells, before, strict=True):
-        cell.cell_contents = _once(f"torch.nn.utils.{function.__name__}", function, inside)
+        cell.cell_contents = other(function)
     try:
         yield
     finally:
@@ -91,7 +95,10 @@ def losses_noted(module: LightningModule) -> Iterator[list[Tensor]]:
     def note(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         losses.append(loss)
 
-    with overridden() as override, _backwards_given_to(note):
+    def nothing(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros((), device=module.device)  # the norm of gradients
+
+    with overridden() as override, _clipping_by(lambda function: nothing), _backwards_given_to(note):
         override(module.trainer.strategy, "backward", note)  # which manual_backward calls
         for kind, owner, name, _ in _calls(module):
             override(owner, name, step if kind is _Kind.UPDATE else lambda *args, **kwargs: None)

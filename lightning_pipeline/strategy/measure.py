@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -21,17 +21,19 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.rng import generators, generators_kept
 from lightning_pipeline.planning.costs import StepCosts, estimate_step
-from lightning_pipeline.planning.observing import called_names, left_as_it_was
+from lightning_pipeline.planning.observing import called_names
+from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.planning.timing import measured_speed, time_step
 from lightning_pipeline.planning.trace import trace_step
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
-from .._lightning import DummyLogger, LightningModule
+from .._lightning import DummyLogger, LightningModule, is_param_in_hook_signature
 from .lightning_private import Override
 from .manual import losses_noted
 from .outputs import loss_in
 from .patches import own_statistics
+from .stage_optimizers import inner
 
 SeededStep = Callable[..., Tensor | None]
 """A `Step` that takes a `seed`, too."""
@@ -59,7 +61,8 @@ def without_side_effects(module: LightningModule, device: torch.device) -> Itera
         return tensor if replicas is None else torch.stack([tensor] * replicas.num_replicas)
 
     with (
-        left_as_it_was(module),
+        left_as_it_was(module, (inner(optimizer) for optimizer in trainer.optimizers)),
+        redirect_stdout(io.StringIO()),
         generators_kept(device),
         own_statistics(module, replicas),
         overridden() as set_for_now,
@@ -69,6 +72,8 @@ def without_side_effects(module: LightningModule, device: torch.device) -> Itera
         override(strategy, "reduce", lambda tensor, *args, **kwargs: tensor)
         override(strategy, "barrier", lambda *args: None)
         override(module, "log", lambda *args, **kwargs: None)
+        for config in trainer.lr_scheduler_configs:
+            override(config.scheduler, "step", lambda *args, **kwargs: None)
         trainer.loggers = [DummyLogger() for _ in loggers]
         try:
             yield
@@ -83,11 +88,10 @@ def loss_step(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
 ) -> SeededStep:
-    """One of the user's steps as a function from a micro-batch to the loss that backward starts from, None for steps
-    without one.
+    """One of the user's steps as a function from a micro-batch to the loss that backward starts from, None where there
+    is none.
 
     With the same seed it draws the same random numbers, so that layers that are left out at random are the same ones.
-    A training step without a loss is a ValueError.
 
     Args:
         name: of the step, such as "training_step".
@@ -96,27 +100,21 @@ def loss_step(
     """
     function = getattr(module, name)
     drawn_from = generators(device)
-    transport: Transport | None = getattr(module.trainer.strategy, "transport", None)
-    topology = None if transport is None else transport.topology
 
     def step(microbatch: Any, seed: int = 0) -> Tensor | None:
         _plant_seeds(drawn_from, seed)
-        with over_replicas(topology):
+        with _over_replicas(module):
             return run(microbatch)
 
     def run(microbatch: Any) -> Tensor | None:
         if name == "training_step" and not module.automatic_optimization:
             with context(), losses_noted(module) as losses:
                 function(microbatch, *others)
-            if not losses:
-                raise ValueError(
-                    f"{type(module).__name__}.training_step has called manual_backward for no loss, so it cannot be "
-                    f"cut automatically: name the first module of each later stage in a stage_config"
-                )
-            return sum(losses[1:], losses[0])
+            return sum(losses[1:], losses[0]) if losses else None
         with context():
             result = function(microbatch, *others)
-        return loss_in(result, type(module).__name__) if name == "training_step" else None
+        is_trained = name == "training_step" and result is not None
+        return loss_in(result, type(module).__name__) if is_trained else None
 
     return step
 
@@ -124,20 +122,30 @@ def loss_step(
 def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> StepCosts:
     """Run it a few times, on the device where the whole module is."""
     speed = measured_speed(device, dtype_of(module))
-    trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
-    for seed in _OTHER_SEEDS:
-        names = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
-        trace.optional |= names.symmetric_difference(trace.names)
-    forward, backward = time_step(module, step, microbatch, trace, device)
+    with _over_replicas(module):  # backward has collectives, too
+        trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
+        for seed in _OTHER_SEEDS:
+            names = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
+            trace.optional |= names.symmetric_difference(trace.names)
+        forward, backward = time_step(module, step, microbatch, trace, device)
     return StepCosts(module, trace, forward, backward, is_measured=True)
 
 
 def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> StepCosts:
     """Without running it: parts of the module may be on the meta device."""
-    takes_index = len(signature(module.training_step).parameters) > 1
     context = module.trainer.precision_plugin.train_step_context
-    step = loss_step(module, "training_step", (0,) * takes_index, context, device)
+    step = loss_step(module, "training_step", after_batch(module, 0), context, device)
     return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
+
+
+def _over_replicas(module: LightningModule) -> AbstractContextManager[None]:
+    transport: Transport | None = getattr(module.trainer.strategy, "transport", None)
+    return over_replicas(None if transport is None else transport.topology)
+
+
+def after_batch(module: LightningModule, batch_idx: int) -> tuple[Any, ...]:
+    """The arguments that Lightning gives a training step after the batch."""
+    return (batch_idx,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:

@@ -5,7 +5,6 @@ The script runs up to its `Trainer.fit`, without its parameters' memory and with
 
 from __future__ import annotations
 
-import inspect
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from lightning_pipeline.schedules.timeline import Timeline
 
 from .._lightning import LightningDataModule, LightningModule, Trainer, rank_zero_warn
 from .lightning_private import configured_optimizers
-from .measure import bytes_with_state, loss_step
+from .measure import after_batch, bytes_with_state, loss_step
 from .pipeline import PipelineStrategy
 from .schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
 
@@ -147,9 +146,7 @@ def _step_of(made: ScriptRun) -> Step:
     module, plugin = made.module, made.trainer.precision_plugin
     plugin.convert_module(module)
     vars(module)["log"] = lambda *args, **kwargs: None
-    takes_index = len(inspect.signature(module.training_step).parameters) > 1
-    others = (0,) * takes_index
-    return loss_step(module, "training_step", others, plugin.train_step_context, torch.device("cpu"))
+    return loss_step(module, "training_step", after_batch(module, 0), plugin.train_step_context, torch.device("cpu"))
 
 
 def _optimizers(made: ScriptRun) -> list[Optimizer]:

@@ -19,7 +19,6 @@ from lightning_pipeline.partition.stage_config import AUTO, StageMap, count_stag
 from lightning_pipeline.planning.calibration import measure_link, measure_overhead
 from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.planning.costs import StepCosts, between
-from lightning_pipeline.planning.observing import left_as_it_was
 from lightning_pipeline.planning.plan import (
     EFFORT,
     NothingToCutError,
@@ -29,6 +28,7 @@ from lightning_pipeline.planning.plan import (
     print_plan,
     ranked_plans,
 )
+from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 
@@ -156,6 +156,11 @@ class Partitioner:
         stages = StageMap(self._num_stages * self._choice.usual_virtual_stages)
         return Cut(stages, self._num_microbatches, is_final=False)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank still holds the whole module."""
+        return self._is_open and not self._is_cut_for_evaluation
+
     def before_step(
         self,
         name: str,
@@ -262,7 +267,7 @@ class Partitioner:
     ) -> dict[int, StepCosts] | Exception:
         """What a micro-batch of each size costs on this rank, by measurements of all at once, which also say how fast
         each is; where that fails, why: the first rank's reason is told by all."""
-        if not self._is_cut_for_evaluation:
+        if self.is_whole:
             self._measure_what_stages_cost(transport)
         measured: dict[int, StepCosts] = {}
         failure: Exception | None = None

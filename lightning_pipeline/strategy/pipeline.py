@@ -68,6 +68,7 @@ from .lightning_private import (
 )
 from .local_module import take_initial_values
 from .manual import Closure, backwards_met, batch_calls_met
+from .measure import after_batch
 from .partitioner import Cut, Partitioner, num_stages_for
 from .patches import agree_on_overflow, convert_batch_norms, shared_statistics, silence_writers, sync_over
 from .processes import parts_of
@@ -435,10 +436,12 @@ class PipelineStrategy(CheckpointingStrategy):
     def _cut_before_step(self, name: str, arguments: tuple[Any, ...], context: Callable[[], Any]) -> None:
         """Cut a module that nobody said where to cut, before the first step that comes. All ranks must call it."""
         assert self._cutting is not None and self.pipeline is not None
-        optimizers, transport = self.optimizers, self.transport
+        optimizers, transport, is_whole = self.optimizers, self.transport, self._cutting.is_whole
         cut = self._cutting.before_step(name, arguments, context, optimizers=optimizers, transport=transport)
         if cut is None:
             return
+        if is_whole:  # code of the loader, which the first rank alone runs, may have written into it
+            take_initial_values(self._module, copies_of(self._module, self._module.trainer), self.broadcast)
         self.plan = self._cutting.plan
         observe = self.pipeline.observe
         self._cut(self._module, cut, self.pipeline.num_ranks)
@@ -528,11 +531,21 @@ class PipelineStrategy(CheckpointingStrategy):
 
     @override
     @apart
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Cut before the step, which an optimizer's update may be around."""
+        if batch is not None:  # else the step takes it from a dataloader_iter
+            self._cut_before_training((batch, *after_batch(self._module, batch_idx)))
+
+    def _cut_before_training(self, arguments: tuple[Any, ...]) -> None:
         self._stage_optimizers.follow(self.optimizers, self._module)
+        self._cut_before_step("training_step", arguments, self.precision_plugin.train_step_context)
+
+    @override
+    @apart
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer = self._module.trainer
         arguments = self._with_batch(*args, *kwargs.values())
-        self._cut_before_step("training_step", arguments, self.precision_plugin.train_step_context)
+        self._cut_before_training(arguments)
         microbatches = self._running.split(arguments[0])
         self._whole_batch = None
         if self._is_alone and microbatches is not None and len(microbatches) == 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -23,8 +24,9 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.stage_config import resolve
-from lightning_pipeline.planning.observing import Step, gradients_apart, left_as_it_was
+from lightning_pipeline.planning.observing import Step, gradients_apart
 from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.pure_modules import KeyedCalls
@@ -153,9 +155,10 @@ class TrialSteps:
         """Seconds of steps of each plan, the slowest rank's. The plans take turns, so that what else the machine does
         meets all of them; three in any case, and more in the time that there is. All ranks of the pipeline must call
         it."""
-        with gradients_apart(self._module):
+        with gradients_apart(self._module), ExitStack() as patched:
             tried = [self._pipeline(plan) for plan in plans]
             for pipeline in tried:
+                patched.enter_context(pipeline.recorder.patched())
                 self._seconds(pipeline)
             needed = sum(map(self._seconds, tried))
             count = max(_MIN_STEPS, min(_MAX_STEPS, int(BUDGET_S / needed - _WARM_UP)))  # the same on all ranks

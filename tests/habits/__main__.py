@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.habits.driver import COMPARED, EQUAL, PATIENCE_S, WRONG, Verdict, judge, run_configuration
 from tests.habits.harness import CONFIGURATIONS, Configuration
-from tests.habits.table import Habit, chosen
+from tests.habits.table import Expectation, Habit, chosen
 from tests.launching import PRELOADED
 
 
@@ -102,7 +102,7 @@ def report(habits: list[Habit], configuration: str, folder: Path, options: argpa
             only_random += verdict.outcome == WRONG and all(": random." in line for line in verdict.differences)
             not_as_told += not verdict.is_as_told
             if not verdict.is_as_told or not options.quiet:
-                print(line(habit, verdict, options.verbose), flush=True)
+                print(line(habit, verdict, habit.expected_of(configuration), options.verbose), flush=True)
     sums = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
     sums += f" ({only_random} of them in the generators' final states alone)" if only_random else ""
     print(f"{configuration}: {sums}; {not_as_told} not as told; {time.monotonic() - began:.0f} s\n", flush=True)
@@ -117,12 +117,12 @@ def turned_round(verdict: Verdict) -> Verdict:
     return Verdict("differs" if differs else verdict.outcome, verdict.differences, verdict.seconds, differs)
 
 
-def line(habit: Habit, verdict: Verdict, verbose: bool) -> str:
+def line(habit: Habit, verdict: Verdict, expected: Expectation, verbose: bool) -> str:
     head = f"  {verdict.outcome:<14} {habit.full_name:<56} {verdict.seconds:5.1f} s"
     if verdict.is_as_told and not verbose:
         return head
     if not verdict.is_as_told and verdict.outcome not in (WRONG,):
-        head += f"   (expected: {habit.expectation})" if habit.expectation.pattern or verdict.outcome == EQUAL else ""
+        head += f"   (expected: {expected})" if expected.pattern or verdict.outcome == EQUAL else ""
     told = verdict.differences if verbose else [d.splitlines()[0][:200] for d in verdict.differences[:3]]
     more = len(verdict.differences) - len(told)
     told = [*told, f"and {more} more"] if more > 0 else told

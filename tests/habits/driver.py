@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tests.habits.harness import Configuration, comparable, place_of, run_habits
-from tests.habits.table import Habit
+from tests.habits.table import Expectation, Habit
 from tests.launching import run_ranks
 
 CHUNK = 30
@@ -120,8 +120,7 @@ def judge(habit: Habit, text: str, folder: Path, *, ignored: Sequence[str] = ())
     seconds = max((record.get("seconds", 0.0) for record in records if record), default=0.0)
     verdict = _judge(habit, configuration, records, expected, folder, text, ignored)
     verdict.seconds = seconds
-    pattern = habit.expectation.pattern
-    verdict.is_as_told = verdict.outcome == (EQUAL if pattern is None or configuration.kind == "plain" else AS_TOLD)
+    verdict.is_as_told = verdict.outcome == (EQUAL if habit.expected_of(text).pattern is None else AS_TOLD)
     return verdict
 
 
@@ -136,11 +135,11 @@ def _judge(
 ) -> Verdict:
     failed = {rank: record for rank, record in enumerate(records) if record is None or "error" in record}
     has_no_reference = expected is None or "error" in expected
-    if has_no_reference and not (failed and habit.expectation.pattern):
+    if has_no_reference and not (failed and habit.expected_of(text).pattern):
         told = f"{expected['error']}\n{expected['traceback']}" if expected else "one process did not run it"
         return Verdict(NO_REFERENCE, [told])
     if failed:
-        return _of_failure(habit, failed)
+        return _of_failure(habit.expected_of(text), failed)
     compared = COMPARED_WITH_PLAIN if configuration.kind == "plain" else COMPARED
     tolerance = habit.plain_tolerance if configuration.kind == "plain" else habit.tolerance
     differences = []
@@ -159,6 +158,10 @@ def _judge(
         differences += compare(found, wanted, "callback_metrics", max(tolerance, PLAIN_METRICS_TOLERANCE))
     else:
         found, wanted = (files(place_of(folder, each, habit.name) / "files") for each in (text, "1"))
+        if configuration.schedule == "auto":  # a logger notes the plan
+            found, wanted = (
+                {n: f for n, f in one.items() if not n.endswith("hparams.yaml")} for one in (found, wanted)
+            )
         differences += compare(found, wanted, "files", tolerance)
     return Verdict(WRONG if differences else EQUAL, differences)
 
@@ -168,7 +171,7 @@ def evaluated(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if name.startswith(("val", "test"))}
 
 
-def _of_failure(habit: Habit, failed: Mapping[int, Any]) -> Verdict:
+def _of_failure(expected: Expectation, failed: Mapping[int, Any]) -> Verdict:
     """An error, expected or not, or a hang."""
     told = [
         f"rank {rank}: {record['error']}\n{record['traceback']}"
@@ -178,7 +181,7 @@ def _of_failure(habit: Habit, failed: Mapping[int, Any]) -> Verdict:
     silent = [rank for rank, record in failed.items() if record is None or record.get("hangs")]
     if silent or any("PipelineTimeoutError" in record["error"] for record in failed.values() if record):
         return Verdict(HANGS, told)
-    pattern = habit.expectation.pattern
+    pattern = expected.pattern
     causes = [cause for record in failed.values() for cause in record["causes"]]
     if pattern is not None and any(re.search(pattern, cause, re.DOTALL) for cause in causes):
         return Verdict(AS_TOLD, told)

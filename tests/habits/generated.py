@@ -281,7 +281,7 @@ class MinesHardSamples(Mined):
 
 
 @habit(
-    expect=error(r"add_ changes, or asks for, what another stage has.*code of a loader"),
+    expect=error(r"(add_|num_batches_tracked) changes, or asks for, what another stage has.*code of a loader"),
     without={"layer": Layer},
     plain=False,
 )

@@ -266,7 +266,7 @@ class PenaltyAcrossStages(Layers):
         return F.cross_entropy(logits, y) + self.weight * gradient.pow(2).sum(1).mean()
 
 
-@habit(expect=ACROSS, without={"step": 0.0})
+@habit(expect=ACROSS, automatic=error("calls 0 modules that a stage can begin with"), without={"step": 0.0})
 class AdversarialAcrossStages(Layers):
     """FGSM: an input is moved along the gradient of the whole model's loss, and goes through it again."""
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.partition.microbatch import microbatches_of
+from lightning_pipeline.strategy import partitioner
 from tests.habits.table import HABITS, Habit, load
 
 NUM_MICROBATCHES = 4
@@ -39,8 +41,8 @@ TIMEOUT_S = 12.0
 
 @dataclass(frozen=True)
 class Configuration:
-    """A number of stages under a schedule, written "2-1f1b"; "1" is one process of ours, "plain" is Lightning alone,
-    and "without" is one process of a module that does without the habit."""
+    """A number of stages under a schedule, written "2-1f1b", or cut automatically, "2-auto"; "1" is one process of
+    ours, "plain" is Lightning alone, and "without" is one process of a module that does without the habit."""
 
     stages: int
     schedule: str = "1f1b"
@@ -63,7 +65,7 @@ class Configuration:
         return self.stages * (2 if self.schedule in ("looped_bfs", "zbv") or "interleaved" in self.schedule else 1)
 
 
-CONFIGURATIONS = ("2-1f1b", "2-interleaved_1f1b", "2-zero_bubble", "3-1f1b", "4-1f1b")
+CONFIGURATIONS = ("2-1f1b", "2-interleaved_1f1b", "2-zero_bubble", "3-1f1b", "4-1f1b", "2-auto")
 
 
 def cuts(chain: Sequence[str], parts: int) -> dict[str, int]:
@@ -137,7 +139,7 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
     L.seed_everything(1, verbose=False)
     module = (habit.without if configuration.kind == "without" else habit.module)()  # type: ignore[misc]
     is_plain = configuration.kind == "plain"
-    if configuration.parts > 1:
+    if configuration.parts > 1 and configuration.schedule != "auto":
         module.stage_config = stage_config(module, configuration.parts)
     watcher, logger = Watcher(), Keeping()
     options: dict[str, Any] = {
@@ -160,7 +162,7 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
         **options,
     )
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), mock.patch.object(partitioner, "print_plan"):
         returned = [call(trainer, module, name, habit, is_plain) for name in habit.calls]
     return {
         "losses": watcher.losses,
@@ -188,10 +190,12 @@ def digest(state: Any) -> str:
 
 
 def strategy(configuration: Configuration) -> PipelineStrategy:
+    is_automatic = configuration.schedule == "auto"
     return PipelineStrategy(
         num_stages=configuration.stages,
+        stage_config="auto" if is_automatic else None,
         num_microbatches=NUM_MICROBATCHES,
-        schedule=configuration.schedule,
+        schedule="1f1b" if is_automatic else configuration.schedule,
         timeout=TIMEOUT_S,
     )
 

@@ -190,7 +190,7 @@ class OutputsReadAtBatchEnd(Layers):
             group["lr"] = 0.1 * min(1.0, float(outputs["loss"]))
 
 
-@habit()
+@habit(automatic=error("weights gives its values once.*in a stage_config"))
 class WeightsOfGenerator(Layers):
     """A generator object on the module yields the weight of each loss."""
 

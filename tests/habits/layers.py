@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,48 @@ class FunctionOfTwoResults(Layers):
             return sine + 0.1 * cosine
 
     layer = Waves
+
+
+class SparseWeights(torch.autograd.Function):
+    """Sparsemax, after Martins and Astudillo (2016)."""
+
+    @classmethod
+    def forward(cls, ctx: Any, x: Tensor, dim: int = -1, k: int | None = None) -> Tensor:
+        ctx.dim = dim
+        ordered = x.sort(dim=dim, descending=True)[0]
+        places = torch.arange(1, x.shape[dim] + 1, dtype=x.dtype)
+        sums = ordered.cumsum(dim) - 1
+        size = (places * ordered > sums).sum(dim, keepdim=True)
+        result = torch.clamp(x - sums.gather(dim, size - 1) / size, min=0)
+        ctx.save_for_backward(size, result)
+        return result
+
+    @classmethod
+    def backward(cls, ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        size, result = ctx.saved_tensors
+        gradient = gradient * (result != 0)
+        mean = gradient.sum(ctx.dim, keepdim=True) / size
+        return torch.where(result != 0, gradient - mean, gradient), None, None
+
+
+def sparse_weights(x: Tensor, dim: int = -1, k: int | None = None) -> Tensor:
+    return SparseWeights.apply(x, dim, k)
+
+
+@habit()
+class FunctionOfParameters(Layers):
+    """A function of its own of a parameter alone, and what it gives masks the layer's input."""
+
+    class Masked(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = nn.Parameter(torch.rand(2, WIDTH))
+            self.choose = partial(sparse_weights, dim=-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.einsum("nd,bd->bnd", self.choose(self.mask), x).sum(1))
+
+    layer = Masked
 
 
 @habit(plain=False)  # it goes by the batch's number

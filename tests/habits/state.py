@@ -37,6 +37,36 @@ class TrainingOutputsInList(Layers):
         self.training_step_outputs.clear()
 
 
+class Smoothed:
+    """A meter of the user's own, as in many training scripts."""
+
+    def __init__(self) -> None:
+        self.mean, self.recent = 0.0, deque([0.0], maxlen=3)
+
+    def update(self, value: float) -> float:
+        self.recent.append(value)
+        self.mean = 0.9 * self.mean + 0.1 * sum(self.recent)
+        return self.mean
+
+
+@habit()
+class MeterOfOnesOwn(Layers):
+    """An object that is no module smooths losses, which are logged, and counts in an attribute of the class."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Smoothed()
+        type(self).calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        type(self).calls += 1
+        self.log("smooth", self.meter.update(loss.item()) + self.calls)
+        return loss
+
+
 class Collecting(Evaluated):
     """Collects dictionaries in each kind of evaluation."""
 

@@ -49,6 +49,7 @@ class Habit:
         subject: the file that it is in.
         module: makes the LightningModule.
         expectation: on stages.
+        automatic: on stages that are cut automatically, where that is another: measuring runs the step more often.
         observed: names of the module's attributes that every rank has to have alike in the end; dots go inwards.
         calls: what is called of the Trainer, in this order.
         epochs, batches: how much there is to train on.
@@ -67,6 +68,7 @@ class Habit:
     subject: str
     module: Callable[[], L.LightningModule]
     expectation: Expectation = EQUAL
+    automatic: Expectation | None = None
     observed: tuple[str, ...] = ()
     calls: tuple[str, ...] = ("fit",)
     epochs: int = 2
@@ -78,6 +80,11 @@ class Habit:
     plain_tolerance: float = 0.0
     tolerance: float = 0.0
     prints: bool = False
+
+    def expected_of(self, configuration: str) -> Expectation:
+        if configuration == "plain":
+            return EQUAL
+        return (self.automatic if configuration.endswith("-auto") else None) or self.expectation
 
     @property
     def full_name(self) -> str:
@@ -116,8 +123,8 @@ def habit(
             cls.__module__.rpartition(".")[2],
             cls,
             expect,
-            tuple(observed),
-            tuple(calls),
+            observed=tuple(observed),
+            calls=tuple(calls),
             without=rid if shows else None,
             **options,
         )

@@ -35,6 +35,10 @@ BY_DEFAULT = {
         SkipFromSecondEpoch GPT2HiddenStates SimCLRInTwoCalls CrossAttention CodebookThroughData
     """,
     "3-1f1b": "RecurrentRefinement HaltsByData LayerDropByPython",
+    "2-auto": """
+        FunctionOfParameters MeterOfOnesOwn GlobalList SchedulerSteppedInStep OwnTorchGenerator GathersOverRanksByName
+        LBFGS ClipsByTorch ReturnsNothing WeightsOfGenerator MinesWithBatchNorms
+    """,
     "4-1f1b": "Siamese ComparesWithMicrobatchBefore VmapOverSamples",
 }
 """What runs by default, where it shows most: of each kind one or two. An error ends a launch, so it comes last."""
@@ -97,7 +101,9 @@ def each_habit(*configurations: str) -> list[object]:
 def test_stages_come_to_what_one_process_does(name: str, configuration: str, folder: Path) -> None:
     habit = HABITS[name]
     verdict = judge(habit, configuration, folder)
-    assert verdict.is_as_told, f"{verdict.outcome}, expected {habit.expectation}\n" + "\n".join(verdict.differences)
+    assert verdict.is_as_told, f"{verdict.outcome}, expected {habit.expected_of(configuration)}\n" + "\n".join(
+        verdict.differences
+    )
 
 
 @pytest.mark.parametrize(("name", "configuration"), each_habit("plain"))

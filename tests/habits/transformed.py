@@ -92,7 +92,7 @@ class VmapOverSamples(Layers):
         return x
 
 
-@habit(expect=error(r"(?s)transformed\.py:\d+.*whole batch"), without={"weight": 0.0})
+@habit(expect=error(r"(?s)transformed\.py:\d+.*whole batch"), automatic=error(r"torch\.func"), without={"weight": 0.0})
 class PerSampleGradients(Layers):
     """torch.func's gradients for each sample, by the head's weights."""
 

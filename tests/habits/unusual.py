@@ -32,7 +32,7 @@ class MaskCached(Layers):
         return x
 
 
-@habit(expect=error(r"in the thread that they run in"))
+@habit(expect=error(r"in the thread that they run in"), automatic=error("cannot be cut automatically"))
 class ThreadsInForward(Layers):
     """Layers are called in threads of their own."""
 

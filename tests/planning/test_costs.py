@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.planning.costs import StepCosts, between, cut_tree, estimate_step
-from lightning_pipeline.planning.observing import left_as_it_was
 from lightning_pipeline.planning.plan import NothingToCutError, plan_stages, ranked_plans
 from lightning_pipeline.planning.rebalance import rebalance
+from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.planning.timing import time_step
 from lightning_pipeline.planning.trace import DeviceSpeed, trace_step
 from lightning_pipeline.schedules import build

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.topology import Channel, Route, routes_along
+from lightning_pipeline.strategy.local_module import _checksum
 from tests.launching import PATIENCE_S, launch
 
 
@@ -83,3 +84,20 @@ def sums() -> None:
 @pytest.mark.multiprocess
 def test_what_a_backend_does_not_add_up_is_gathered() -> None:
     launch(sums, world=2)
+
+
+def test_bytes_of_parts_of_a_memory() -> None:
+    numbers = torch.arange(20.0)
+    for part in (numbers[1::2][:1], numbers[1:], numbers[3:3], torch.tensor(2.0), numbers.view(4, 5)[1]):
+        assert backends.bytes_of(part).view(torch.float32).tolist() == part.flatten().tolist()
+        backends.bytes_of(part).fill_(0)  # a view, into which messages are received
+        assert not part.any()
+
+
+def test_values_of_ranks_are_compared_wherever_they_lie_in_memory() -> None:
+    numbers = torch.arange(40.0)
+    for first, length in ((0, 40), (1, 39), (3, 2), (5, 1), (7, 0)):
+        part = numbers[first : first + length]
+        assert _checksum(part) == _checksum(part.clone())
+        if length:
+            assert _checksum(part) != _checksum(part + 1)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_pipeline.planning.observing import left_as_it_was
 from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.planning.trace import DeviceSpeed, trace_step
 from lightning_pipeline.strategy.trials import fault_of_cut
 
@@ -77,3 +83,149 @@ def test_parameters_that_a_step_writes_into_are_put_back(how: str) -> None:
         assert not torch.equal(module.teacher.weight, before["teacher.weight"])
     assert all(value is parameters[name] for name, value in module.named_parameters())
     assert all(torch.equal(value, before[name]) for name, value in module.named_parameters())
+
+
+class Meter:
+    """An average of the user's own."""
+
+    def __init__(self) -> None:
+        self.sum, self.parts = 0.0, {"history": [0.0]}
+
+    def update(self, value: float) -> None:
+        self.sum += value
+        self.parts["history"].append(value)
+
+
+class Slotted:
+    __slots__ = ("count", "seen")
+
+    def __init__(self) -> None:
+        self.count, self.seen = 0, [1]
+
+
+CALLS = 0
+SEEN: dict[str, Any] = {"calls": []}
+
+
+def count_call() -> None:
+    global CALLS
+    CALLS += 1
+    SEEN["calls"].append(CALLS)
+
+
+def counter() -> Callable[[], int]:
+    number = 0
+
+    def count() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return count
+
+
+class Keeps(nn.Module):
+    """State of every kind that a step may change beside buffers."""
+
+    class_count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.meter, self.slotted = Meter(), Slotted()
+        self.counts = Counter(a=1)
+        self.window = deque([0.0], maxlen=3)
+        self.confusion = np.zeros((2, 2))
+        self.count = counter()
+        self.numbers, self.names = itertools.count(5), iter(["a", "b", "c"])
+        self.teacher = [nn.Linear(4, 4)]
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        self.warmup = torch.optim.lr_scheduler.SequentialLR(
+            self.optimizer,
+            [torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma) for gamma in (0.5, 0.25)],
+            milestones=[2],
+        )
+        self.drawn_from = (torch.Generator(), random.Random(1), np.random.default_rng(1), np.random.RandomState(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meter.update(1.0)
+        self.slotted.count += 1
+        self.slotted.seen.append(2)
+        self.counts["a"] += 1
+        self.window.append(2.0)
+        self.confusion[0, 1] += 1
+        type(self).class_count += 1
+        count_call()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+        self.warmup.step()
+        with torch.no_grad():
+            torch._foreach_mul_(list(self.teacher[0].parameters()), 0.5)
+        return self.linear(x).sum()
+
+    def state(self) -> list[Any]:
+        """What a next step would see."""
+        self.optimizer.step()
+        self.warmup.step()
+        own, python, numpy, old = self.drawn_from
+        return [
+            *(self.meter.sum, self.meter.parts, self.slotted.count, self.slotted.seen, dict(self.counts)),
+            *(list(self.window), self.confusion.tolist(), type(self).class_count, CALLS, SEEN, self.warmup.last_epoch),
+            *(self.optimizer.param_groups[0]["lr"], self.teacher[0].weight.tolist(), self.warmup.get_last_lr()),
+            *(self.count(), next(self.numbers), next(self.names), torch.rand(1, generator=own).item()),
+            *(python.random(), numpy.random(), old.rand()),
+        ]
+
+
+def test_python_objects_are_put_back() -> None:
+    def make() -> Keeps:
+        global CALLS
+        torch.manual_seed(1)
+        CALLS, Keeps.class_count = 0, 0
+        SEEN["calls"].clear()
+        return Keeps()
+
+    expected = copy.deepcopy(make().state())
+    module = make()
+    with left_as_it_was(module):
+        trace_step(module, module, X, DeviceSpeed(flops=1e9, memory_bytes=1e15))
+        for _ in range(3):
+            assert module.state() != expected
+            module(X)
+    assert module.state() == expected
+
+
+class Draws(nn.Module):
+    def __init__(self, values: Any) -> None:
+        super().__init__()
+        self.linear, self.values = nn.Linear(4, 4), values
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * sum(next(self.values))
+
+
+class Forever:
+    """An iterator of the user's own around a loader."""
+
+    def __init__(self) -> None:
+        self.batches = iter(torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2))
+
+    def __next__(self) -> Tensor:
+        return next(self.batches)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(lambda: (torch.ones(2) for _ in range(9)), id="generator"),
+        pytest.param(lambda: itertools.cycle(torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2)), id="cycle"),
+        pytest.param(lambda: zip(torch.utils.data.DataLoader(torch.arange(8.0)), itertools.count()), id="zip"),
+        pytest.param(Forever, id="of one's own"),
+    ],
+)
+def test_what_gives_its_values_once_must_not_be_taken_from(values: Callable[[], Any]) -> None:
+    module = Draws(values())
+    with left_as_it_was(module):  # nobody takes from it
+        module.linear(X)
+    with pytest.raises(ValueError, match=r"values.* gives its values once.* in a stage_config"), left_as_it_was(module):
+        module(X)

@@ -1,0 +1,340 @@
+"""Puts back what a step has changed in a module, and in the Python objects that it reaches.
+
+Measuring where to cut runs the user's step before the run does, as often as it takes. Whatever that leaves behind, such
+as a count, a meter's sums or a generator one draw further, would make the run differ from one process:
+
+    root ── modules ── attributes ── lists, dictionaries, meters, arrays, generators, closures ...
+                    └─ globals and class attributes that their methods name
+
+All of these are walked before the step and put back after it. What cannot be put back, as a generator function that has
+gone on, is an error if it has.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import sys
+import types
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_pipeline._names import PACKAGES
+from lightning_pipeline.partition.placeholder import Placeholder, become, memory_of
+
+MAX_ITEMS = 1000
+"""Longer collections are tables, not what a step collects: they get their items back, and nobody looks into these."""
+_MAX_OBJECTS = 100_000
+_MAX_ARRAY_BYTES = 1 << 28
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, range, slice, torch.dtype, torch.device))
+_LIBRARIES = ("torch", "numpy", "weakref", "_weakrefset", "lightning_pipeline", *PACKAGES)
+"""Their objects are left alone: a part of one that is put back may not fit the rest."""
+_RUNNING = ("_thread", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "socket", "subprocess")
+"""What has one of these goes on by itself, and is left alone as well."""
+_COPIED: tuple[type, ...] = (
+    itertools.count,
+    itertools.cycle,
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(1))),
+    type(iter("")),
+)
+
+
+@contextmanager
+def left_as_it_was(root: nn.Module, others: Iterable[object] = ()) -> Iterator[None]:
+    """While entered, steps may run; afterwards buffers, attributes and what is reached from them are as before.
+
+    Buffers and other tensors that a module keeps get their values back in place, and so do parameters that a step has
+    been seen to write into (`about_to_write`), as the averages of a teacher are: a copy of every parameter would take
+    as much memory as the model.
+
+    Args:
+        others: what else a step may change: optimizers, of which it may set the learning rates.
+
+    Raises:
+        ValueError: a step has taken from a generator or a loader that cannot be set back.
+    """
+    found = _Found(root, others)
+    with torch._C.DisableTorchFunction():  # in a hook, where each rank has others, too
+        data = [(parameter, parameter.detach()) for parameter in found.parameters]
+    for parameter, _ in data:
+        if parameter in _written:
+            found.keep(parameter)
+    _entered.append(found)
+    try:
+        yield
+    finally:
+        _entered.pop()
+        with torch._C.DisableTorchFunction():
+            for parameter, data_before in data:
+                if _is_plain(parameter) and parameter.data_ptr() != data_before.data_ptr():
+                    parameter.data = data_before
+        found.restore()
+    found.check()
+
+
+def about_to_write(tensor: Tensor) -> None:
+    """A step writes into a tensor's memory: a parameter that has it is put back."""
+    parameter = _entered[-1].with_memory.get(memory_of(tensor)) if _entered else None
+    if parameter is not None and parameter not in _written:
+        _written[parameter] = True
+        for found in _entered:
+            found.keep(parameter)
+
+
+_written = WeakIdKeyDictionary()
+"""Parameters that steps write into."""
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+    return is_plain and not parameter.is_meta and not isinstance(parameter, FakeTensor)
+
+
+class _Found:
+    """What a step may change, as it was."""
+
+    def __init__(self, root: nn.Module, others: Iterable[object]) -> None:
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._undo: list[Callable[[], object]] = []
+        self._once: list[tuple[str, Callable[[], Any], Any]] = []
+        self.parameters = [parameter for parameter in root.parameters() if _is_plain(parameter)]
+        """With those of modules that are kept in lists or objects, as a teacher may be."""
+        own = set(map(id, self.parameters))
+        self._seen: dict[int, Any] = {}  # which keeps them alive, so that no other object gets the number
+        self._todo: list[tuple[str, Any]] = []
+        for name, module in root.named_modules():
+            self._todo.append((f"{name}." if name else "", module))
+        self._todo += [("", other) for other in others]
+        while self._todo and len(self._seen) < _MAX_OBJECTS:
+            self._visit(*self._todo.pop())
+        others_seen = (value for value in self._seen.values() if isinstance(value, nn.Parameter) and _is_plain(value))
+        self.parameters += (parameter for parameter in others_seen if id(parameter) not in own)
+        self.with_memory = {memory_of(parameter): parameter for parameter in self.parameters}
+        del self._todo
+
+    def restore(self) -> None:
+        for undo in self._undo:
+            undo()
+        with torch.no_grad():
+            for tensor, values in self._tensors.values():
+                if type(tensor) is Placeholder:  # a step that was recorded has written into it
+                    become(tensor, values)
+                else:  # batch norm's kernels do not count their writes as versions
+                    tensor.copy_(values)
+
+    def check(self) -> None:
+        """Whether what cannot be put back is as it was."""
+        for name, place_of, before in self._once:
+            if place_of() != before:
+                raise ValueError(
+                    f"{name} gives its values once, and the step takes of them: to measure where to cut would use them "
+                    f"up. Name the first module of each later stage in a stage_config"
+                )
+
+    def keep(self, tensor: Tensor) -> None:
+        if id(tensor) not in self._tensors:
+            with torch._C.DisableTorchFunction() if isinstance(tensor, nn.Parameter) else nullcontext():
+                self._tensors[id(tensor)] = (tensor, tensor.detach().clone())
+
+    def _visit(self, name: str, value: Any) -> None:
+        kind = type(value)
+        if kind in _PLAIN or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter) and not value.is_inference() and not value.is_meta:
+                self.keep(value)
+        elif isinstance(value, nn.Module):
+            self._visit_attributes(name, vars(value))
+            self._visit_class(kind)
+        elif isinstance(value, (list, dict, set, deque)):
+            self._visit_collection(name, value)
+        elif isinstance(value, (tuple, frozenset)):
+            self._visit_items(name, value)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(name, value)
+        elif isinstance(value, types.MethodType):
+            self._todo += [(name, value.__self__), (name, value.__func__)]
+        elif isinstance(value, partial):
+            self._todo += [(name, value.func), (name, value.args), (name, value.keywords)]
+        elif isinstance(value, types.GeneratorType):
+            self._once.append((name, partial(_place_of_generator, value), _place_of_generator(value)))
+        elif hasattr(kind, "__next__") and hasattr(value, "_num_yielded"):  # of a DataLoader
+            self._once.append((name, lambda: value._num_yielded, value._num_yielded))
+        elif hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
+            self._todo += [(name, part) for part in _parts_of_iterator(value)]
+        elif isinstance(value, Optimizer):  # its state belongs to updates, of which there are none
+            self._todo.append((name, value.param_groups))
+        elif isinstance(value, LRScheduler):
+            self._visit_attributes(f"{name}.", vars(value))
+        elif not self._has_state_of_its_own(value):
+            self._visit_object(name, value)
+
+    def _has_state_of_its_own(self, value: Any) -> bool:
+        """Whether it is a generator of random numbers, or an array."""
+        if isinstance(value, torch.Generator):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._undo.append(partial(value.setstate, value.getstate()))
+        elif (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.random.Generator):
+            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        elif numpy is not None and isinstance(value, numpy.ndarray):
+            if value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES:
+                self._undo.append(partial(numpy.copyto, value, value.copy()))
+        else:
+            return False
+        return True
+
+    def _visit_collection(self, name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            self._visit_attributes(f"{name}: " if name else "", value)
+            return
+        before = [_copied(item) for item in value] if len(value) <= MAX_ITEMS else list(value)
+        self._undo.append(partial(_fill, value, before))
+        self._visit_items(name, before)
+
+    def _visit_attributes(self, name: str, home: dict[Any, Any]) -> None:
+        if len(home) > MAX_ITEMS:
+            self._undo.append(partial(_fill_dictionary, home, list(home.items())))
+            return
+        before = [(key, _copied(value)) for key, value in home.items()]
+        self._undo.append(partial(_fill_dictionary, home, before))
+        for key, value in before:
+            if type(value) not in _PLAIN:
+                self._todo.append((f"{name}{key}", value))
+
+    def _visit_items(self, name: str, items: Any) -> None:
+        if len(items) <= MAX_ITEMS:
+            self._todo += [(name, item) for item in items if type(item) not in _PLAIN]
+
+    def _visit_function(self, name: str, function: types.FunctionType) -> None:
+        """Its closure, and globals that its code names."""
+        if _is_of_library(function.__module__):
+            return
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # an empty cell
+                content = cell.cell_contents
+                self._undo.append(partial(_set_if_changed, cell, "cell_contents", content))
+                self._todo.append((name, content))
+        scope = function.__globals__
+        for key in function.__code__.co_names:
+            if key in scope and not isinstance(scope[key], (type, types.ModuleType)):
+                self._undo.append(partial(_fill_key, scope, key, scope[key]))
+                self._todo.append((key, scope[key]))
+
+    def _visit_class(self, cls: type) -> None:
+        for base in cls.__mro__:
+            if base is object or id(base) in self._seen or _is_of_library(base.__module__):
+                continue
+            self._seen[id(base)] = base
+            for key, value in list(vars(base).items()):
+                if isinstance(value, types.FunctionType):
+                    self._todo.append((key, value))
+                elif not key.startswith("__") and not hasattr(type(value), "__get__"):
+                    self._undo.append(partial(_set_if_changed, base, key, value))
+                    self._todo.append((f"{base.__name__}.{key}", value))
+
+    def _visit_object(self, name: str, value: Any) -> None:
+        """An object of a class that is written in Python, by the user or a package."""
+        kind = type(value)
+        is_python = all(base is object or base.__flags__ & 1 << 9 for base in kind.__mro__)
+        if isinstance(value, type) or not (is_python or kind is types.SimpleNamespace):
+            return
+        if any(_is_of_library(base.__module__) for base in kind.__mro__):
+            return
+        attributes = getattr(value, "__dict__", None)
+        slots = [key for base in kind.__mro__ for key in _names(vars(base).get("__slots__", ()))]
+        own = [(key, getattr(value, key)) for key in slots if hasattr(value, key)]
+        contents = [*(attributes.values() if type(attributes) is dict else ()), *(content for _, content in own)]
+        if any(type(content).__module__.partition(".")[0] in _RUNNING for content in contents):
+            return
+        if type(attributes) is dict:
+            self._visit_attributes(f"{name}.", attributes)
+        for key, content in own:
+            self._undo.append(partial(_set_if_changed, value, key, content))
+            self._todo.append((f"{name}.{key}", content))
+        self._visit_class(kind)
+
+
+_entered: list[_Found] = []
+"""Of each `left_as_it_was` that is entered."""
+
+
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _copied(value: Any) -> Any:
+    """A copy of an iterator that can be copied, to be put in its place; everything else as it is."""
+    if type(value) not in _COPIED:
+        return value
+    with warnings.catch_warnings(), suppress(TypeError):
+        warnings.simplefilter("ignore")  # Python 3.14 is to have no copies of itertools
+        return copy.copy(value)
+    return value
+
+
+def _parts_of_iterator(value: Any) -> list[Any]:
+    """What an iterator such as zip or itertools.cycle takes from."""
+    with warnings.catch_warnings(), suppress(TypeError):
+        warnings.simplefilter("ignore")
+        reduced = value.__reduce__()
+        return list(reduced[1]) if isinstance(reduced, tuple) and len(reduced) > 1 else []
+    return []
+
+
+def _place_of_generator(generator: Any) -> Any:
+    frame = generator.gi_frame
+    return None if frame is None else (frame.f_lasti, {key: id(value) for key, value in frame.f_locals.items()})
+
+
+def _same(now: Iterable[Any], before: Iterable[Any]) -> bool:
+    now, before = list(now), list(before)
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+def _fill(value: Any, before: list[Any]) -> None:
+    if _same(value, before):
+        return
+    kind: Any = next(kind for kind in (list, set, deque) if isinstance(value, kind))
+    kind.clear(value)
+    kind.update(value, before) if kind is set else kind.extend(value, before)
+
+
+def _fill_dictionary(value: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
+    keys, values = [key for key, _ in before], [item for _, item in before]
+    if _same(value, keys) and _same(value.values(), values):
+        return
+    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    kind.clear(value)
+    kind.update(value, before)
+
+
+def _fill_key(home: dict[str, Any], key: str, before: Any) -> None:
+    if home.get(key) is not before:
+        home[key] = before
+
+
+def _set_if_changed(owner: Any, name: str, before: Any) -> None:
+    if getattr(owner, name, None) is not before:
+        setattr(owner, name, before)
