@@ -18,6 +18,7 @@ import random
 import sys
 import types
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -38,7 +39,12 @@ MAX_ITEMS = 1000
 """Longer collections are tables, not what a step collects: they get their items back, and nobody looks into these."""
 _MAX_OBJECTS = 100_000
 _MAX_ARRAY_BYTES = 1 << 28
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, range, slice, torch.dtype, torch.device))
+_PLAIN = frozenset(
+    (
+        *(bool, int, float, complex, str, bytes, type(None), type, range, slice, torch.dtype, torch.device),
+        *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
+    )
+)
 _LIBRARIES = ("torch", "numpy", "weakref", "_weakrefset", "lightning_pipeline", *PACKAGES)
 """Their objects are left alone: a part of one that is put back may not fit the rest."""
 _RUNNING = ("_thread", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "socket", "subprocess")
