@@ -12,6 +12,9 @@ gone on, is an error if it has.
 
 from __future__ import annotations
 
+import abc
+import argparse
+import collections
 import copy
 import itertools
 import random
@@ -23,7 +26,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +48,10 @@ _PLAIN = frozenset(
         *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
     )
 )
-_LIBRARIES = ("torch", "numpy", "weakref", "_weakrefset", "lightning_pipeline", *PACKAGES)
-"""Their objects are left alone: a part of one that is put back may not fit the rest."""
+_LIBRARIES = frozenset({"torch", "numpy", "lightning_pipeline", *PACKAGES, *sys.stdlib_module_names} - {"__main__"})
+"""Their functions and objects are left alone: a part of one that is put back may not fit the rest."""
+_OPEN = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+"""Classes of the standard library whose objects are what the user puts into them."""
 _RUNNING = ("_thread", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "socket", "subprocess")
 """What has one of these goes on by itself, and is left alone as well."""
 _COPIED: tuple[type, ...] = (
@@ -259,10 +264,7 @@ class _Found:
     def _visit_object(self, name: str, value: Any) -> None:
         """An object of a class that is written in Python, by the user or a package."""
         kind = type(value)
-        is_python = all(base is object or base.__flags__ & 1 << 9 for base in kind.__mro__)
-        if isinstance(value, type) or not (is_python or kind is types.SimpleNamespace):
-            return
-        if any(_is_of_library(base.__module__) for base in kind.__mro__):
+        if isinstance(value, type) or not (isinstance(value, _OPEN) or all(map(_is_users, kind.__mro__))):
             return
         attributes = getattr(value, "__dict__", None)
         slots = [key for base in kind.__mro__ for key in _names(vars(base).get("__slots__", ()))]
@@ -284,6 +286,12 @@ _entered: list[_Found] = []
 
 def _is_of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _is_users(base: type) -> bool:
+    """Whether a class statement of the user, or of a package, has made a class; `object` and Generic are as good."""
+    is_python = base.__flags__ & 1 << 9
+    return base in (object, abc.ABC, Generic, Protocol) or bool(is_python and not _is_of_library(base.__module__))
 
 
 def _names(slots: Any) -> Iterable[str]:
