@@ -386,7 +386,15 @@ def is_view_of_kept(tensor: Tensor) -> bool:
         return base is not None and sys.getrefcount(base) > 2
 
 
+_OWN_REFERENCES = 2
+"""To the memory of a tensor without views: its own, and that of the object which counts them."""
+
+
 def views_of(tensor: Tensor) -> list[Tensor]:
     """All views of a tensor, wherever they were made."""
     with torch._C.DisableTorchFunction():
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) <= _OWN_REFERENCES:
+                return []  # and no look at all that Python keeps, which takes a while with many packages
         return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]
