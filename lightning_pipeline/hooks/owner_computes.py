@@ -133,6 +133,14 @@ class OwnerComputes(TorchFunctionMode):
             for mode in reversed(modes):
                 torch._C._push_on_torch_function_stack(mode)
 
+    def take_over(self, other: OwnerComputes) -> None:
+        """Go on in the place of one that was made for another cut: a whole run may be going on within a hook, as that
+        of a search for a learning rate is, and this mode is entered around it."""
+        number = self._exchanges.number
+        vars(self).update(vars(other))
+        self._exchanges.number += number
+        in_hook.when_rank_known = self._keys.hold if self._rank else None
+
     def make_whole(self, num_processes: int) -> None:
         """Give every rank what hooks have made and the user has kept, where it fits into memory, after the last hook.
 

@@ -443,8 +443,9 @@ class PipelineStrategy(CheckpointingStrategy):
         if is_whole:  # code of the loader, which the first rank alone runs, may have written into it
             take_initial_values(self._module, copies_of(self._module, self._module.trainer), self.broadcast)
         self.plan = self._cutting.plan
-        observe = self.pipeline.observe
+        observe, outside = self.pipeline.observe, self._outside
         self._cut(self._module, cut, self.pipeline.num_ranks)
+        self._running.take_over(outside)
         self.pipeline.observe = observe
         self._stage_optimizers.settle(self._running.held.ownership)
         self._install(self._module)

@@ -148,6 +148,12 @@ class StageRunner:
         )
         self.release_remote()
 
+    def take_over(self, outside: OwnerComputes | None) -> None:
+        """Go on from the runner of an earlier cut, whose hooks may be running."""
+        if outside is not None and self.outside is not None:
+            outside.take_over(self.outside)
+            self.outside = outside
+
     @property
     def has_slices(self) -> bool:
         """Whether parameters may be DTensors, of which each rank has a slice."""

@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -323,6 +324,18 @@ def all_called_twice(world: int) -> dict[str, Any]:
     return {"losses": losses.values, "cut": trainer.strategy.plan and trainer.strategy.plan.stage_config}
 
 
+def found_learning_rate(world: int) -> dict[str, Any]:
+    """A search for it is a whole run within a hook, in which the module is cut."""
+    L.seed_everything(1, verbose=False)
+    module, losses = LitTokens(), Losses()
+    trainer = pipeline_trainer("auto" if world > 1 else {}, world=world, callbacks=[losses], max_epochs=1)  # type: ignore[arg-type]
+    found = Tuner(trainer).lr_find(
+        module, token_loader(32, 8), num_training=6, early_stop_threshold=None, update_attr=False
+    )
+    trainer.fit(module, token_loader(32, 8))
+    return {"losses": losses.values, "found": found.results}
+
+
 class Counts(LitTokens):
     """Its loss comes out of a metric, is written into another one, and changes with the calls."""
 
@@ -397,6 +410,7 @@ def others(world: int, folder: str) -> dict[str, Any]:
         "out of memory": out_of_memory(world),
         "left out": layers_left_out(world),
         "twice": all_called_twice(world),
+        "learning rate": found_learning_rate(world),
         "state": state_of_the_module(world),
         "unequal": unequal(world),
         "another": another_is_faster(world),
@@ -508,6 +522,12 @@ def test_modules_that_are_called_twice_are_shared_out(one: Any, ranks: Any) -> N
     for rank in ranks:
         assert rank["twice"]["losses"] == one["twice"]["losses"]
         assert {*rank["twice"]["cut"].values()} == {0, 1}
+
+
+def test_a_learning_rate_is_searched_for_before_the_cut(one: Any, ranks: Any) -> None:
+    assert one["learning rate"]["found"]["loss"]
+    for rank in ranks:
+        assert rank["learning rate"] == one["learning rate"]
 
 
 def test_plans_are_tried_on_the_module_as_it_was(one: Any, ranks: Any) -> None:
