@@ -13,7 +13,7 @@ from typer.main import get_command
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.cli.app import app
 from lightning_pipeline.schedules import SCHEDULE_NAMES
-from lightning_pipeline.strategy.pipeline import _GIVEN_BY_TRAINER
+from lightning_pipeline.strategy.copying import GIVEN_BY_TRAINER
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -39,7 +39,7 @@ def messages() -> str:
 
 
 def test_each_option_is_described() -> None:
-    given = set(inspect.signature(PipelineStrategy).parameters) - set(_GIVEN_BY_TRAINER)
+    given = set(inspect.signature(PipelineStrategy).parameters) - set(GIVEN_BY_TRAINER)
     assert {cell.strip("`") for cell in rows("options.md")} - {"option"} == given
 
 

@@ -36,8 +36,7 @@ def apart(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        outside: OwnerComputes | None = args[0]._outside  # type: ignore[attr-defined]
-        with outside.aside() if outside is not None else nullcontext():
+        with args[0].aside():  # type: ignore[attr-defined]
             return method(*args, **kwargs)
 
     return run

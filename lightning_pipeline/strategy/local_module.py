@@ -33,16 +33,14 @@ from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.direct import recv_tree, send_tree
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.host_memory import available_bytes
-from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.tensor_meta import conform
-from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import LightningModule, rank_zero_warn
 from ..checkpoint.state import copies_of
 from ..checkpoint.weights import Weights, load_weights
+from .connections import Connections
 from .lightning_private import note_device
 from .partitioner import Cut
-from .tensor_parallel import TensorGroup
 
 _CRC_BYTES = 4096
 _NONE, _PARTS, _MEMORY, _SLICES = range(4)
@@ -60,7 +58,6 @@ class LocalModule:
     Args:
         module: whole, or with each rank's part on it where an earlier run has left it so.
         placement: the rank in the pipeline of each virtual stage.
-        rank: this rank's place in the pipeline.
         sharded: shards parameters over replicas; None keeps them whole.
 
     Attributes:
@@ -76,19 +73,14 @@ class LocalModule:
         module: LightningModule,
         cut: Cut,
         placement: Sequence[int],
-        rank: int,
-        device: torch.device,
-        *,
-        transport: Transport | None,
-        replicas: Replicas | None,
-        tensor_group: TensorGroup | None,
+        connections: Connections,
         sharded: FullySharded | None,
     ) -> None:
         self._module = module
-        self._device = device
-        self._transport = transport
-        self._replicas = replicas
-        self._tensor_group = tensor_group
+        self._device = connections.device
+        self._transport = connections.transport
+        self._replicas = connections.replicas
+        self._tensor_group = connections.tensor_group
         self._came_in_parts = any(tensor.is_meta for _, tensor in named_tensors(module))
         if sharded is not None:
             sharded.adopt(module)
@@ -96,8 +88,8 @@ class LocalModule:
         self.calls = KeyedCalls(module, cut.stages)
         self.tensors = ModuleTensors(module, cut.stages)
         certain = certain_stages(self.leaves, cut.stages.num_stages) if cut.is_final else {}
-        self.placement = ParameterMap(module, placement, rank, certain)
-        self.placement.find_present(module, transport)
+        self.placement = ParameterMap(module, placement, connections.topology.stage_rank, certain)
+        self.placement.find_present(module, self._transport)
         self.ownership: Ownership = self.placement.ownership()
         self._note_partly_held()
 

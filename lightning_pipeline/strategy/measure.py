@@ -85,7 +85,6 @@ def loss_step(
     module: LightningModule,
     name: str,
     others: tuple[Any, ...],
-    context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
 ) -> SeededStep:
     """One of the user's steps as a function from a micro-batch to the loss that backward starts from, None where there
@@ -96,9 +95,8 @@ def loss_step(
     Args:
         name: of the step, such as "training_step".
         others: its arguments after the batch.
-        context: the precision's context around a step.
     """
-    function = getattr(module, name)
+    function, context = getattr(module, name), step_context(module, name)
     drawn_from = generators(device)
 
     def step(microbatch: Any, seed: int = 0) -> Tensor | None:
@@ -133,14 +131,25 @@ def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, dev
 
 def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> StepCosts:
     """Without running it: parts of the module may be on the meta device."""
-    context = module.trainer.precision_plugin.train_step_context
-    step = loss_step(module, "training_step", after_batch(module, 0), context, device)
+    step = loss_step(module, "training_step", after_batch(module, 0), device)
     return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
 
 
 def _over_replicas(module: LightningModule) -> AbstractContextManager[None]:
     transport: Transport | None = getattr(module.trainer.strategy, "transport", None)
     return over_replicas(None if transport is None else transport.topology)
+
+
+def step_context(module: LightningModule, name: str) -> Callable[[], AbstractContextManager[Any]]:
+    """The precision's context around the user's step of this name."""
+    plugin = module.trainer.precision_plugin
+    contexts = {
+        "training_step": plugin.train_step_context,
+        "validation_step": plugin.val_step_context,
+        "test_step": plugin.test_step_context,
+        "predict_step": plugin.predict_step_context,
+    }
+    return contexts[name]
 
 
 def after_batch(module: LightningModule, batch_idx: int) -> tuple[Any, ...]:

@@ -143,10 +143,10 @@ def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timelin
 
 
 def _step_of(made: ScriptRun) -> Step:
-    module, plugin = made.module, made.trainer.precision_plugin
-    plugin.convert_module(module)
+    module = made.module
+    made.trainer.precision_plugin.convert_module(module)
     vars(module)["log"] = lambda *args, **kwargs: None
-    return loss_step(module, "training_step", after_batch(module, 0), plugin.train_step_context, torch.device("cpu"))
+    return loss_step(module, "training_step", after_batch(module, 0), torch.device("cpu"))
 
 
 def _optimizers(made: ScriptRun) -> list[Optimizer]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from lightning_pipeline.engine.executor import RECEIVES_AHEAD
 from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
@@ -165,9 +163,6 @@ class Partitioner:
         self,
         name: str,
         arguments: tuple[Any, ...],
-        context: Callable[[], AbstractContextManager[Any]],
-        *,
-        optimizers: Sequence[Optimizer],
         transport: Transport | None,
     ) -> Cut | None:
         """The cut to go on with; None if it is that of the step before. All ranks must call it.
@@ -177,7 +172,6 @@ class Partitioner:
 
         Args:
             name: of the user's step, such as "training_step".
-            context: the precision's context around it.
 
         Raises:
             ValueError: the step cannot be cut into as many stages, or no cut fits the memory.
@@ -189,7 +183,7 @@ class Partitioner:
             return None
         assert transport is not None
         began = time.perf_counter()
-        plan = self._found(name, arguments, context, optimizers, transport)
+        plan = self._found(name, arguments, transport)
         self._is_cut_for_evaluation = True
         if self._is_first:
             rank_zero_info(f'stage_config="auto" took {time.perf_counter() - began:.1f} s to find where to cut:')
@@ -237,14 +231,12 @@ class Partitioner:
         self,
         name: str,
         arguments: tuple[Any, ...],
-        context: Callable[[], AbstractContextManager[Any]],
-        optimizers: Sequence[Optimizer],
         transport: Transport,
     ) -> StagePlan:
         """The plan for a step, the same on all ranks. All measure, and rank 0 decides."""
         batch, *others = arguments
         microbatches = restored(self._everybody(lambda: described(self._microbatches(batch))), self._device)
-        step = loss_step(self._module, name, tuple(others), context, self._device)
+        step = loss_step(self._module, name, tuple(others), self._device)
         with without_side_effects(self._module, self._device):
             # Ranks measure more or less often, and the first one alone records: trials set out from the same module.
             with left_as_it_was(self._module):
@@ -254,7 +246,7 @@ class Partitioner:
                 if isinstance(costs, Exception):
                     raise costs
                 with left_as_it_was(self._module):
-                    return self._plans(costs, step, microbatches, optimizers, self._counts(batch), most)
+                    return self._plans(costs, step, microbatches, self._counts(batch), most)
 
             if name != "training_step":
                 return self._everybody(lambda: ranked(1)[0])
@@ -296,14 +288,13 @@ class Partitioner:
         measured: Mapping[int, StepCosts],
         step: SeededStep,
         microbatches: Mapping[int, Any],
-        optimizers: Sequence[Optimizer],
         counts: Sequence[int],
         most: int,
     ) -> list[StagePlan]:
         """The best one for each of these numbers of micro-batches, by its time, and after them others, `most` or so in
         all."""
         few = counts[0]
-        state_bytes = bytes_with_state(self._module, optimizers)
+        state_bytes = bytes_with_state(self._module, self._module.trainer.optimizers)
         try:
             return self._ranked(measured, step, microbatches, state_bytes, counts, most)
         except NothingToCutError:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar, cast
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline._registration import adopted_by, is_pipeline, refuse_fabric
-from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.shared_parameters import spread_from_owner
 from lightning_pipeline.engine.suspended import end_idle_threads
-from lightning_pipeline.hooks.first_rank import Lending
-from lightning_pipeline.partition.microbatch import OneBatch
-from lightning_pipeline.partition.overrides import InPlaceOf, overridden
+from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
-from lightning_pipeline.recording.patched_torch import fast_paths_open
-from lightning_pipeline.runtime.host_memory import keep_freed_memory
-from lightning_pipeline.runtime.log import is_logging, logger
-from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.runtime import backends
+from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.runtime.replicas import Replicas, all_gather
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 
@@ -39,66 +34,30 @@ from .._lightning import (
     ClusterEnvironment,
     LightningModule,
     Precision,
+    ReduceOp,
     Trainer,
     TrainerFn,
     TrainerStatus,
 )
-from ..accelerators.rank_table_environment import warn_of_placement
-from ..checkpoint.optimizer_layout import OptimizerLayout
-from ..checkpoint.state import copies_of
+from ..checkpoint.files import AtomicCheckpointIO
 from ..checkpoint.weights import Weights
 from . import validation
-from .checkpointing import CheckpointingStrategy
-from .dataloading import AnnouncedLoader, FollowingLoader
-from .hooks import apart, follow_hooks, has_hook, knows_no_others, look_at_batches
-from .lightning_private import (
-    SKIPPED,
-    Override,
-    call_before_update,
-    compare_parameters_by_identity,
-    leave_module_uncompiled,
-    leave_modules_unnamed,
-    let_steps_be_skipped,
-    measure_replicas,
-    note_mesh,
-    silence_sync_warning,
-    skip_before_transfer,
-    total_batches,
-    validate_by_first_clock,
-)
-from .local_module import take_initial_values
-from .manual import Closure, backwards_met, batch_calls_met
+from .checkpointing import Checkpoints
+from .copying import GIVEN_BY_TRAINER, reduced, remembering
+from .dataloading import has_length
+from .hooks import apart
+from .lightning_private import checkpoint_io_or, leave_module_uncompiled, leave_modules_unnamed, note_mesh
 from .measure import after_batch
-from .partitioner import Cut, Partitioner, num_stages_for
-from .patches import agree_on_overflow, convert_batch_norms, shared_statistics, silence_writers, sync_over
-from .processes import parts_of
-from .schedule_choice import Advice, Advisor, Observer, ScheduleArgument, ScheduleChoice, observed
-from .stage_optimizers import StageOptimizers, inner, zeroed_unseen
-from .stage_runner import StageRunner
+from .partitioner import num_stages_for
+from .peers import EVEN, evaluation_of, parts_of, training_of
+from .processes import ProcessStrategy
+from .schedule_choice import Advice, Observer, ScheduleArgument, ScheduleChoice
+from .session import Session
 from .tensor_parallel import TensorGroup
 from .validation import options_in_environment
-from .whole_batch import WholeBatch
-
-_GIVEN_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
-"""What a Trainer gives a strategy that was made without."""
 
 
-_Init = TypeVar("_Init", bound=Callable[..., None])
-
-
-def _remembering(init: _Init) -> _Init:
-    """An `__init__` that keeps what it is given, for copies. (`__new__` would hide from Lightning's CLI what it is.)"""
-
-    @functools.wraps(init)
-    def remembering(self: PipelineStrategy, *args: Any, **kwargs: Any) -> None:
-        if "_arguments" not in vars(self):  # of a class derived from the one whose `__init__` this is
-            self._arguments = args, kwargs
-        init(self, *args, **kwargs)
-
-    return cast(_Init, remembering)
-
-
-class PipelineStrategy(CheckpointingStrategy):
+class PipelineStrategy(ProcessStrategy):
     """Trains a LightningModule over several devices, each holding one stage of it.
 
     Args:
@@ -144,7 +103,7 @@ class PipelineStrategy(CheckpointingStrategy):
     strategy_name = "pipeline"
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
-    @_remembering
+    @remembering
     def __init__(
         self,
         *,
@@ -180,12 +139,12 @@ class PipelineStrategy(CheckpointingStrategy):
             start_method=start_method,
             timeout=timeout,
         )
-        self._choice = ScheduleChoice(schedule)
-        self.max_live_microbatches = max_live_microbatches
         self.stage_config = stage_config
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
         self.schedule = schedule
+        self.schedule_choice = ScheduleChoice(schedule)
+        self.max_live_microbatches = max_live_microbatches
         self.gradients_mean = gradients_mean
         self.data_parallel = validation.data_parallel_of(data_parallel, opt_shard=opt_shard)
         self.tensor_parallel_size = tensor_parallel_size
@@ -193,37 +152,27 @@ class PipelineStrategy(CheckpointingStrategy):
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
         self.save_distributed_checkpoint = save_distributed_checkpoint
-        validation.check_arguments(self, self._choice)
-        self.pipeline: Pipeline | None = None
+        validation.check_arguments(self, self.schedule_choice)
+        self.weights_only: bool | None = None
+        """What the Trainer's function was given, which Lightning passes on only where it restores before set-up."""
         self.observers: set[Observer] = set()
         """Each gets every action of training steps with its start and end."""
         self.observe_buckets: Callable[[int, float, float], None] | None = None
         """Gets what `PipelineGradReducer.observe` does, in every step that sums gradients over replicas."""
-        self._advisor: Advisor | None = None
-        self._tensor_group: TensorGroup | None = None
+        self.tensor_group: TensorGroup | None = None
+        self._session: Session | None = None
+        self._checkpoints = Checkpoints(self)
         self._accumulating = False
-        self._installed = ExitStack()
-        self._shares_batches = False
-        self._cutting: Partitioner | None = None
-        self._seed = 0
-        self._set_up_for: tuple[LightningModule, int] | None = None
-        self._told_replicas: int | None = None  # before the topology was known
+        self._told_replicas: int | None = None  # in this run, before set-up
         self._restores_late: bool | None = None  # in this run, once somebody has asked
-        self._whole_batch: WholeBatch | None = None
-        """The training step that runs, or ran last, if it was Lightning's own."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = _remembering(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = remembering(cls.__init__)  # type: ignore[method-assign]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, and what comes out of a pickle, was asked for the same and has not been set up: connections belong to
-        this process, and its stages to this module."""
-        # What a Trainer has not given yet is not its properties' default: the next Trainer may give it.
-        own = {name: vars(self).get(f"_{name}", vars(self).get(name)) for name in _GIVEN_BY_TRAINER}
-        given = {name: _without_overrides(getattr(self, name)) for name, value in own.items() if value is not None}
-        return _asked_for, (type(self), self._arguments, given)
+        return reduced(self)
 
     @property
     @override
@@ -245,53 +194,57 @@ class PipelineStrategy(CheckpointingStrategy):
     def _precision(self) -> NoReturn:
         refuse_fabric()  # which alone asks for it
 
+    # -- what set-up makes ------------------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session:
+        """The module in stages, from set-up on."""
+        assert self._session is not None
+        return self._session
+
+    @property
+    def topology(self) -> Topology | None:
+        """Which rank holds which stage of which replica; None before set-up."""
+        return self._session.connections.topology if self._session is not None else None
+
+    @property
+    def transport(self) -> Transport | None:
+        """The connection between the stages; None with one stage, or before set-up."""
+        return self._session.connections.transport if self._session is not None else None
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The ranks that run this rank's stages on other samples; None if there are none, or before set-up."""
+        return self._session.connections.replicas if self._session is not None else None
+
+    @property
+    def ownership(self) -> Ownership | None:
+        """Which stages hold each parameter and buffer; None before set-up."""
+        return self._session.ownership if self._session is not None else None
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """What runs this rank's stages; None before set-up."""
+        return self._session.pipeline if self._session is not None else None
+
+    @property
+    def plan(self) -> StagePlan | None:
+        """Where the module was cut automatically, and what is expected of it; None where it was not."""
+        return self._session.partitioner.plan if self._session is not None else None
+
     @property
     def peak_live(self) -> int:
         """The most activations of virtual stages that were live on this rank at once in a training step so far."""
-        return self._runner.peak_live if self._runner is not None else 0
+        return self._session.runner.peak_live if self._session is not None else 0
 
     @property
     def advice(self) -> Advice | None:
         """What schedule="auto" chose; None until it has."""
-        return self._advisor.advice if self._advisor is not None else None
+        advisor = self._session.advisor if self._session is not None else None
+        return advisor.advice if advisor is not None else None
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        # Before, hooks and callbacks find what they do without a pipeline; after, where set-up is what gives the module
-        # its memory, each rank reads what it holds. Set-up may take memory away, too, and Lightning asks on both sides.
-        if self._restores_late is None:
-            is_empty = any(parameter.is_meta for parameter in self._module.parameters())
-            self._restores_late = is_empty or self.weights is not None
-            self.agree("the set-up of the pipeline", {"parameters without memory": str(is_empty)})
-        return self._restores_late
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._restores_late = None
-        self._awaits_setup, self._put_off = True, None  # of a run that failed before its set-up
-        if self.tensor_parallel_size > 1:
-            assert self.num_stages is not None
-            mesh = validation.check_one_replica(self._topology(self.num_stages)).mesh(self.root_device.type)
-            note_mesh(self._module, mesh)
-            self._tensor_group = TensorGroup(mesh["tensor_parallel"].get_group())
-
-    @override
-    def settings(self) -> dict[str, str]:
-        asked = {name: str(getattr(self, name)) for name in validation.ALIKE}
-        return {**super().settings(), **asked, "schedule": self._choice.label}
-
-    @override
-    def _num_replicas(self, world_size: int) -> int:
-        if self.topology is not None:
-            return self.topology.data_parallel_size
-        config = read_stage_config(self._module, self.stage_config)
-        num_stages = self.num_stages or num_stages_for(config, self._choice, world_size)
-        self._told_replicas = max(1, world_size // (num_stages * self.tensor_parallel_size))
-        return self._told_replicas
-
-    def _topology(self, num_stages: int) -> Topology:
+    def topology_of(self, num_stages: int) -> Topology:
+        """That of so many stages on these processes."""
         return Topology(
             num_ranks_per_pipeline=num_stages,
             world_size=self.world_size,
@@ -299,408 +252,205 @@ class PipelineStrategy(CheckpointingStrategy):
             tensor_parallel_size=self.tensor_parallel_size,
         )
 
-    # -- setup ------------------------------------------------------------------------------------------------------
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._restores_late = self._told_replicas = None
+        self._checkpoints.begin()
+        if self.tensor_parallel_size > 1:
+            assert self.num_stages is not None  # or `check_arguments` has refused it
+            mesh = validation.check_one_replica(self.topology_of(self.num_stages)).mesh(self.root_device.type)
+            note_mesh(self.module, mesh)
+            self.tensor_group = TensorGroup(mesh["tensor_parallel"].get_group())
+
+    @override
+    def settings(self) -> dict[str, str]:
+        asked = {name: str(getattr(self, name)) for name in validation.ALIKE}
+        return {**super().settings(), **asked, "schedule": self.schedule_choice.label}
+
+    @override
+    def _num_replicas(self, world_size: int) -> int:
+        if self.topology is not None:
+            return self.topology.data_parallel_size
+        config = read_stage_config(self.module, self.stage_config)
+        num_stages = self.num_stages or num_stages_for(config, self.schedule_choice, world_size)
+        self._told_replicas = max(1, world_size // (num_stages * self.tensor_parallel_size))
+        return self._told_replicas
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # Before, hooks and callbacks find what they do without a pipeline; after, where set-up is what gives the module
+        # its memory, each rank reads what it holds. Set-up may take memory away, too, and Lightning asks on both sides.
+        if self._restores_late is None:
+            is_empty = any(parameter.is_meta for parameter in self.module.parameters())
+            self._restores_late = is_empty or self.weights is not None
+            self.peers.agree("the set-up of the pipeline", {"parameters without memory": str(is_empty)})
+        return self._restores_late
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self._module
+        module = self.module
         validation.check_module(module, trainer)
-        validation.check_precision(self.precision_plugin, is_alone=self._is_alone)
-        if not self._is_alone:
+        validation.check_precision(self.precision_plugin, is_alone=self.is_single_process)
+        if not self.is_single_process:
             leave_modules_unnamed(trainer)
             leave_module_uncompiled(module)
         self.precision_plugin.convert_module(module)
-        self._set_up_pipeline(module)
-        self._load_put_off()
+        self._set_up_session(module)
+        self._checkpoints.load_put_off()
         self.model_to_device()
-        # Before schedulers ask for the loaders' length.
-        self._shares_batches = not self._is_alone and look_at_batches(module, trainer)
+        self.session.begin()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._stage_optimizers = StageOptimizers(
-                [OptimizerLayout(optimizer, module) for optimizer in self.optimizers],
-                self.transport,
-                shards_over=self.replicas if self.data_parallel == "zero1" else None,
-                has_slices=self._running.has_slices,
-            )
-            self._stage_optimizers.settle(self._running.held.ownership)
+            self.session.take_optimizers()
         self.setup_precision_plugin()
-        self._signals.forget()
-        self._install(module)
+        self.session.install()
 
-    def _set_up_pipeline(self, module: LightningModule) -> None:
-        """Topology, transport and partition; kept from one trainer function to the next on the same module."""
+    def _set_up_session(self, module: LightningModule) -> None:
         config = read_stage_config(module, self.stage_config)
-        num_stages = self.num_stages or num_stages_for(config, self._choice, self.world_size)
+        num_stages = self.num_stages or num_stages_for(config, self.schedule_choice, self.world_size)
         # Before whatever ranks do otherwise that cut the model otherwise.
         cut = {"stage_config": json.dumps(config, sort_keys=True, default=str), "num_stages": str(num_stages)}
-        self.agree("the set-up of the pipeline", {**parts_of(module), **cut})
-        if self._set_up_for == (module, num_stages):
-            self._running.release_remote()
+        self.peers.agree("the set-up of the pipeline", {**parts_of(module), **cut})
+        session = self._session
+        if session is not None and not session.is_over and (session.module, session.num_stages) == (module, num_stages):
+            session.stages.release_remote()
             return
-        validation.check_slices(
-            module,
-            module.trainer,
-            fsdp=self.data_parallel == "fsdp",
-            tensor_parallel=self.tensor_parallel_size > 1,
-        )
-        if self.world_size > 1:
-            take_initial_values(module, copies_of(module, module.trainer), self.broadcast)
-        replicas = self._topology(num_stages).data_parallel_size
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            convert_batch_norms(module, self._layer_sync, self.root_device, num_replicas=replicas)
-        self._cutting = Partitioner(
-            module,
-            config,
-            self._choice,
-            num_stages=num_stages,
-            num_microbatches=self.num_microbatches,
-            replicas=replicas,
-            tensor_parallel_size=self.tensor_parallel_size,
-            device=self.root_device,
-            broadcast=self.broadcast,
-            is_first=self.global_rank == 0,
-        )
-        first = self._cutting.at_start()
-        self.plan = self._cutting.plan
-        self._seed = self.broadcast(torch.initial_seed())
-        self._cut(module, first, num_stages)
-        self._running.held.make(self.weights, self._seed)
-        self._set_up_for = (module, num_stages)
-
-    def _cut(self, module: LightningModule, cut: Cut, num_stages: int) -> None:
-        """Topology, transport and partition for these stages."""
-        sizes = {
-            "num_stages": num_stages,
-            "num_virtual_stages": cut.stages.num_stages // num_stages,
-            "num_microbatches": cut.num_microbatches,
-        }
-        self._advisor = None
-        if self._choice.is_auto:
-            self._advisor = Advisor(**sizes, max_live_microbatches=self.max_live_microbatches)
-        schedules = self._advisor.first if self._advisor is not None else self._choice.bind(**sizes)
-        self.topology = topology = self._topology(num_stages).along(schedules.placement)
-        told, self._told_replicas = self._told_replicas, None
-        if told is not None and told != topology.data_parallel_size:
+        replicas = self.topology_of(num_stages).data_parallel_size
+        if self._told_replicas not in (None, replicas):
             raise ValueError(
-                f"a hook that sets data up was told of {told} replicas (trainer.world_size), and stage_config, which "
-                f"came after it, makes {topology.data_parallel_size}: give PipelineStrategy num_stages={num_stages}"
+                f"a hook that sets data up was told of {self._told_replicas} replicas (trainer.world_size), and "
+                f"stage_config, which came after it, makes {replicas}: give PipelineStrategy num_stages={num_stages}"
             )
-        if self.world_size > 1:
-            warn_of_placement(num_stages)
-        if self.root_device.type == "cpu":
-            keep_freed_memory()
-        self.transport = None
-        if num_stages > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self.transport = Transport.shared(topology, self.root_device, self.timeout, store, self._notice)
-        self.replicas = Replicas.shared(topology, self.timeout)
-        self._runner = StageRunner(
-            module,
-            cut,
-            schedules,
-            topology,
-            self.root_device,
-            transport=self.transport,
-            replicas=self.replicas,
-            tensor_group=self._tensor_group,
-            signals=self._signals,
-            seed=self._seed,
-            gradients_mean=self.gradients_mean,
-            is_fully_sharded=self.data_parallel == "fsdp",
-            loss_mean=self.loss_reduction == "mean",
-            output_broadcast=self.output_broadcast,
-            must_split=self.num_microbatches is not None,
-            on_released=lambda ownership: self._stage_optimizers.settle(ownership),
-        )
-        self.pipeline = self._runner.pipeline
-        self._log_cut(cut, topology)
-
-    def _log_cut(self, cut: Cut, topology: Topology) -> None:
-        if not is_logging():
-            return
-        self.observers.add(_log_action)
-        logger.debug("stages begin with %s", dict(cut.stages.exact) or "the step; there is one, or they are found next")
-        logger.debug(
-            "is stage %d of replica %d, on %s; %d micro-batches by schedule %s, virtual stages on ranks %s",
-            topology.stage_rank,
-            topology.replica,
-            self.root_device,
-            cut.num_microbatches,
-            self._choice.label,
-            topology.placement,
-        )
-
-    def _cut_before_step(self, name: str, arguments: tuple[Any, ...], context: Callable[[], Any]) -> None:
-        """Cut a module that nobody said where to cut, before the first step that comes. All ranks must call it."""
-        assert self._cutting is not None and self.pipeline is not None
-        optimizers, transport, is_whole = self.optimizers, self.transport, self._cutting.is_whole
-        cut = self._cutting.before_step(name, arguments, context, optimizers=optimizers, transport=transport)
-        if cut is None:
-            return
-        if is_whole:  # code of the loader, which the first rank alone runs, may have written into it
-            take_initial_values(self._module, copies_of(self._module, self._module.trainer), self.broadcast)
-        self.plan = self._cutting.plan
-        observe, outside = self.pipeline.observe, self._outside
-        self._cut(self._module, cut, self.pipeline.num_ranks)
-        self._running.take_over(outside)
-        self.pipeline.observe = observe
-        self._stage_optimizers.settle(self._running.held.ownership)
-        self._install(self._module)
+        self._session = Session(self, module, config, num_stages)
 
     @override
     def model_to_device(self) -> None:
-        self._running.held.to_device()
-
-    def _install(self, module: LightningModule) -> None:
-        """Let the user's precision plugin, module, metrics and Trainer do what one stage of several has to, until this
-        is called again or the run ends."""
-        self._installed.close()
-        assert self.topology is not None and self.pipeline is not None
-        plugin, outside = self.precision_plugin, self._outside
-        silence_sync_warning()
-        with ExitStack() as installed:
-            override: Override = installed.enter_context(overridden())
-            let_steps_be_skipped(module.trainer, override)
-            installed.enter_context(fast_paths_open())
-            if outside is not None:
-                installed.enter_context(compare_parameters_by_identity())
-                follow_hooks(module, outside, override)
-                outside.states.optimizers = self._stage_optimizers.optimizers
-                outside.states.are_shared_out = self._stage_optimizers.are_shared_out
-                installed.enter_context(self.pipeline.recorder.patched())
-            backwards_met(plugin, self._go_back, override)
-            if not self._is_alone:
-                by_norm = functools.partial(self._clip, self._stage_optimizers.clip_by_norm)
-                by_value = functools.partial(self._clip, self._stage_optimizers.clip_by_value)
-                override(plugin, "clip_grad_by_norm", InPlaceOf(plugin.clip_grad_by_norm, by_norm))
-                override(plugin, "clip_grad_by_value", InPlaceOf(plugin.clip_grad_by_value, by_value))
-                call_before_update(plugin, self._stage_optimizers.before_update, override)
-                installed.enter_context(shared_statistics(module, self.replicas))
-                measure_replicas(module.trainer, self.topology.data_parallel_size)
-                validate_by_first_clock(module.trainer, self.broadcast, override)
-                self._signals.install(module.trainer, override, has_replicas=self.replicas is not None)
-                if (scaler := getattr(plugin, "scaler", None)) is not None:
-                    agree_on_overflow(scaler, self.root_device, override)
-                sync_over(module, self.replicas.group if self.replicas is not None else None)
-            if not (self.topology.is_first_stage or self._shares_batches):
-                skip_before_transfer(module, override)
-            if not self.output_broadcast and self.pipeline.rank != self.pipeline.last_rank:
-                silence_writers(module.trainer, override)
-            self._installed = installed.pop_all()
-
-    @apart
-    def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        clip(*args, **kwargs)
+        self.session.stages.local.to_device()
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # On the CPU: the whole model on the device is what does not fit. Empty ones get their data in setup.
+        # On the CPU: the whole model on the device is what does not fit. Empty ones get their data in set-up.
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
-    # -- data -------------------------------------------------------------------------------------------------------
+    # -- data and replicas ------------------------------------------------------------------------------------------
 
     @override
     @apart
     def process_dataloader(self, dataloader: object) -> object:
-        if self._is_alone:
+        if self.is_single_process:
             return dataloader
-        assert self.topology is not None
-        self.agree_on_loader(dataloader)
-        # Only in training do replicas wait for one another.
-        replicas = self.replicas if self._module.trainer.training else None
-        whole = self._shares_batches
-        if self.topology.is_first_stage:
-            return AnnouncedLoader(dataloader, self.transport, replicas, whole=whole, lending=self._lending)
-        return FollowingLoader(dataloader, self.transport, whole=whole, lending=self._lending)
-
-    def _lending(self) -> Lending | None:
-        return None if self._outside is None else self._outside.lending
+        stage = self.module.trainer.state.stage
+        assert stage is not None  # during a run
+        length = "known" if has_length(dataloader) else "unknown"
+        self.peers.agree(f"the {stage.dataloader_prefix}_dataloader", {"length of the data": length})
+        return self.session.shared_loader(dataloader)
 
     @override
     @apart
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.topology is not None and not (self.topology.is_first_stage or self._shares_batches):
+        if self._session is not None and not self._session.gets_batches:
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several replicas see different data, so that Lightning shares it out and reduces over them."""
+        return self.replicas is not None
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        topology = self.session.connections.topology
+        return {"num_replicas": topology.data_parallel_size, "rank": topology.replica}
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Over replicas: within a pipeline every rank has the same value."""
+        if self.replicas is None or not isinstance(tensor, Tensor):
+            return tensor
+        with waiting_for("a reduction over replicas"):
+            return backends.reduce(tensor, reduce_op, self.replicas.group)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Over replicas: [num_replicas, ...], or the tensor as it is where there is one."""
+        if self.replicas is None:
+            return tensor
+        return all_gather(tensor, self.replicas.group, sync_grads=sync_grads)
+
     # -- steps ------------------------------------------------------------------------------------------------------
+
+    def aside(self) -> AbstractContextManager[None]:
+        """While entered, within a hook, the strategy works on this rank's tensors as they are."""
+        return nullcontext() if self._session is None else self._session.stages.aside()
+
+    @override
+    def on_train_start(self) -> None:
+        self.peers.agree_once("training", training_of(self.module.trainer), way_out=EVEN)
 
     @override
     @apart
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Cut before the step, which an optimizer's update may be around."""
         if batch is not None:  # else the step takes it from a dataloader_iter
-            self._cut_before_training((batch, *after_batch(self._module, batch_idx)))
-
-    def _cut_before_training(self, arguments: tuple[Any, ...]) -> None:
-        self._stage_optimizers.follow(self.optimizers, self._module)
-        self._cut_before_step("training_step", arguments, self.precision_plugin.train_step_context)
+            self.session.cut_before_training((batch, *after_batch(self.module, batch_idx)))
 
     @override
     @apart
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        trainer = self._module.trainer
-        arguments = self._with_batch(*args, *kwargs.values())
-        self._cut_before_training(arguments)
-        microbatches = self._running.split(arguments[0])
-        self._whole_batch = None
-        if self._is_alone and microbatches is not None and len(microbatches) == 1:
-            with observed(self._running.pipeline, *self.observers):
-                observe = self._running.pipeline.observe
-            self._whole_batch = self._running.whole_training_batch(
-                number=total_batches(trainer), accumulate=trainer.accumulate_grad_batches, observe=observe
-            )
-            with self._whole_batch.running():
-                return super().training_step(*microbatches, *arguments[1:])
-        if not self._module.automatic_optimization:
-            return self._train_by_hand(arguments, microbatches)
-        assert self.pipeline is not None
-        is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        advising = nullcontext() if self._advisor is None else self._advisor.watching(self.pipeline, self.transport)
-        with observed(self.pipeline, *self.observers), advising:
-            result = self._running.train(
-                arguments[1:],
-                microbatches,
-                number=total_batches(trainer),
-                accumulate=trainer.accumulate_grad_batches,
-                is_first=is_first,
-                is_last=not self._accumulating,
-                unseen=zeroed_unseen(self._module, self.optimizers) if is_first else (),
-                context=self.precision_plugin.train_step_context,
-                scale=scaler.scale if scaler is not None else None,
-                observe_buckets=self.observe_buckets,
-            )
-        return SKIPPED if result is None else result
-
-    def _train_by_hand(self, arguments: tuple[Any, ...], microbatches: list[Any] | None) -> Any:
-        module, plugin = self._module, self.precision_plugin
-        assert self.pipeline is not None
-        scaler = getattr(plugin, "scaler", None)
-        if scaler is not None:
-            scaler.scale(torch.zeros((), device=self.root_device))  # where it makes its scale, on ranks without a loss
-        outside = self._outside
-
-        def published(loss: Tensor | None) -> None:
-            if loss is not None:
-                plugin.pre_backward(loss, module)
-            self._running.publish_gradients()
-            plugin.post_backward(torch.zeros(()), module)  # of which it calls hooks
-
-        def update(optimizer: Optimizer, do: Callable[[Closure | None], Any], closure: Closure | None) -> Any:
-            def closed() -> Any:
-                loss = None if closure is None else closure()
-                self._stage_optimizers.before_update(optimizer)
-                return loss
-
-            with self._updating(optimizer):
-                if closure is not None:
-                    return do(closed)
-                closed()
-                return do(None)
-
-        calls = batch_calls_met(
-            module,
-            update,
-            inside=nullcontext if outside is None else outside.entered,
-            aside=nullcontext if outside is None else outside.aside,
-        )
-        with observed(self.pipeline, *self.observers), calls:
-            result = self._running.train_by_hand(
-                arguments[1:],
-                microbatches,
-                number=total_batches(module.trainer),
-                context=plugin.train_step_context,
-                scale=scaler.scale if scaler is not None else None,
-                published=published,
-                needs_losses=has_hook("on_before_backward", module),
-                observe_buckets=self.observe_buckets,
-            )
-        self._stage_optimizers.replace(self._running.shard())
-        return result
+        return self.session.train(super().training_step, (*args, *kwargs.values()), is_last=not self._accumulating)
 
     @override
+    @apart
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.val_step_context
-        return self._evaluate("validation_step", super().validation_step, context, (*args, *kwargs.values()))
+        return self.session.evaluate("validation_step", super().validation_step, (*args, *kwargs.values()))
 
     @override
+    @apart
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.test_step_context
-        return self._evaluate("test_step", super().test_step, context, (*args, *kwargs.values()))
+        return self.session.evaluate("test_step", super().test_step, (*args, *kwargs.values()))
 
     @override
+    @apart
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.predict_step_context
-        return self._evaluate("predict_step", super().predict_step, context, (*args, *kwargs.values()))
+        return self.session.evaluate("predict_step", super().predict_step, (*args, *kwargs.values()))
 
     @override
     @apart
     def on_validation_start(self) -> None:
-        self.agree_on_evaluation("validation", self._module.trainer.num_val_batches)
-        self._signals.pause(True)
-        self._running.gather_parameters()
-
-    @override
-    @apart
-    def on_validation_end(self) -> None:
-        self._running.release_parameters()
-        self._signals.pause(False)
+        self._begin_evaluation("validation", self.module.trainer.num_val_batches)
 
     @override
     @apart
     def on_test_start(self) -> None:
-        self.agree_on_evaluation("test", self._module.trainer.num_test_batches)
-        self._running.gather_parameters()
+        self._begin_evaluation("test", self.module.trainer.num_test_batches)
 
     @override
     @apart
     def on_predict_start(self) -> None:
-        self.agree_on_evaluation("prediction", self._module.trainer.num_predict_batches)
-        self._running.gather_parameters()
+        self._begin_evaluation("prediction", self.module.trainer.num_predict_batches)
+
+    def _begin_evaluation(self, kind: str, num_batches: list[int | float]) -> None:
+        session = self.session
+        self.peers.agree_once(kind, evaluation_of(kind, num_batches, session.connections.topology.replica))
+        session.signals.pause(True)
+        session.stages.gather_parameters()
 
     @override
     @apart
-    def on_predict_end(self) -> None:
-        self._running.release_parameters()
+    def on_validation_end(self) -> None:
+        self.session.stages.release_parameters()
+        self.session.signals.pause(False)
 
-    on_test_end = on_predict_end
-
-    def _with_batch(self, batch: Any, *others: Any) -> tuple[Any, ...]:
-        """Arguments of a step that begin with a batch: where that is a dataloader_iter, the one that it gives."""
-        is_whole = self._is_alone and self.num_microbatches in (None, 1)
-        if not isinstance(batch, Iterator) or is_whole:
-            return batch, *others
-        taken, *OneBatch.place = next(batch)
-        return OneBatch(self.batch_to_device(taken, self.root_device)), *others
-
-    @apart
-    def _evaluate(
-        self, name: str, plain: Callable[..., Any], context: Callable[[], Any], arguments: tuple[Any, ...]
-    ) -> Any:
-        """Run an evaluation step. `plain`: Lightning's own, of one process with the whole batch."""
-        arguments = self._with_batch(*arguments)
-        self._cut_before_step(name, arguments, context)
-        microbatches = self._running.split(arguments[0])
-        if self._is_alone and microbatches is not None and len(microbatches) == 1:
-            with self._running.whole_evaluation_batch(name, arguments[1:]).running():
-                return plain(*microbatches, *arguments[1:])
-        return self._running.evaluate(name, arguments[1:], microbatches, context)
-
-    def _go_back(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Where a precision plugin runs a backward: the schedule has run it, and its gradients appear."""
-        if self._whole_batch is not None:
-            with self._whole_batch.going_back():
-                backward(loss, *args, **kwargs)
-            return
-        with nullcontext() if self._outside is None else self._outside.aside():
-            self._running.publish_gradients()
-            self._stage_optimizers.replace(self._running.shard())
+    on_test_end = on_predict_end = on_validation_end
 
     @override
     def optimizer_step(
@@ -710,18 +460,8 @@ class PipelineStrategy(CheckpointingStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        with self._updating(optimizer):
+        with self.session.updating(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    @contextmanager
-    def _updating(self, optimizer: Optimizer) -> Generator[None, None, None]:
-        """Around an update."""
-        # An optimizer of the user's may look at all parameters at once, as for a norm.
-        is_plain = self._outside is None or knows_no_others(inner(optimizer))
-        outside = self._outside
-        with nullcontext() if outside is None else outside.aside() if is_plain else outside.entered(shows_states=False):
-            yield
-        self._stage_optimizers.after_update(optimizer)
 
     @contextmanager
     @override
@@ -732,81 +472,107 @@ class PipelineStrategy(CheckpointingStrategy):
         finally:
             self._accumulating = False
 
-    # -- clipping ---------------------------------------------------------------------------------------------------
-
     @apart
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients, over stages and replicas; each shared parameter counts once.
 
         For a hook such as `on_before_optimizer_step`, to log it. All ranks must call it.
         """
-        return self._stage_optimizers.grad_norm(norm_type)
+        return self.session.optimizers.grad_norm(norm_type)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @apart
+    def gather_module(self) -> LightningModule | None:
+        """On rank 0 a copy of the module with all weights, on the CPU, to save or export; None elsewhere.
+
+        All ranks must call it, in a hook or after fit, validate, test or predict.
+        """
+        return self._checkpoints.gather_module()
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = checkpoint_io_or(self._checkpoint_io, AtomicCheckpointIO)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    @apart
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._checkpoints.module_state(super().lightning_module_state_dict)
+
+    @override
+    @apart
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
+
+    @override
+    @apart
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
+
+    @override
+    @apart
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self._checkpoints.background.wait()  # it may be this one
+        super().remove_checkpoint(filepath)
+
+    @override
+    @apart
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
+
+    @override
+    @apart
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints.load_module(super().load_model_state_dict, checkpoint, strict=strict)
+
+    @override
+    @apart
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizers(super().load_optimizer_state_dict, checkpoint)
 
     # -- end --------------------------------------------------------------------------------------------------------
+
+    def ends_all_ranks(self, error: BaseException) -> bool:
+        """Whether `error` ends all ranks after the same batch, so that they can still work together."""
+        return self._session is not None and self._session.signals.ends_all(error)
 
     @override
     @apart
     def on_exception(self, exception: BaseException) -> None:
-        if self._failed or self._signals.ends_all(exception):
-            return
-        self._failed = True
-        self._set_up_for = None  # another run needs connections of its own
-        if self._notice is not None:
-            self._notice.publish(exception)  # before connections close and wake others up
-        if self.replicas is not None:
-            self.replicas.close()
-        if self._notice is not None:
-            self._notice.fail(exception)
-        super().on_exception(exception)
+        if not self.peers.has_failed and not self.ends_all_ranks(exception):
+            self.peers.fail(exception, disconnect=self._session.close if self._session is not None else lambda: None)
 
     @override
     def teardown(self) -> None:
-        self._installed.close()
+        session, has_failed = self._session, self.peers.has_failed
+        if session is not None:
+            session.uninstall()
         end_idle_threads()
-        if self._failed:
-            self._background.abandon()
-        self._background.wait()
-        self._let_processes_end()
-        self.agree("the end of the run", {}, is_last=True)
-        if self._runner is not None:
-            self._runner.held.to_cpu()
-            if self._module.trainer.state.status != TrainerStatus.INTERRUPTED:  # which has no time
-                self._runner.held.make_whole(self.num_processes)
-                if self._outside is not None:
-                    self._outside.make_whole(self.num_processes)
-        if self.transport is not None and not self._failed:
+        if has_failed:
+            self._checkpoints.background.abandon()
+        self._checkpoints.background.wait()
+        self.let_processes_end()
+        if session is not None:
+            session.stages.local.to_cpu()
+            if self.module.trainer.state.status != TrainerStatus.INTERRUPTED:  # which has no time
+                session.leave_module(self.num_processes)
+        if self.transport is not None and not has_failed:
             # A process may end after this, and one that ends with messages unread breaks its peers' connections.
             self.transport.flush()
             self.transport.barrier("the end of the run")
         self.precision_plugin.teardown()
-        assert self.accelerator is not None and self.cluster_environment is not None
+        assert self.accelerator is not None
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-        self.cluster_environment.teardown()
-
-
-def _log_action(span: Span) -> None:
-    action, start, end = span
-    logger.debug("ran %s in %.2f ms", action, 1e3 * (end - start))
-
-
-def _without_overrides(given: Any) -> Any:
-    """What a Trainer gave, without what stands for its methods in a run."""
-    overridden = [name for name in getattr(given, "__dict__", ()) if callable(getattr(type(given), name, None))]
-    if not overridden:
-        return given
-    plain = copy.copy(given)
-    for name in overridden:
-        del vars(plain)[name]
-    return plain
-
-
-def _asked_for(cls: type[PipelineStrategy], arguments: Any, given_later: dict[str, Any]) -> PipelineStrategy:
-    args, kwargs = arguments
-    made = cls(*args, **kwargs)
-    for name, value in given_later.items():
-        setattr(made, name, value)
-    return made
+        self.environment.teardown()
 
 
 def made_by_name(**options: Any) -> PipelineStrategy:
@@ -815,7 +581,7 @@ def made_by_name(**options: Any) -> PipelineStrategy:
     Args:
         options: that the name stands for; others come from the environment.
     """
-    return PipelineStrategy(**{**options_in_environment(PipelineStrategy, _GIVEN_BY_TRAINER), **options})
+    return PipelineStrategy(**{**options_in_environment(PipelineStrategy, GIVEN_BY_TRAINER), **options})
 
 
 def pipeline_of(trainer: Trainer) -> PipelineStrategy | None:

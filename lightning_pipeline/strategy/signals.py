@@ -8,7 +8,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from .._lightning import SIGTERMException, Trainer, TrainerFn, rank_zero_info
+from .._lightning import LightningModule, SIGTERMException, TrainerFn, rank_zero_info
 from .lightning_private import (
     Override,
     call_before_each_batch,
@@ -34,22 +34,21 @@ class Signals:
     a handler takes a note, notes travel with what the ranks exchange after each step, and all ranks act at once: on
     SIGTERM Lightning's loops raise `SIGTERMException` after that batch, and callbacks save on it; on the requeue
     signal the job is saved and requeued before the next one. A signal to one rank is enough.
+
+    Args:
+        has_replicas: these may have unequally many validation batches, so in a fit they stop after training ones.
     """
 
-    def __init__(self) -> None:
-        self._trainer: Trainer | None = None
-        self._has_replicas = False
+    def __init__(self, module: LightningModule, *, has_replicas: bool) -> None:
+        self._module = module
+        self._has_replicas = has_replicas
         self._noted = 0
         self._all_stop = False
         self._requeue_next = False
 
-    def install(self, trainer: Trainer, override: Override, *, has_replicas: bool) -> None:
-        """Take the place of Lightning's handlers, before it registers them.
-
-        Args:
-            has_replicas: these may have unequally many validation batches, so in a fit they stop after training ones.
-        """
-        self._trainer, self._has_replicas = trainer, has_replicas
+    def install(self, override: Override) -> None:
+        """Take the place of Lightning's handlers, before it registers them."""
+        trainer = self._module.trainer
         replace_signal_handlers(trainer, override, terminate=self._note_termination, requeue=self._note_requeue)
         call_before_each_batch(trainer, self._before_batch, override)
 
@@ -70,9 +69,10 @@ class Signals:
             by_all: these are all ranks, and not only one replica's.
         """
         wanted = int(noted)
-        if not wanted or self._trainer is None:
+        if not wanted:
             return
-        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        trainer = self._module.trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and not by_all:
             return
         if wanted & REQUEUE and fitting:
@@ -80,20 +80,20 @@ class Signals:
             self._noted = wanted & TERMINATE  # first things first
         elif wanted & TERMINATE:
             self._all_stop = by_all
-            set_received_sigterm(self._trainer, True)
+            set_received_sigterm(trainer, True)
             rank_zero_info("SIGTERM was received: all ranks stop after this batch")
 
     def pause(self, paused: bool) -> None:
         """Around validation: Lightning is not to stop one replica in a batch that another does not have."""
-        if self._trainer is not None and self._all_stop and self._has_replicas:
-            set_received_sigterm(self._trainer, not paused)
+        if self._all_stop and self._has_replicas:
+            set_received_sigterm(self._module.trainer, not paused)
 
     def ends_all(self, error: BaseException) -> bool:
         """Whether `error` ends all ranks after the same batch, so that they can still work together."""
         return self._all_stop and isinstance(error, SIGTERMException)
 
     def _note_termination(self, signum: int, frame: Any) -> None:
-        launcher = self._trainer.strategy.launcher if self._trainer is not None else None
+        launcher = self._module.trainer.strategy.launcher
         if launcher is not None and not self._noted & TERMINATE:
             launcher.kill(signum)
         self._noted |= TERMINATE
@@ -102,6 +102,6 @@ class Signals:
         self._noted |= REQUEUE
 
     def _before_batch(self) -> None:
-        if self._requeue_next and self._trainer is not None:
+        if self._requeue_next:
             self._requeue_next = False
-            requeue_slurm_job(self._trainer, signal.SIGUSR1)
+            requeue_slurm_job(self._module.trainer, signal.SIGUSR1)

@@ -197,12 +197,12 @@ def inner(optimizer: Any) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def zeroed_unseen(module: LightningModule, optimizers: Sequence[Optimizer]) -> set[nn.Parameter]:
+def zeroed_unseen(module: LightningModule) -> set[nn.Parameter]:
     """Parameters whose last gradients Lightning sets to None after `training_step`, with nobody to see them before.
 
     None of them where a hook of the module or of a callback, or an optimizer of the user's own, could tell.
     """
-    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    optimizers, callbacks = module.trainer.optimizers, module.trainer.callbacks  # type: ignore[attr-defined]
     if (
         is_overridden("optimizer_zero_grad", module)
         or is_overridden("on_before_zero_grad", module)

@@ -1,0 +1,75 @@
+"""What Lightning, the precision plugin, the module and its metrics do otherwise while a Trainer's function runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipeline.partition.overrides import InPlaceOf, overridden
+from lightning_pipeline.recording.patched_torch import fast_paths_open
+
+from .hooks import follow_hooks
+from .lightning_private import (
+    Override,
+    call_before_update,
+    compare_parameters_by_identity,
+    let_steps_be_skipped,
+    measure_replicas,
+    silence_sync_warning,
+    skip_before_transfer,
+    validate_by_first_clock,
+)
+from .manual import backwards_met
+from .patches import agree_on_overflow, shared_statistics, silence_writers, sync_over
+
+if TYPE_CHECKING:
+    from .session import Session
+
+
+def installed(session: Session) -> ExitStack:
+    """Let them do what one stage of several has to, until the stack that this gives is closed."""
+    module, trainer, strategy = session.module, session.module.trainer, session.strategy
+    pipeline, owner_computes = session.pipeline, session.stages.owner_computes
+    silence_sync_warning()
+    with ExitStack() as stack:
+        override: Override = stack.enter_context(overridden())
+        let_steps_be_skipped(trainer, override)
+        stack.enter_context(fast_paths_open())
+        if owner_computes is not None:
+            stack.enter_context(compare_parameters_by_identity())
+            follow_hooks(module, owner_computes, override)
+            owner_computes.states.optimizers = session.optimizers.optimizers
+            owner_computes.states.are_shared_out = session.optimizers.are_shared_out
+            stack.enter_context(pipeline.recorder.patched())
+        backwards_met(strategy.precision_plugin, session.go_back, override)
+        if not session.is_single_process:
+            _let_many_agree(session, override)
+            stack.enter_context(shared_statistics(module, session.connections.replicas))
+        if not session.gets_batches:
+            skip_before_transfer(module, override)
+        if not strategy.output_broadcast and pipeline.rank != pipeline.last_rank:
+            silence_writers(trainer, override)
+        return stack.pop_all()
+
+
+def _let_many_agree(session: Session, override: Override) -> None:
+    """What several processes have to do alike."""
+    trainer, strategy, optimizers = session.module.trainer, session.strategy, session.optimizers
+    plugin, replicas = strategy.precision_plugin, session.connections.replicas
+
+    def clip(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        with session.stages.aside():
+            function(*args, **kwargs)
+
+    by_norm, by_value = partial(clip, optimizers.clip_by_norm), partial(clip, optimizers.clip_by_value)
+    override(plugin, "clip_grad_by_norm", InPlaceOf(plugin.clip_grad_by_norm, by_norm))
+    override(plugin, "clip_grad_by_value", InPlaceOf(plugin.clip_grad_by_value, by_value))
+    call_before_update(plugin, optimizers.before_update, override)
+    measure_replicas(trainer, session.connections.topology.data_parallel_size)
+    validate_by_first_clock(trainer, strategy.broadcast, override)
+    session.signals.install(override)
+    if (scaler := getattr(plugin, "scaler", None)) is not None:
+        agree_on_overflow(scaler, session.connections.device, override)
+    sync_over(session.module, replicas.group if replicas is not None else None)

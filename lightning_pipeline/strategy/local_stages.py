@@ -1,0 +1,182 @@
+"""The stages that a rank runs: their part of the module, their pipeline and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+from lightning_pipeline.engine.fully_sharded import FullySharded
+from lightning_pipeline.engine.gradients import Gradients
+from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.hooks.owner_computes import OwnerComputes
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.direct import DirectTransport
+from lightning_pipeline.runtime.topology import stage_term
+
+from .._lightning import LightningModule, rank_zero_warn
+from .connections import Connections
+from .local_module import LocalModule
+from .partitioner import Cut
+from .schedule_choice import Schedules
+from .tensor_parallel import place_gradients
+
+
+class LocalStages:
+    """This rank's stages under one cut. All ranks make it at the same point.
+
+    Args:
+        schedules: of training steps.
+        gradients_mean: gradients are averaged over replicas; else summed.
+        is_fully_sharded: parameters are sharded over replicas.
+        on_released: called with the new ownership when ranks hold other tensors than before.
+
+    Attributes:
+        local: this rank's part of the module.
+        pipeline: runs steps.
+        gradients: of a step, until Lightning expects them.
+        owner_computes: runs hooks on tensors that not every rank holds; None with one stage.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        cut: Cut,
+        schedules: Schedules,
+        connections: Connections,
+        *,
+        gradients_mean: bool,
+        is_fully_sharded: bool,
+        on_released: Callable[[Ownership], None],
+    ) -> None:
+        topology, transport, replicas = connections.topology, connections.transport, connections.replicas
+        self._module = module
+        self._cut = cut
+        self._tensor_group = connections.tensor_group
+        self._is_single_process = topology.world_size == 1
+        self._on_released = on_released
+        self._is_settled = False
+        self._sharded: FullySharded | None = None
+        if is_fully_sharded and replicas is not None:
+            self._sharded = FullySharded(replicas, connections.device.type, gradients_mean=gradients_mean)
+        self.local = LocalModule(module, cut, schedules.placement, connections, self._sharded)
+        self.pipeline = Pipeline(
+            rank=topology.stage_rank,
+            placement=schedules.placement,
+            device=connections.device,
+            transport=transport,
+            tensors=self.local.tensors,
+            calls=self.local.calls,
+            holders=self.local.holders,
+            schedule=schedules,
+            num_microbatches=cut.num_microbatches,
+            on_module_changed=self._take_in_new,
+        )
+        self.owner_computes: OwnerComputes | None = None
+        if transport is not None:
+            direct = DirectTransport(transport, connections.device)
+            self.owner_computes = OwnerComputes(module, self.pipeline.recorder, transport, direct)
+        self.gradients = Gradients(
+            module,
+            self.local.placement,
+            self.pipeline.stages,
+            [leaf.name for leaf in self.local.leaves],
+            transport=transport,
+            replicas=replicas,
+            gradients_mean=gradients_mean,
+            sharded=self._sharded,
+        )
+        self.release_remote()
+
+    def take_over(self, other: LocalStages) -> None:
+        """Go on from the stages of an earlier cut, whose hooks may be running."""
+        self.pipeline.observe = other.pipeline.observe
+        if self.owner_computes is not None and other.owner_computes is not None:
+            other.owner_computes.take_over(self.owner_computes)
+            self.owner_computes = other.owner_computes
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether parameters may be DTensors, of which each rank has a slice."""
+        return self._sharded is not None or self._tensor_group is not None
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    def entered(self, *, shows_states: bool = True) -> AbstractContextManager[None]:
+        """While entered, the user's code runs between steps (`OwnerComputes.entered`)."""
+        return nullcontext() if self.owner_computes is None else self.owner_computes.entered(shows_states=shows_states)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """While entered, within a hook, the package works on this rank's tensors as they are."""
+        return nullcontext() if self.owner_computes is None else self.owner_computes.aside()
+
+    # -- gradients and slices ---------------------------------------------------------------------------------------
+
+    def after_backward(self, stage: int, microbatch: Microbatch) -> None:
+        """After a micro-batch's backward on a virtual stage."""
+        is_last = microbatch.index == microbatch.num_microbatches - 1
+        self.gradients.after_backward(stage, microbatch.index, last=is_last)
+
+    def publish_gradients(self) -> None:
+        """Let the gradients of the steps appear in `.grad`."""
+        self.gradients.publish()
+        if self._tensor_group is not None:
+            place_gradients(self._module.parameters())
+
+    def shard(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Shard what is to be sharded over replicas, once it is known. Returns the new parameter for each of them."""
+        return self.gradients.shard()
+
+    def gather_parameters(self) -> None:
+        """For a whole loop: replicas may have unequally many batches, so steps must not wait for one another."""
+        if self._sharded is not None:
+            self._sharded.gather()
+
+    def release_parameters(self) -> None:
+        """After the loop."""
+        self.pipeline.check()
+        if self._sharded is not None:
+            self._sharded.release()
+
+    # -- who holds what ---------------------------------------------------------------------------------------------
+
+    def release_remote(self) -> None:
+        """Let go of what other stages hold, as far as it is known."""
+        self.local.release_remote()
+        self.pipeline.note_release()
+        self.gradients.settle(self.local.ownership)
+
+    def take_in_uses(self, *, training: bool) -> None:
+        """After a step, which has shown who uses what: let go of what this stage turned out not to need."""
+        uses = self.pipeline.take_uses()
+        is_new = self.local.placement.add(uses) if uses else False
+        if self._is_single_process or not training:
+            return
+        if is_new or not self._is_settled:
+            self._warn_of_unreached()
+            self._is_settled = True
+            self.local.placement.settle()
+            self.local.agree()
+            self.release_remote()
+            self._on_released(self.local.ownership)
+
+    def _take_in_new(self) -> None:
+        if self.local.take_in_new():
+            self.gradients.settle(self.local.ownership)
+            self._on_released(self.local.ownership)
+
+    def _warn_of_unreached(self) -> None:
+        """Say which stages have had nothing to do: a mistake in the stage_config, or modules that are called later."""
+        placement = self.pipeline.placement
+        if self.pipeline.num_ranks == 1:  # which records nothing
+            return
+        for stage in range(len(placement)):
+            if stage not in self.pipeline.reached:
+                names = [repr(name) for name, own in self._cut.stages.exact.items() if own == stage]
+                rank_zero_warn(
+                    f"{stage_term(placement)} {stage} is never reached by the first training step: nothing ran on it, "
+                    f"and stage_config gives it {', '.join(names) or 'no module'}. Where this is not to change later, "
+                    f"name the first module there that the step calls"
+                )

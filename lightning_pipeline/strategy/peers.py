@@ -1,0 +1,159 @@
+"""The other processes of a run: what all have to agree on, and news of failures."""
+
+from __future__ import annotations
+
+import os
+import platform
+import zlib
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from importlib.metadata import version
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipeline.runtime.agreement import SAME, Agreement
+from lightning_pipeline.runtime.failure import FailureNotice
+from lightning_pipeline.runtime.store import BoundedStore
+
+from .._lightning import NAMES, LightningModule, Trainer
+
+SETTINGS = (
+    "num_nodes",
+    "precision",
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "num_sanity_val_steps",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "overfit_batches",
+    "reload_dataloaders_every_n_epochs",
+)
+"""Arguments of a Trainer that decide what its loops do, and so for what ranks wait."""
+
+
+def versions() -> dict[str, str]:
+    """Of what the ranks' messages depend on."""
+    return {
+        "lightning_pipeline": version("lightning-pipeline"),
+        "lightning": version(NAMES.distribution),
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def settings_of(trainer: Trainer) -> dict[str, str]:
+    """What a Trainer was asked to do."""
+    assert trainer.state.fn is not None
+    # These wait for all ranks; other callbacks may well be there on one rank only.
+    together = [callback.state_key for callback in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)]
+    return {
+        "the Trainer's function": str(trainer.state.fn.value),
+        # A Trainer that validates by the clock has no val_check_interval.
+        **{name: repr(getattr(trainer, name, None)) for name in SETTINGS},
+        "callbacks": ", ".join(sorted(together)) or "none",
+    }
+
+
+def parts_of(module: LightningModule) -> dict[str, str]:
+    """A model as far as its stages have to fit each other."""
+    # Not buffers: a stage may have added some of its own in an earlier run.
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters(remove_duplicate=False)]
+    checksum = zlib.crc32(repr(shapes).encode())
+    numbers = sum(torch.Size(shape).numel() for _, shape, _ in shapes)
+    return {
+        "LightningModule": type(module).__qualname__,
+        "parameters": f"{len(shapes)} of {numbers} numbers (names, shapes and dtypes: {checksum:08x})",
+    }
+
+
+def training_of(trainer: Trainer) -> dict[str, str]:
+    """What a training loop sets out from, a checkpoint that was restored included."""
+    schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+    return {
+        "training batches": str(trainer.num_training_batches),
+        "global step": str(trainer.global_step),
+        "epoch": str(trainer.current_epoch),
+        "optimizers": ", ".join(map(_describe, trainer.optimizers)) or "none",
+        "lr schedulers": ", ".join(schedulers) or "none",
+        # Lightning's samplers share out the samples by it, and whoever gives ranks seeds of their own does not get what
+        # one process would have made of any of them.
+        "seed_everything": os.environ.get("PL_GLOBAL_SEED", "not called"),
+    }
+
+
+def evaluation_of(kind: str, num_batches: list[int | float], replica: int) -> dict[str, str]:
+    """What an evaluation loop sets out from: batches of each loader. Replicas may have more or fewer of them."""
+    return {
+        f"{kind} loaders": str(len(num_batches)),
+        f"{kind} batches of replica {replica}": ", ".join(map(str, num_batches)),
+    }
+
+
+def _describe(optimizer: Optimizer) -> str:
+    numbers = {name: value for name, value in optimizer.defaults.items() if isinstance(value, (int, float, tuple))}
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in numbers.items())})"
+
+
+EVEN = (
+    "give all ranks the same seed, data, checkpoint and optimizers; replicas that read data of their own may need "
+    "limit_train_batches"
+)
+
+
+class Peers:
+    """The processes of one run. One process has none, and agrees with itself.
+
+    Attributes:
+        has_failed: the run has failed on this rank, which waits for the others no more.
+        notice: tells of failures.
+    """
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self.notice = FailureNotice(None, rank=0, world_size=1)
+        self._agreement: Agreement | None = None
+        self._started: set[str] = set()
+
+    def watch_over(self, store: BoundedStore, rank: int, world_size: int, timeout: timedelta) -> None:
+        """From now on, let the ranks know of one another's failures and agree.
+
+        Args:
+            timeout: the longest that they wait for the slowest.
+        """
+        self.notice = FailureNotice.shared(store.torch, rank=rank, world_size=world_size, timeout=timeout)
+        self.notice.is_strict = self.notice.is_watching = True
+        self._agreement = Agreement(store, rank, world_size, timeout, self.notice)
+
+    def agree(self, place: str, facts: Mapping[str, str], *, way_out: str = SAME, is_last: bool = False) -> None:
+        """Raise on all ranks if they do not come to the same place with the same facts (`Agreement.check`)."""
+        if self._agreement is not None and not self.has_failed:
+            self._agreement.check(place, facts, way_out=way_out, is_last=is_last)
+
+    def agree_once(self, kind: str, facts: Mapping[str, str], *, way_out: str = SAME) -> None:
+        """At the first start of a loop in a run: a fit starts validation many times, on the same data."""
+        if kind not in self._started:
+            self._started.add(kind)
+            self.agree(f"the start of {kind}", facts, way_out=way_out)
+
+    def fail(self, error: BaseException, disconnect: Callable[[], None]) -> None:
+        """End the run on this rank: tell the others why, and wake up those that wait for it. Never raises.
+
+        Args:
+            disconnect: closes connections of which the notice does not know.
+        """
+        self.has_failed = True
+        self.notice.publish(error)  # before connections close and wake others up
+        disconnect()
+        self.notice.fail(error)
+        if self._agreement is not None:
+            self._agreement.decline(error)

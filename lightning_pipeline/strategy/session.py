@@ -1,0 +1,363 @@
+"""A module set up in stages, and the steps that Lightning asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeline.engine.executor import Span
+from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.hooks.first_rank import Lending
+from lightning_pipeline.partition.microbatch import OneBatch
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.runtime.host_memory import keep_freed_memory
+from lightning_pipeline.runtime.log import is_logging, logger
+from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.transport import Transport
+
+from .._lightning import LightningModule, TrainerFn
+from ..accelerators.rank_table_environment import warn_of_placement
+from ..checkpoint.optimizer_layout import OptimizerLayout
+from ..checkpoint.state import copies_of
+from . import validation
+from .connections import Connections
+from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader
+from .hooks import knows_no_others, look_at_batches
+from .installed import installed
+from .lightning_private import SKIPPED
+from .local_module import take_initial_values
+from .local_stages import LocalStages
+from .manual import Closure, batch_calls_met
+from .manual_step import ManualStep
+from .partitioner import Cut, Partitioner
+from .patches import convert_batch_norms
+from .schedule_choice import Advisor, observed
+from .signals import Signals
+from .stage_optimizers import StageOptimizers, inner
+from .stage_runner import StageRunner
+from .whole_batch import WholeBatch
+
+if TYPE_CHECKING:
+    from .pipeline import PipelineStrategy
+
+
+class Session:
+    """A module in stages on this rank. It lasts from set-up on, for all of the Trainer's functions on this module.
+
+    All ranks make it at the same point.
+
+    Args:
+        config: the keys of stage_config; empty where the cut is to be found automatically.
+
+    Attributes:
+        connections: to the other ranks.
+        stages: this rank's, under the present cut.
+        runner: runs steps on them.
+        optimizers: of the last fit; none before.
+        partitioner: decides on the cut.
+        advisor: chooses the schedule; None unless schedule="auto".
+        signals: what has arrived on this rank.
+        is_over: the run has failed, and another one needs connections of its own.
+    """
+
+    connections: Connections
+    stages: LocalStages
+    runner: StageRunner
+    advisor: Advisor | None
+
+    def __init__(
+        self, strategy: PipelineStrategy, module: LightningModule, config: Mapping[str, int], num_stages: int
+    ) -> None:
+        trainer, replicas = module.trainer, strategy.topology_of(num_stages).data_parallel_size
+        validation.check_slices(
+            module, trainer, fsdp=strategy.data_parallel == "fsdp", tensor_parallel=strategy.tensor_parallel_size > 1
+        )
+        if strategy.world_size > 1:
+            take_initial_values(module, copies_of(module, trainer), strategy.broadcast)
+        if trainer.state.fn == TrainerFn.FITTING:
+            convert_batch_norms(module, strategy._layer_sync, strategy.root_device, num_replicas=replicas)
+        self.module = module
+        self.num_stages = num_stages
+        self.is_over = False
+        self.optimizers = StageOptimizers(())
+        self.signals = Signals(module, has_replicas=replicas > 1)
+        self.strategy = strategy
+        self.is_single_process = strategy.world_size == 1
+        self._shares_batches = False  # every rank gets them, and not the first stage alone
+        self._installed = ExitStack()
+        self._whole_batch: WholeBatch | None = None  # the training step that runs, or ran last, if Lightning runs it
+        self.partitioner = Partitioner(
+            module,
+            config,
+            strategy.schedule_choice,
+            num_stages=num_stages,
+            num_microbatches=strategy.num_microbatches,
+            replicas=replicas,
+            tensor_parallel_size=strategy.tensor_parallel_size,
+            device=strategy.root_device,
+            broadcast=strategy.broadcast,
+            is_first=strategy.global_rank == 0,
+        )
+        cut = self.partitioner.at_start()
+        self._seed = strategy.broadcast(torch.initial_seed())
+        self._apply(cut)
+        self.stages.local.make(strategy.weights, self._seed)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.stages.pipeline
+
+    @property
+    def ownership(self) -> Ownership:
+        return self.stages.local.ownership
+
+    # -- the cut ----------------------------------------------------------------------------------------------------
+
+    def _apply(self, cut: Cut) -> None:
+        """Lay the module out over the ranks by this cut, and connect those."""
+        strategy, module = self.strategy, self.module
+        sizes = {
+            "num_stages": self.num_stages,
+            "num_virtual_stages": cut.stages.num_stages // self.num_stages,
+            "num_microbatches": cut.num_microbatches,
+        }
+        self.advisor = None
+        if strategy.schedule_choice.is_auto:
+            self.advisor = Advisor(**sizes, max_live_microbatches=strategy.max_live_microbatches)
+        schedules = self.advisor.first if self.advisor is not None else strategy.schedule_choice.bind(**sizes)
+        topology = strategy.topology_of(self.num_stages).along(schedules.placement)
+        device = strategy.root_device
+        if not self.is_single_process:
+            warn_of_placement(self.num_stages)
+        if device.type == "cpu":
+            keep_freed_memory()
+        transport = None
+        if self.num_stages > 1:
+            store = dist.distributed_c10d._get_default_store()
+            transport = Transport.shared(topology, device, strategy.timeout, store, strategy.peers.notice)
+        replicas = Replicas.shared(topology, strategy.timeout)
+        self.connections = Connections(topology, device, transport, replicas, strategy.tensor_group)
+        self.stages = LocalStages(
+            module,
+            cut,
+            schedules,
+            self.connections,
+            gradients_mean=strategy.gradients_mean,
+            is_fully_sharded=strategy.data_parallel == "fsdp",
+            on_released=lambda ownership: self.optimizers.settle(ownership),
+        )
+        self.runner = StageRunner(
+            module,
+            self.stages,
+            self.connections,
+            self.signals,
+            seed=self._seed,
+            loss_mean=strategy.loss_reduction == "mean",
+            output_broadcast=strategy.output_broadcast,
+            must_split=strategy.num_microbatches is not None,
+        )
+        if is_logging():
+            strategy.observers.add(_log_action)
+            self._log(cut)
+
+    def _log(self, cut: Cut) -> None:
+        topology = self.connections.topology
+        logger.debug("stages begin with %s", dict(cut.stages.exact) or "the step; there is one, or they are found next")
+        logger.debug(
+            "is stage %d of replica %d, on %s; %d micro-batches by schedule %s, virtual stages on ranks %s",
+            topology.stage_rank,
+            topology.replica,
+            self.connections.device,
+            cut.num_microbatches,
+            self.strategy.schedule_choice.label,
+            topology.placement,
+        )
+
+    def _cut_before_step(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Cut a module that nobody said where to cut, before the first step that comes. All ranks must call it."""
+        is_whole = self.partitioner.is_whole
+        cut = self.partitioner.before_step(name, arguments, self.connections.transport)
+        if cut is None:
+            return
+        module, before = self.module, self.stages
+        if is_whole:  # code of the loader, which the first rank alone runs, may have written into it
+            take_initial_values(module, copies_of(module, module.trainer), self.strategy.broadcast)
+        self._apply(cut)
+        self.stages.take_over(before)
+        self.optimizers.settle(self.ownership)
+        self.install()
+
+    def cut_before_training(self, arguments: tuple[Any, ...]) -> None:
+        """Before a training step, around which an optimizer's update may be."""
+        self.optimizers.follow(self.strategy.optimizers, self.module)
+        self._cut_before_step("training_step", arguments)
+
+    # -- a Trainer's function ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before loaders are set up, for whose length schedulers ask."""
+        self.signals.forget()
+        self._shares_batches = not self.is_single_process and look_at_batches(self.module, self.module.trainer)
+
+    def take_optimizers(self) -> None:
+        """Take the optimizers of a fit, which have been made over the whole module."""
+        self.optimizers = StageOptimizers(
+            [OptimizerLayout(optimizer, self.module) for optimizer in self.strategy.optimizers],
+            self.connections.transport,
+            shards_over=self.connections.replicas if self.strategy.data_parallel == "zero1" else None,
+            has_slices=self.stages.has_slices,
+        )
+        self.optimizers.settle(self.ownership)
+
+    def install(self) -> None:
+        """Have Lightning and the module do what the stages need, until the function ends."""
+        self._installed.close()
+        self._installed = installed(self)
+
+    def uninstall(self) -> None:
+        """When the function has ended."""
+        self._installed.close()
+
+    def leave_module(self, num_processes: int) -> None:
+        """At the end of a run: leave the module whole, where that fits.
+
+        Args:
+            num_processes: that share this machine's memory.
+        """
+        self.stages.local.make_whole(num_processes)
+        if self.stages.owner_computes is not None:
+            self.stages.owner_computes.make_whole(num_processes)
+
+    def close(self) -> None:
+        """After a failure: wake up the ranks that wait for this one. Another run needs connections of its own."""
+        self.is_over = True
+        if self.connections.replicas is not None:
+            self.connections.replicas.close()
+
+    # -- data -------------------------------------------------------------------------------------------------------
+
+    @property
+    def gets_batches(self) -> bool:
+        """Whether this rank has the batches; else it knows what they look like."""
+        return self.connections.topology.is_first_stage or self._shares_batches
+
+    def shared_loader(self, loader: object) -> SharedLoader:
+        """What stands for a loader on this rank: the first stage reads batches, the others follow."""
+        # Only in training do replicas wait for one another.
+        replicas = self.connections.replicas if self.module.trainer.training else None
+        options: dict[str, Any] = {"whole": self._shares_batches, "lending": self._lending}
+        if self.connections.topology.is_first_stage:
+            return AnnouncedLoader(loader, self.connections.transport, replicas, **options)
+        return FollowingLoader(loader, self.connections.transport, **options)
+
+    def _lending(self) -> Lending | None:
+        owner_computes = self.stages.owner_computes
+        return None if owner_computes is None else owner_computes.lending
+
+    def _with_batch(self, batch: Any, *others: Any) -> tuple[Any, ...]:
+        """Arguments of a step that begin with a batch: where that is a dataloader_iter, the one that it gives."""
+        is_whole = self.is_single_process and self.strategy.num_microbatches in (None, 1)
+        if not isinstance(batch, Iterator) or is_whole:
+            return batch, *others
+        taken, *OneBatch.place = next(batch)
+        return OneBatch(self.strategy.batch_to_device(taken, self.connections.device)), *others
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def train(self, plain: Callable[..., Any], arguments: tuple[Any, ...], *, is_last: bool) -> Any:
+        """Run a training step.
+
+        Args:
+            plain: Lightning's own, for one process with the whole batch.
+            is_last: the batch ends an accumulation window.
+        """
+        arguments = self._with_batch(*arguments)
+        self.cut_before_training(arguments)
+        microbatches = self.runner.split(arguments[0])
+        self._whole_batch = None
+        self.stages.gradients.observe_buckets = self.strategy.observe_buckets
+        with observed(self.pipeline, *self.strategy.observers):
+            if self._is_whole(microbatches):
+                self._whole_batch = self.runner.whole_training_batch()
+                with self._whole_batch.running():
+                    return plain(*microbatches, *arguments[1:])
+            if not self.module.automatic_optimization:
+                return self._train_by_hand(arguments[1:], microbatches)
+            advising: AbstractContextManager[None] = nullcontext()
+            if self.advisor is not None:
+                advising = self.advisor.watching(self.pipeline, self.connections.transport)
+            with advising:
+                result = self.runner.train(arguments[1:], microbatches, is_last=is_last)
+        return SKIPPED if result is None else result
+
+    def _is_whole(self, microbatches: list[Any] | None) -> TypeGuard[list[Any]]:
+        """Whether Lightning runs the step itself: nothing is cut, neither the module nor the batch."""
+        return self.is_single_process and microbatches is not None and len(microbatches) == 1
+
+    def _train_by_hand(self, args: tuple[Any, ...], microbatches: list[Any] | None) -> Any:
+        module, stages, plugin = self.module, self.stages, self.strategy.precision_plugin
+        if (scaler := getattr(plugin, "scaler", None)) is not None:
+            scaler.scale(torch.zeros((), device=self.connections.device))  # makes its scale, on ranks without a loss
+
+        def on_gradients(loss: Tensor | None) -> None:
+            if loss is not None:
+                plugin.pre_backward(loss, module)
+            stages.publish_gradients()
+            plugin.post_backward(torch.zeros(()), module)  # of which it calls hooks
+
+        def update(optimizer: Optimizer, do: Callable[[Closure | None], Any], closure: Closure | None) -> Any:
+            def closed() -> Any:
+                loss = None if closure is None else closure()
+                self.optimizers.before_update(optimizer)
+                return loss
+
+            with self.updating(optimizer):
+                if closure is not None:
+                    return do(closed)
+                closed()
+                return do(None)
+
+        with batch_calls_met(module, update, inside=stages.entered, aside=stages.aside):
+            result = ManualStep(module, self.runner, args, on_gradients).run(microbatches)
+        self.optimizers.replace(stages.shard())
+        return result
+
+    def evaluate(self, name: str, plain: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Run the validation, test or predict step of this name. `plain`: as for `train`."""
+        arguments = self._with_batch(*arguments)
+        self._cut_before_step(name, arguments)
+        microbatches = self.runner.split(arguments[0])
+        if self._is_whole(microbatches):
+            with self.runner.whole_evaluation_batch(name, arguments[1:]).running():
+                return plain(*microbatches, *arguments[1:])
+        return self.runner.evaluate(name, arguments[1:], microbatches)
+
+    def go_back(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Where a precision plugin runs a backward: the schedule has run it, and its gradients appear."""
+        if self._whole_batch is not None:
+            with self._whole_batch.going_back():
+                backward(loss, *args, **kwargs)
+            return
+        with self.stages.aside():
+            self.stages.publish_gradients()
+            self.optimizers.replace(self.stages.shard())
+
+    @contextmanager
+    def updating(self, optimizer: Optimizer) -> Generator[None, None, None]:
+        """Around an optimizer's update."""
+        # An optimizer of the user's may look at all parameters at once, as for a norm.
+        is_plain = knows_no_others(inner(optimizer))
+        with self.stages.aside() if is_plain else self.stages.entered(shows_states=False):
+            yield
+        self.optimizers.after_update(optimizer)
+
+
+def _log_action(span: Span) -> None:
+    action, start, end = span
+    logger.debug("ran %s in %.2f ms", action, 1e3 * (end - start))
