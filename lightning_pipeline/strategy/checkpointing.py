@@ -37,8 +37,8 @@ from ..checkpoint.state import filled_from_owners, gather_module, gather_module_
 from .lightning_private import innermost
 
 if TYPE_CHECKING:
-    from .pipeline import PipelineStrategy
     from .session import Session
+    from .session_strategy import SessionStrategy
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Checkpoints:
         background: folders that are still being written.
     """
 
-    def __init__(self, strategy: PipelineStrategy) -> None:
+    def __init__(self, strategy: SessionStrategy) -> None:
         self.background = BackgroundSave()
         self._strategy = strategy
         self._put_off: Callable[[], Any] | None = None

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.suspended import Suspended, running_step
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.overrides import overridden
 
-from .._lightning import LightningModule
 from .hooks import has_hook
-from .measure import step_context
+from .manual import Closure, batch_calls_met
 from .outputs import backward_of
-from .stage_runner import StageRunner, explain_single_sample, result_of
+from .stage_runner import explain_single_sample, result_of
+
+if TYPE_CHECKING:
+    from .session import Session
 
 
 class ManualStep:
@@ -24,52 +28,66 @@ class ManualStep:
 
     Args:
         args: what the user's training_step takes beside the batch.
-        on_gradients: called when the gradients of a backward are complete, with the loss if it `needs_losses`.
 
     Attributes:
         needs_losses: a hook is given the losses that backward is called on.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        runner: StageRunner,
-        args: tuple[Any, ...],
-        on_gradients: Callable[[Tensor | None], None],
-    ) -> None:
-        self.needs_losses = has_hook("on_before_backward", module)
-        self._module = module
-        self._runner = runner
-        self._gradients = runner.stages.gradients
+    def __init__(self, session: Session, args: tuple[Any, ...]) -> None:
+        self.needs_losses = has_hook("on_before_backward", session.module)
+        self._session = session
+        self._module = session.module
+        self._plugin = session.strategy.precision_plugin
+        self._runner = session.runner
+        self._gradients = session.stages.gradients
         self._args = args
-        self._on_gradients = on_gradients
         # Micro-batches take turns in threads of their own, so what is logged goes to that of the thread.
         self._states: dict[Suspended | None, Microbatch] = {}
 
     def run(self, microbatches: list[Any] | None) -> Any:
         """Run it. Returns what the user's step does, put together over micro-batches."""
-        run_backward, _ = backward_of(self._module)
+        stages, module = self._session.stages, self._module
+        if (scaler := getattr(self._plugin, "scaler", None)) is not None:
+            # Ranks without a loss make its scale here.
+            scaler.scale(torch.zeros((), device=self._session.connections.device))
         work = StepTask(
-            kind=("train", self._module.training),
+            kind=("train", module.training),
             step=self._run_microbatch,
             loss_of=lambda state, loss: self._runner.scaled_share(loss, state, 1),
-            run_backward=run_backward,
-            after_backward=self._runner.stages.after_backward,
+            run_backward=backward_of(module)[0],
+            after_backward=stages.after_backward,
             seed=self._runner.training_seed(),
             batch=self,
         )
-        with overridden() as override:
-            override(self._module, "log", self._log)
-            self._gradients.gather()
-            states, numbers = self._runner.run(work, microbatches)
-        self._runner.show_summary([state.num_samples for state in states], 1)
-        self._runner.finish(states, numbers, training=True)
-        return result_of(states)
+        with batch_calls_met(module, self._update, inside=stages.entered, aside=stages.aside):
+            with overridden() as override:
+                override(module, "log", self._log)
+                self._gradients.gather()
+                states, numbers = self._runner.run(work, microbatches)
+            self._runner.show_summary([state.num_samples for state in states], 1)
+            self._runner.finish(states, numbers, training=True)
+            result = result_of(states)
+        self._session.optimizers.replace(stages.shard())
+        return result
+
+    def _update(self, optimizer: Optimizer, do: Callable[[Closure | None], Any], closure: Closure | None) -> Any:
+        """An update of torch's own optimizer, which the user has called for past Lightning."""
+
+        def closed() -> Any:
+            loss = None if closure is None else closure()
+            self._session.optimizers.before_update(optimizer)
+            return loss
+
+        with self._session.updating(optimizer):
+            if closure is not None:
+                return do(closed)
+            closed()
+            return do(None)
 
     def _run_microbatch(self, state: Microbatch, batch: Any) -> tuple[Any, None]:
         self._states[running_step()] = state
         try:
-            with step_context(self._module, "training_step")():
+            with self._plugin.train_step_context():
                 return self._module.training_step(batch, *self._args), None
         except ValueError as error:
             explain_single_sample(state, error)
@@ -97,7 +115,10 @@ class ManualStep:
     def after_backward(self, losses: Sequence[Tensor | None]) -> None:
         self._runner.stages.take_in_uses(training=True)
         self._gradients.finish()
-        self._on_gradients(self.closure_value(losses) if self.needs_losses else None)
+        if self.needs_losses and (loss := self.closure_value(losses)) is not None:
+            self._plugin.pre_backward(loss, self._module)
+        self._session.stages.publish_gradients()
+        self._plugin.post_backward(torch.zeros(()), self._module)  # for its hooks
 
     def closure_value(self, values: Sequence[Tensor | None]) -> Tensor | None:
         found = [value for value in values if value is not None]

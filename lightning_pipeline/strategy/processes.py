@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipeline.partition.placeholder import in_hook
-from lightning_pipeline.runtime.backends import backend_for
+from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.log import set_up_log
 from lightning_pipeline.runtime.rendezvous import meet
+from lightning_pipeline.runtime.replicas import Replicas, all_gather
 from lightning_pipeline.runtime.store import BoundedStore
 
-from .._lightning import ClusterEnvironment, LightningModule, ParallelStrategy, Precision, rank_zero_only
+from .._lightning import ClusterEnvironment, LightningModule, ParallelStrategy, Precision, ReduceOp, rank_zero_only
 from ..accelerators.npu import warn_of_unused_npus
 from ..accelerators.rank_table_environment import RankTableEnvironment, check_processes, with_rank_table
 from ..accelerators.single_npu import fit_to_device
@@ -154,6 +156,11 @@ class ProcessStrategy(ParallelStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         self._parallel_devices = devices
 
+    @property
+    @abstractmethod
+    def replicas(self) -> Replicas | None:
+        """The ranks that run the same as this one on other samples; None if there are none, or before set-up."""
+
     @abstractmethod
     def _num_replicas(self, world_size: int) -> int:
         """How many of these processes will read data of their own, as far as it is known before set-up."""
@@ -188,7 +195,7 @@ class ProcessStrategy(ParallelStrategy):
         self.set_world_ranks()
         table = check_processes(self.environment, self.root_device)
         if self.world_size == 1:
-            backend_for(self.root_device, self.process_group_backend)  # raises where there is none
+            backends.backend_for(self.root_device, self.process_group_backend)  # raises where there is none
             return
         store = self._meet()
         self.peers.watch_over(store, self.global_rank, self.world_size, self.timeout)
@@ -244,6 +251,26 @@ class ProcessStrategy(ParallelStrategy):
         self.peers.agree("the end of the run", {}, is_last=True)
 
     # -- collectives ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several replicas see different data, so that Lightning shares it out and reduces over them."""
+        return self.replicas is not None
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Over replicas: within a pipeline every rank has the same value."""
+        if self.replicas is None or not isinstance(tensor, Tensor):
+            return tensor
+        with waiting_for("a reduction over replicas"):
+            return backends.reduce(tensor, reduce_op, self.replicas.group)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Over replicas: [num_replicas, ...], or the tensor as it is where there is one."""
+        if self.replicas is None:
+            return tensor
+        return all_gather(tensor, self.replicas.group, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

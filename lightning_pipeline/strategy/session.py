@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.hooks.first_rank import Lending
 from lightning_pipeline.partition.microbatch import OneBatch
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.stage_config import read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.log import is_logging, logger
 from lightning_pipeline.runtime.replicas import Replicas
@@ -33,11 +35,11 @@ from .installed import installed
 from .lightning_private import SKIPPED
 from .local_module import take_initial_values
 from .local_stages import LocalStages
-from .manual import Closure, batch_calls_met
 from .manual_step import ManualStep
-from .partitioner import Cut, Partitioner
+from .partitioner import Cut, Partitioner, num_stages_for
 from .patches import convert_batch_norms
-from .schedule_choice import Advisor, observed
+from .peers import parts_of
+from .schedule_choice import Advice, Advisor, observed
 from .signals import Signals
 from .stage_optimizers import StageOptimizers, inner
 from .stage_runner import StageRunner
@@ -92,7 +94,7 @@ class Session:
         self._shares_batches = False  # every rank gets them, and not the first stage alone
         self._installed = ExitStack()
         self._whole_batch: WholeBatch | None = None  # the training step that runs, or ran last, if Lightning runs it
-        self.partitioner = Partitioner(
+        self.partitioner: Partitioner = Partitioner(
             module,
             config,
             strategy.schedule_choice,
@@ -116,6 +118,10 @@ class Session:
     @property
     def ownership(self) -> Ownership:
         return self.stages.local.ownership
+
+    @property
+    def advice(self) -> Advice | None:
+        return None if self.advisor is None else self.advisor.advice
 
     # -- the cut ----------------------------------------------------------------------------------------------------
 
@@ -288,7 +294,7 @@ class Session:
                 with self._whole_batch.running():
                     return plain(*microbatches, *arguments[1:])
             if not self.module.automatic_optimization:
-                return self._train_by_hand(arguments[1:], microbatches)
+                return ManualStep(self, arguments[1:]).run(microbatches)
             advising: AbstractContextManager[None] = nullcontext()
             if self.advisor is not None:
                 advising = self.advisor.watching(self.pipeline, self.connections.transport)
@@ -299,34 +305,6 @@ class Session:
     def _is_whole(self, microbatches: list[Any] | None) -> TypeGuard[list[Any]]:
         """Whether Lightning runs the step itself: nothing is cut, neither the module nor the batch."""
         return self.is_single_process and microbatches is not None and len(microbatches) == 1
-
-    def _train_by_hand(self, args: tuple[Any, ...], microbatches: list[Any] | None) -> Any:
-        module, stages, plugin = self.module, self.stages, self.strategy.precision_plugin
-        if (scaler := getattr(plugin, "scaler", None)) is not None:
-            scaler.scale(torch.zeros((), device=self.connections.device))  # makes its scale, on ranks without a loss
-
-        def on_gradients(loss: Tensor | None) -> None:
-            if loss is not None:
-                plugin.pre_backward(loss, module)
-            stages.publish_gradients()
-            plugin.post_backward(torch.zeros(()), module)  # of which it calls hooks
-
-        def update(optimizer: Optimizer, do: Callable[[Closure | None], Any], closure: Closure | None) -> Any:
-            def closed() -> Any:
-                loss = None if closure is None else closure()
-                self.optimizers.before_update(optimizer)
-                return loss
-
-            with self.updating(optimizer):
-                if closure is not None:
-                    return do(closed)
-                closed()
-                return do(None)
-
-        with batch_calls_met(module, update, inside=stages.entered, aside=stages.aside):
-            result = ManualStep(module, self.runner, args, on_gradients).run(microbatches)
-        self.optimizers.replace(stages.shard())
-        return result
 
     def evaluate(self, name: str, plain: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Run the validation, test or predict step of this name. `plain`: as for `train`."""
@@ -356,6 +334,43 @@ class Session:
         with self.stages.aside() if is_plain else self.stages.entered(shows_states=False):
             yield
         self.optimizers.after_update(optimizer)
+
+
+def session_for(strategy: PipelineStrategy, module: LightningModule, before: Session | None) -> Session:
+    """The session of a module in a run: the one before, if that is of the same stages, or a new one.
+
+    Raises:
+        ValueError: there cannot be as many stages, or hooks have been told otherwise.
+    """
+    config = read_stage_config(module, strategy.stage_config)
+    num_stages = strategy.num_stages or num_stages_for(config, strategy.schedule_choice, strategy.world_size)
+    # Before whatever ranks do otherwise that cut the model otherwise.
+    cut = {"stage_config": json.dumps(config, sort_keys=True, default=str), "num_stages": str(num_stages)}
+    strategy.peers.agree("the set-up of the pipeline", {**parts_of(module), **cut})
+    if before is not None and not before.is_over and before.module is module and before.num_stages == num_stages:
+        before.stages.release_remote()
+        return before
+    told, replicas = strategy.told_replicas, strategy.topology_of(num_stages).data_parallel_size
+    if told not in (None, replicas):
+        raise ValueError(
+            f"a hook that sets data up was told of {told} replicas (trainer.world_size), and stage_config, which came "
+            f"after it, makes {replicas}: give PipelineStrategy num_stages={num_stages}"
+        )
+    return Session(strategy, module, config, num_stages)
+
+
+T = TypeVar("T")
+
+
+class FromSession(Generic[T]):
+    """An attribute of the strategy that its session has; `default` before set-up."""
+
+    def __init__(self, get: Callable[[Session], T], default: T) -> None:
+        self._get, self._default = get, default
+
+    def __get__(self, strategy: Any, owner: type) -> T:
+        session = strategy._session if strategy is not None else None
+        return self._default if session is None else self._get(session)
 
 
 def _log_action(span: Span) -> None:

@@ -1,0 +1,332 @@
+"""What Lightning calls during a run, handed to the session of the module."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.suspended import end_idle_threads
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.transport import Transport
+
+from .._lightning import CheckpointIO, LightningModule, Trainer, TrainerFn, TrainerStatus
+from ..checkpoint.files import AtomicCheckpointIO
+from . import validation
+from .checkpointing import Checkpoints
+from .dataloading import has_length
+from .hooks import apart
+from .lightning_private import checkpoint_io_or, leave_module_uncompiled, leave_modules_unnamed
+from .measure import after_batch
+from .peers import EVEN, evaluation_of, training_of
+from .processes import ProcessStrategy
+from .schedule_choice import Advice, Observer
+from .session import FromSession, Session
+
+
+class SessionStrategy(ProcessStrategy):
+    """Lightning's side of a session: adapts the hooks of a strategy to it, and nothing else."""
+
+    topology = FromSession[Topology | None](lambda session: session.connections.topology, None)
+    """Which rank holds which stage of which replica; None before set-up, as all of these."""
+    transport = FromSession[Transport | None](lambda session: session.connections.transport, None)
+    """The connection between the stages; None with one stage."""
+    replicas = FromSession[Replicas | None](lambda session: session.connections.replicas, None)
+    """The ranks that run this rank's stages on other samples; None if there are none."""
+    ownership = FromSession[Ownership | None](lambda session: session.ownership, None)
+    """Which stages hold each parameter and buffer."""
+    pipeline = FromSession[Pipeline | None](lambda session: session.pipeline, None)
+    """What runs this rank's stages."""
+    plan = FromSession[StagePlan | None](lambda session: session.partitioner.plan, None)
+    """Where the module was cut automatically, and what is expected of it; None where it was not."""
+    advice = FromSession[Advice | None](lambda session: session.advice, None)
+    """What schedule="auto" chose; None until it has."""
+    peak_live = FromSession[int](lambda session: session.runner.peak_live, 0)
+    """The most activations of virtual stages that were live on this rank at once in a training step so far."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.save_distributed_checkpoint = False
+        self.weights_only: bool | None = None
+        """What the Trainer's function was given, which Lightning passes on only where it restores before set-up."""
+        self.observers: set[Observer] = set()
+        """Each gets every action of training steps with its start and end."""
+        self.observe_buckets: Callable[[int, float, float], None] | None = None
+        """Gets what `PipelineGradReducer.observe` does, in every step that sums gradients over replicas."""
+        self._session: Session | None = None
+        self._checkpoints = Checkpoints(self)
+        self._accumulating = False
+
+    @abstractmethod
+    def open_session(self, module: LightningModule) -> Session:
+        """The session of a module in a run, which may be that of the run before."""
+
+    @property
+    def session(self) -> Session:
+        """The module in stages, from set-up on."""
+        assert self._session is not None
+        return self._session
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._checkpoints.begin()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.module
+        validation.check_module(module, trainer)
+        validation.check_precision(self.precision_plugin, is_alone=self.is_single_process)
+        if not self.is_single_process:
+            leave_modules_unnamed(trainer)
+            leave_module_uncompiled(module)
+        self.precision_plugin.convert_module(module)
+        self._session = session = self.open_session(module)
+        self._checkpoints.load_put_off()
+        self.model_to_device()
+        session.begin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            session.take_optimizers()
+        self.setup_precision_plugin()
+        session.install()
+
+    @override
+    def model_to_device(self) -> None:
+        self.session.stages.local.to_device()
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # On the CPU: the whole model on the device is what does not fit. Empty ones get their data in set-up.
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    @override
+    @apart
+    def process_dataloader(self, dataloader: object) -> object:
+        if self.is_single_process:
+            return dataloader
+        stage = self.module.trainer.state.stage
+        assert stage is not None  # during a run
+        length = "known" if has_length(dataloader) else "unknown"
+        self.peers.agree(f"the {stage.dataloader_prefix}_dataloader", {"length of the data": length})
+        return self.session.shared_loader(dataloader)
+
+    @override
+    @apart
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._session is not None and not self._session.gets_batches:
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        topology = self.session.connections.topology
+        return {"num_replicas": topology.data_parallel_size, "rank": topology.replica}
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def aside(self) -> AbstractContextManager[None]:
+        """While entered, within a hook, the strategy works on this rank's tensors as they are."""
+        return nullcontext() if self._session is None else self._session.stages.aside()
+
+    @override
+    def on_train_start(self) -> None:
+        self.peers.agree_once("training", training_of(self.module.trainer), way_out=EVEN)
+
+    @override
+    @apart
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Cut before the step, which an optimizer's update may be around."""
+        if batch is not None:  # else the step takes it from a dataloader_iter
+            self.session.cut_before_training((batch, *after_batch(self.module, batch_idx)))
+
+    @override
+    @apart
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.session.train(super().training_step, (*args, *kwargs.values()), is_last=not self._accumulating)
+
+    @override
+    @apart
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.session.evaluate("validation_step", super().validation_step, (*args, *kwargs.values()))
+
+    @override
+    @apart
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.session.evaluate("test_step", super().test_step, (*args, *kwargs.values()))
+
+    @override
+    @apart
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.session.evaluate("predict_step", super().predict_step, (*args, *kwargs.values()))
+
+    @override
+    @apart
+    def on_validation_start(self) -> None:
+        self._begin_evaluation("validation", self.module.trainer.num_val_batches)
+
+    @override
+    @apart
+    def on_test_start(self) -> None:
+        self._begin_evaluation("test", self.module.trainer.num_test_batches)
+
+    @override
+    @apart
+    def on_predict_start(self) -> None:
+        self._begin_evaluation("prediction", self.module.trainer.num_predict_batches)
+
+    def _begin_evaluation(self, kind: str, num_batches: list[int | float]) -> None:
+        session = self.session
+        self.peers.agree_once(kind, evaluation_of(kind, num_batches, session.connections.topology.replica))
+        session.signals.pause(True)
+        session.stages.gather_parameters()
+
+    @override
+    @apart
+    def on_validation_end(self) -> None:
+        self.session.stages.release_parameters()
+        self.session.signals.pause(False)
+
+    on_test_end = on_predict_end = on_validation_end
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        with self.session.updating(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @apart
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the whole model's gradients, over stages and replicas; each shared parameter counts once.
+
+        For a hook such as `on_before_optimizer_step`, to log it. All ranks must call it.
+        """
+        return self.session.optimizers.grad_norm(norm_type)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @apart
+    def gather_module(self) -> LightningModule | None:
+        """On rank 0 a copy of the module with all weights, on the CPU, to save or export; None elsewhere.
+
+        All ranks must call it, in a hook or after fit, validate, test or predict.
+        """
+        return self._checkpoints.gather_module()
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = checkpoint_io_or(self._checkpoint_io, AtomicCheckpointIO)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    @apart
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._checkpoints.module_state(super().lightning_module_state_dict)
+
+    @override
+    @apart
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
+
+    @override
+    @apart
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
+
+    @override
+    @apart
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self._checkpoints.background.wait()  # it may be this one
+        super().remove_checkpoint(filepath)
+
+    @override
+    @apart
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
+
+    @override
+    @apart
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints.load_module(super().load_model_state_dict, checkpoint, strict=strict)
+
+    @override
+    @apart
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizers(super().load_optimizer_state_dict, checkpoint)
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    def ends_all_ranks(self, error: BaseException) -> bool:
+        """Whether `error` ends all ranks after the same batch, so that they can still work together."""
+        return self._session is not None and self._session.signals.ends_all(error)
+
+    @override
+    @apart
+    def on_exception(self, exception: BaseException) -> None:
+        if not self.peers.has_failed and not self.ends_all_ranks(exception):
+            self.peers.fail(exception, disconnect=self._session.close if self._session is not None else lambda: None)
+
+    @override
+    def teardown(self) -> None:
+        session, has_failed = self._session, self.peers.has_failed
+        if session is not None:
+            session.uninstall()
+        end_idle_threads()
+        if has_failed:
+            self._checkpoints.background.abandon()
+        self._checkpoints.background.wait()
+        self.let_processes_end()
+        if session is not None:
+            session.stages.local.to_cpu()
+            if self.module.trainer.state.status != TrainerStatus.INTERRUPTED:  # which has no time
+                session.leave_module(self.num_processes)
+        if self.transport is not None and not has_failed:
+            # A process may end after this, and one that ends with messages unread breaks its peers' connections.
+            self.transport.flush()
+            self.transport.barrier("the end of the run")
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        self.environment.teardown()
