@@ -18,7 +18,7 @@ class Connections:
     """A rank's place in the run and its connections.
 
     Attributes:
-        device: this rank's.
+        device: of this rank.
         transport: to the other stages; None with one stage.
         replicas: the ranks that run the same stages on other samples; None if there are none.
         tensor_group: the ranks among which this stage's tensors are split; None if they are whole.

@@ -32,7 +32,7 @@ _HARMLESS = tuple(
 
 
 def apart(method: Callable[P, R]) -> Callable[P, R]:
-    """Let a method of the strategy, which hooks may call, work on this rank's tensors as they are."""
+    """Decorates a method of the strategy that hooks may call: it works on this rank's tensors as they are."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,7 +43,7 @@ def apart(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def follow_hooks(module: LightningModule, outside: OwnerComputes, override: Override) -> None:
-    """Let the hooks of a module and its Trainer's callbacks run on all ranks as one."""
+    """Run the hooks of a module and of its Trainer's callbacks on all ranks together (`OwnerComputes`)."""
     trainer: Trainer = module.trainer
 
     def within(hook: str | None) -> Any:
@@ -57,11 +57,11 @@ _WITH_BATCHES = tuple(
     f"on_{kind}_batch_{when}" for kind in ("train", "validation", "test", "predict") for when in ("start", "end")
 )
 _PASSING_ON = (f"{NAMES.pytorch}.", "lightning_pipeline.")
-"""Packages whose callbacks do not look at batches, but for those that write predictions."""
+"""Packages whose callbacks do not look at batches, prediction writers excepted."""
 
 
 def look_at_batches(module: LightningModule, trainer: Trainer) -> bool:
-    """Whether hooks of the user's are given batches, which every rank then has to have."""
+    """Whether any of the user's hooks gets batches, so that every rank needs their data."""
     data: Any = getattr(trainer, "datamodule", None)
     if any(is_overridden(hook, module) for hook in (*_TRANSFERS, *_WITH_BATCHES)):
         return True
@@ -75,18 +75,18 @@ def look_at_batches(module: LightningModule, trainer: Trainer) -> bool:
 
 
 def _defining(cls: type, name: str) -> type:
-    """The class that a class has a method of."""
+    """The class in the inheritance of another that defines a method."""
     return next(base for base in cls.__mro__ if name in vars(base))
 
 
 def has_hook(name: str, module: LightningModule) -> bool:
-    """Whether the module or a callback of its Trainer has this hook."""
+    """Whether the module or one of its Trainer's callbacks overrides this hook."""
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
     return is_overridden(name, module) or any(is_overridden(name, callback, Callback) for callback in callbacks)
 
 
 def knows_no_others(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is torch's own, which passes over parameters without gradients, and has no hooks."""
+    """Whether an optimizer is torch's own, which skips parameters without gradients, and has no hooks."""
     cls = type(optimizer)
     if isinstance(optimizer, LBFGS):  # which takes them all for one vector
         return False
@@ -105,7 +105,7 @@ def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
 
 @contextmanager
 def _running(module: LightningModule, outside: OwnerComputes) -> Iterator[None]:
-    """While a hook runs. What it logs is on every rank, as it is read when no hook runs."""
+    """Around a hook. Values that it logs are made whole on every rank, as they are read when no hook runs."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, Tensor) and (type(value) is Placeholder or holders_of(value) is not None):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -12,26 +12,21 @@ from lightning_pipeline.engine.gradients import Gradients
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.hooks.owner_computes import OwnerComputes
-from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.topology import stage_term
 
-from .._lightning import LightningModule, rank_zero_warn
-from .connections import Connections
+from .._lightning import rank_zero_warn
 from .local_module import LocalModule
 from .partitioner import Cut
 from .schedule_choice import Schedules
 from .tensor_parallel import place_gradients
 
+if TYPE_CHECKING:
+    from .session import Session
+
 
 class LocalStages:
     """This rank's stages under one cut. All ranks make it at the same point.
-
-    Args:
-        schedules: of training steps.
-        gradients_mean: gradients are averaged over replicas; else summed.
-        is_fully_sharded: parameters are sharded over replicas.
-        on_released: called with the new ownership when ranks hold other tensors than before.
 
     Attributes:
         local: this rank's part of the module.
@@ -40,28 +35,21 @@ class LocalStages:
         owner_computes: runs hooks on tensors that not every rank holds; None with one stage.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        cut: Cut,
-        schedules: Schedules,
-        connections: Connections,
-        *,
-        gradients_mean: bool,
-        is_fully_sharded: bool,
-        on_released: Callable[[Ownership], None],
-    ) -> None:
+    def __init__(self, session: Session, cut: Cut, schedules: Schedules) -> None:
+        module, connections, strategy = session.module, session.connections, session.strategy
         topology, transport, replicas = connections.topology, connections.transport, connections.replicas
         self._module = module
         self._cut = cut
         self._tensor_group = connections.tensor_group
-        self._is_single_process = topology.world_size == 1
-        self._on_released = on_released
+        self._is_single_process = session.is_single_process
+        self._on_released = lambda: session.optimizers.settle(self.local.ownership)
         self._is_settled = False
         self._sharded: FullySharded | None = None
-        if is_fully_sharded and replicas is not None:
-            self._sharded = FullySharded(replicas, connections.device.type, gradients_mean=gradients_mean)
-        self.local = LocalModule(module, cut, schedules.placement, connections, self._sharded)
+        if strategy.data_parallel == "fsdp" and replicas is not None:
+            self._sharded = FullySharded(
+                replicas, connections.device.type, gradients_mean=strategy.gradients_mean
+            )
+        self.local: LocalModule = LocalModule(module, cut, schedules.placement, connections, self._sharded)
         self.pipeline = Pipeline(
             rank=topology.stage_rank,
             placement=schedules.placement,
@@ -78,14 +66,14 @@ class LocalStages:
         if transport is not None:
             direct = DirectTransport(transport, connections.device)
             self.owner_computes = OwnerComputes(module, self.pipeline.recorder, transport, direct)
-        self.gradients = Gradients(
+        self.gradients: Gradients = Gradients(
             module,
             self.local.placement,
             self.pipeline.stages,
             [leaf.name for leaf in self.local.leaves],
             transport=transport,
             replicas=replicas,
-            gradients_mean=gradients_mean,
+            gradients_mean=strategy.gradients_mean,
             sharded=self._sharded,
         )
         self.release_remote()
@@ -160,12 +148,12 @@ class LocalStages:
             self.local.placement.settle()
             self.local.agree()
             self.release_remote()
-            self._on_released(self.local.ownership)
+            self._on_released()
 
     def _take_in_new(self) -> None:
         if self.local.take_in_new():
             self.gradients.settle(self.local.ownership)
-            self._on_released(self.local.ownership)
+            self._on_released()
 
     def _warn_of_unreached(self) -> None:
         """Say which stages have had nothing to do: a mistake in the stage_config, or modules that are called later."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,6 +49,9 @@ from .schedule_choice import ScheduleChoice, Schedules
 from .trials import MOST, TrialSteps, choose_plan, fault_of_cut
 from .validation import check_tensors_are_whole
 
+if TYPE_CHECKING:
+    from .pipeline import PipelineStrategy
+
 _PLAN = "_automatic_plan"
 _USABLE = 0.9
 """The share of a device's memory that parameters and activations may take; allocators and libraries take some, too."""
@@ -83,11 +86,8 @@ class Partitioner:
 
     Args:
         config: the keys of stage_config; empty where the cut is to be found automatically.
-        choice: what `schedule=` stands for.
         num_stages: device groups, which share the virtual stages of a schedule that has such.
-        tensor_parallel_size: ranks among which the tensors of one are split.
-        broadcast: gives all ranks rank 0's object.
-        is_first: this is rank 0, which decides for all.
+        replicas: of each stage.
 
     Attributes:
         plan: what was found, and is expected of it; None where nothing was searched.
@@ -98,19 +98,14 @@ class Partitioner:
 
     def __init__(
         self,
+        strategy: PipelineStrategy,
         module: LightningModule,
         config: Mapping[str, int],
-        choice: ScheduleChoice,
-        *,
         num_stages: int,
-        num_microbatches: int | str | None,
         replicas: int,
-        tensor_parallel_size: int,
-        device: torch.device,
-        broadcast: Callable[[Any], Any],
-        is_first: bool,
     ) -> None:
-        given = num_microbatches if isinstance(num_microbatches, int) else None
+        asked, choice, device = strategy.num_microbatches, strategy.schedule_choice, strategy.root_device
+        given = asked if isinstance(asked, int) else None
         count = given or choice.num_microbatches or 4 * num_stages
         if count < num_stages:
             raise ValueError(
@@ -123,15 +118,15 @@ class Partitioner:
         self._choice = choice
         self._num_stages = num_stages
         self._num_microbatches = count
-        self._chooses_microbatches = num_microbatches == AUTO
+        self._chooses_microbatches = asked == AUTO
         self._device = device
-        self._everybody = partial(on_all_ranks, broadcast=broadcast, decides=is_first)
-        self._is_first = is_first
+        self._is_first = strategy.global_rank == 0
+        self._everybody = partial(on_all_ranks, broadcast=strategy.broadcast, decides=self._is_first)
         self._is_open = num_stages > 1 and not self._config
         """The first training step is to decide."""
         self._is_cut_for_evaluation = False
         if self._is_open:
-            check_tensors_are_whole(module, tensor_parallel_size)
+            check_tensors_are_whole(module, strategy.tensor_parallel_size)
         self._machine = Machine(
             memory=_memory_of(device),
             replicas=replicas,

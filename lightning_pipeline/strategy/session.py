@@ -94,18 +94,7 @@ class Session:
         self._shares_batches = False  # every rank gets them, and not the first stage alone
         self._installed = ExitStack()
         self._whole_batch: WholeBatch | None = None  # the training step that runs, or ran last, if Lightning runs it
-        self.partitioner: Partitioner = Partitioner(
-            module,
-            config,
-            strategy.schedule_choice,
-            num_stages=num_stages,
-            num_microbatches=strategy.num_microbatches,
-            replicas=replicas,
-            tensor_parallel_size=strategy.tensor_parallel_size,
-            device=strategy.root_device,
-            broadcast=strategy.broadcast,
-            is_first=strategy.global_rank == 0,
-        )
+        self.partitioner: Partitioner = Partitioner(strategy, module, config, num_stages, replicas)
         cut = self.partitioner.at_start()
         self._seed = strategy.broadcast(torch.initial_seed())
         self._apply(cut)
@@ -127,7 +116,7 @@ class Session:
 
     def _apply(self, cut: Cut) -> None:
         """Lay the module out over the ranks by this cut, and connect those."""
-        strategy, module = self.strategy, self.module
+        strategy = self.strategy
         sizes = {
             "num_stages": self.num_stages,
             "num_virtual_stages": cut.stages.num_stages // self.num_stages,
@@ -149,25 +138,8 @@ class Session:
             transport = Transport.shared(topology, device, strategy.timeout, store, strategy.peers.notice)
         replicas = Replicas.shared(topology, strategy.timeout)
         self.connections = Connections(topology, device, transport, replicas, strategy.tensor_group)
-        self.stages = LocalStages(
-            module,
-            cut,
-            schedules,
-            self.connections,
-            gradients_mean=strategy.gradients_mean,
-            is_fully_sharded=strategy.data_parallel == "fsdp",
-            on_released=lambda ownership: self.optimizers.settle(ownership),
-        )
-        self.runner = StageRunner(
-            module,
-            self.stages,
-            self.connections,
-            self.signals,
-            seed=self._seed,
-            loss_mean=strategy.loss_reduction == "mean",
-            output_broadcast=strategy.output_broadcast,
-            must_split=strategy.num_microbatches is not None,
-        )
+        self.stages = LocalStages(self, cut, schedules)
+        self.runner = StageRunner(self, self._seed)
         if is_logging():
             strategy.observers.add(_log_action)
             self._log(cut)

@@ -1,4 +1,4 @@
-"""SIGTERM and requeue signals, on which all ranks act after the same batch."""
+"""SIGTERM and SLURM's requeue signal: all ranks act on them after the same batch."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def merge(noted: Iterable[float]) -> float:
 
 
 class Signals:
-    """What SIGTERM and SLURM's requeue signal ask of this rank, until all ranks have agreed to do it.
+    """The signals that this rank has received, until all ranks act on them together.
 
-    Lightning's own handlers talk to the other ranks from wherever the signal finds this one. A rank that waits for
-    its neighbour's activations does not come to its handler, and the neighbour that is in its own waits for it. Here
-    a handler takes a note, notes travel with what the ranks exchange after each step, and all ranks act at once: on
-    SIGTERM Lightning's loops raise `SIGTERMException` after that batch, and callbacks save on it; on the requeue
-    signal the job is saved and requeued before the next one. A signal to one rank is enough.
+    Lightning's handlers communicate with the other ranks from wherever the signal interrupts this one. That deadlocks
+    in a pipeline: a rank that waits for its neighbour's activations does not reach its handler, and the neighbour waits
+    in its own. Here a handler only takes a note, and notes travel with what the ranks exchange after each step. On
+    SIGTERM Lightning's loops then raise `SIGTERMException` after the same batch on all ranks, and callbacks save; on
+    the requeue signal the job is saved and requeued before the next batch. A signal to one rank is enough.
 
     Args:
-        has_replicas: these may have unequally many validation batches, so in a fit they stop after training ones.
+        has_replicas: these may have unequally many validation batches, so a fit stops after a training batch only.
     """
 
     def __init__(self, module: LightningModule, *, has_replicas: bool) -> None:
@@ -53,20 +53,20 @@ class Signals:
         call_before_each_batch(trainer, self._before_batch, override)
 
     def forget(self) -> None:
-        """Before a run: what arrived in an earlier one was for that."""
+        """At the start of a run: drop what arrived in an earlier one."""
         self._noted, self._all_stop, self._requeue_next = 0, False, False
 
     @property
     def noted(self) -> float:
-        """What has arrived here, to be exchanged."""
+        """What has arrived on this rank, for the exchange after a step."""
         return float(self._noted)
 
     def heed(self, noted: float, *, by_all: bool) -> None:
-        """After a step: act on what arrived on any of the ranks that ran it.
+        """After a step: act on what the ranks that ran it have received.
 
         Args:
             noted: their notes, merged.
-            by_all: these are all ranks, and not only one replica's.
+            by_all: they are all ranks, not those of one replica only.
         """
         wanted = int(noted)
         if not wanted:
@@ -77,14 +77,14 @@ class Signals:
             return
         if wanted & REQUEUE and fitting:
             self._requeue_next = True
-            self._noted = wanted & TERMINATE  # first things first
+            self._noted = wanted & TERMINATE  # acted on after that, if the process still runs
         elif wanted & TERMINATE:
             self._all_stop = by_all
             set_received_sigterm(trainer, True)
             rank_zero_info("SIGTERM was received: all ranks stop after this batch")
 
     def pause(self, paused: bool) -> None:
-        """Around validation: Lightning is not to stop one replica in a batch that another does not have."""
+        """Around evaluation: keep Lightning from stopping a replica in a batch that another one does not have."""
         if self._all_stop and self._has_replicas:
             set_received_sigterm(self._module.trainer, not paused)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,18 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.microbatch import OneBatch, microbatches_of
 from lightning_pipeline.partition.rng import mix
 
-from .._lightning import LightningModule, rank_zero_info, rank_zero_warn
-from .connections import Connections
+from .._lightning import rank_zero_info, rank_zero_warn
 from .lightning_private import total_batches
-from .local_stages import LocalStages
 from .logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
 from .measure import step_context
 from .outputs import backward_of, combine, is_sum_over_samples, loss_in, mean_loss
-from .signals import Signals, merge
+from .signals import merge
 from .stage_optimizers import zeroed_unseen
 from .summary import batch_norms_of, summary_of
 from .whole_batch import WholeBatch
+
+if TYPE_CHECKING:
+    from .session import Session
 
 _SINGLE_SAMPLE = "more than 1 value per channel"
 """In the error of torch's batch norms."""
@@ -35,62 +36,47 @@ _SINGLE_SAMPLE = "more than 1 value per channel"
 class StageRunner:
     """Splits batches, runs the steps of their micro-batches, and puts the results together.
 
-    Args:
-        signals: what has arrived on this rank; all ranks come to know it after each step.
-        seed: from which every step's random numbers derive.
-        loss_mean: the step's loss is the mean over micro-batches; else their sum.
-        output_broadcast: outputs of evaluation steps reach every stage; else they stay on the last.
-        must_split: one process, too, raises where a batch does not tell how to split it, and does not take it whole.
+    Attributes:
+        peak_live: the most activations of virtual stages that were live on this rank at once in a training step so far.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        stages: LocalStages,
-        connections: Connections,
-        signals: Signals,
-        *,
-        seed: int,
-        loss_mean: bool,
-        output_broadcast: bool,
-        must_split: bool,
-    ) -> None:
-        self.peak_live = 0
-        """The most activations of virtual stages that were live on this rank at once in a training step so far."""
-        self.stages = stages
-        self._module = module
+    def __init__(self, session: Session, seed: int) -> None:
+        connections, strategy = session.connections, session.strategy
+        self.peak_live: int = 0
+        self._module = session.module
+        self._stages = session.stages
         self._connections = connections
-        self._signals = signals
-        self._mean = loss_mean
-        self._output_broadcast = output_broadcast
-        self._must_split = must_split
-        replicas = connections.replicas
-        self._seed = mix(seed, replicas.topology.replica) if replicas is not None else seed
-        self._logged = LoggedValues(module)
+        self._signals = session.signals
+        self._mean = strategy.loss_reduction == "mean"
+        self._output_broadcast = strategy.output_broadcast
+        # A single process takes a batch whole that does not tell how to split it, unless it was asked to.
+        self._must_split = connections.topology.world_size > 1 or strategy.num_microbatches is not None
+        self._seed = mix(seed, connections.topology.replica) if connections.replicas is not None else seed
+        self._logged = LoggedValues(session.module)
         self._draws = Draws(connections.device)
-        self._has_looked_at_loss = not loss_mean
+        self._has_looked_at_loss = not self._mean
         self._has_shown_summary = False
 
     def split(self, batch: Any) -> list[Any] | None:
         """The micro-batches of a batch, on the first rank; None on the others."""
-        if self.stages.pipeline.rank != 0:
+        if self._stages.pipeline.rank != 0:
             return None
         if isinstance(batch, Iterator) and not isinstance(batch, OneBatch):  # of a step that takes batches itself
             return [batch]
         if self._connections.tensor_group is not None:
             batch = self._connections.tensor_group.same(batch)
         try:
-            return microbatches_of(batch, self.stages.pipeline.num_microbatches, self._module)
+            return microbatches_of(batch, self._stages.pipeline.num_microbatches, self._module)
         except ValueError:
-            if self._connections.topology.world_size == 1 and not self._must_split:
-                return [batch]
-            raise
+            if self._must_split:
+                raise
+            return [batch]
 
     def whole_training_batch(self) -> WholeBatch:
         """A training step of one process with one micro-batch, which Lightning runs."""
         self.show_summary(None, self._module.trainer.accumulate_grad_batches)
         self.peak_live = max(self.peak_live, 1)
-        pipeline = self.stages.pipeline
+        pipeline = self._stages.pipeline
         actions = pipeline.program(training=True, num_microbatches=1).actions
         return WholeBatch(self._draws, self.training_seed(), actions, pipeline.observe)
 
@@ -113,7 +99,7 @@ class StageRunner:
         trainer = self._module.trainer
         accumulate = trainer.accumulate_grad_batches
         is_first = trainer.fit_loop.batch_idx % accumulate == 0
-        gradients = self.stages.gradients
+        gradients = self._stages.gradients
         gradients.begin(first=is_first, complete=is_last, unseen=zeroed_unseen(self._module) if is_first else ())
         is_sum = False
 
@@ -130,20 +116,20 @@ class StageRunner:
             step=self._step_function("training_step", args, has_loss=True),
             loss_of=loss_of,
             run_backward=run_backward,
-            after_backward=self.stages.after_backward,
+            after_backward=self._stages.after_backward,
             can_split=is_plain,
             seed=self.training_seed(),
         )
         states, numbers = self.run(work, microbatches, lambda: [float(is_sum)])
         sizes = [state.num_samples for state in states]
-        self.peak_live = max(self.peak_live, self.stages.pipeline.peak_live)
+        self.peak_live = max(self.peak_live, self._stages.pipeline.peak_live)
         self.show_summary(sizes, accumulate)
         losses = [(state.loss.detach(), state.num_samples) for state in states if state.loss is not None]
         is_skipped_by_all = not self._heed_signals(numbers, training=True, has_loss=bool(losses))
         if any(is_sum for is_sum, *_ in numbers):
             self._warn_of_sum()
         self._log(states, numbers)
-        self.stages.take_in_uses(training=True)
+        self._stages.take_in_uses(training=True)
         gradients.finish()
         if is_skipped_by_all:
             return None
@@ -159,7 +145,7 @@ class StageRunner:
         Args:
             args, microbatches: as for `train`.
         """
-        pipeline, numbers = self.stages.pipeline, _integers(args)
+        pipeline, numbers = self._stages.pipeline, _integers(args)
         work = StepTask(
             kind=(name, self._module.training, *numbers[1:]),
             step=self._step_function(name, args),
@@ -186,7 +172,7 @@ class StageRunner:
         self, work: StepTask, microbatches: list[Any] | None, extra: Callable[[], list[float]] = list
     ) -> tuple[list[Microbatch], list[list[float]]]:
         """Run a step. Returns its micro-batches, and every rank's `extra`, digest of what it logged, and signals."""
-        return self.stages.pipeline.run(
+        return self._stages.pipeline.run(
             work,
             microbatches,
             lambda states: [*extra(), digest_of_numbers(state.logged for state in states), self._signals.noted],
@@ -197,7 +183,7 @@ class StageRunner:
         if numbers:
             self._heed_signals(numbers, training=training)
         self._log(states, numbers)
-        self.stages.take_in_uses(training=training)
+        self._stages.take_in_uses(training=training)
 
     def _step_function(
         self, name: str, args: tuple[Any, ...], *, has_loss: bool = False

@@ -1,9 +1,7 @@
-"""What users are told of world size and batch: during setup, and at the first step.
+"""What users see of the world size and the batch: a summary at the first step, and replicas in hooks that set data up.
 
-How many processes the user's code is told of while data, loaders and optimizers are set up.
-
-What divides a batch, or scales a learning rate, by ``trainer.world_size`` means the processes that read other samples:
-the replicas. The stages of one replica share its batches.
+Code that divides a batch, or scales a learning rate, by ``trainer.world_size`` means the processes that read other
+samples: the replicas. The stages of one replica share its batches.
 """
 
 from __future__ import annotations
@@ -63,22 +61,18 @@ _OWN = (*PACKAGES, "lightning_pipeline")
 
 
 def is_for_set_up(*ways: str) -> bool:
-    """Whether code of the user's asks for a property of the strategy, in one of the hooks that set data up.
+    """Whether the user's code asks for a property of the strategy in one of the hooks that set data up.
 
     Args:
-        ways: the property's name, or those of the Trainer's properties that come to it, the last first.
+        ways: the Trainer's properties that lead to the strategy's, innermost first.
     """
     frame: FrameType | None = sys._getframe(2)
     for way in ways:
         if frame is None or not _is_own(frame) or frame.f_code.co_name != way:
-            break
+            if len(ways) > 1:
+                return False
+            break  # asked of the strategy itself, and not of the Trainer
         frame = frame.f_back
-    else:
-        return _is_in_set_up(frame)
-    return len(ways) == 1 and _is_in_set_up(frame)
-
-
-def _is_in_set_up(frame: FrameType | None) -> bool:
     if frame is None or _is_own(frame):
         return False
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Tensor parallelism within a stage, as `configure_model` set it up."""
+"""Tensor parallelism within a stage, which the user's `configure_model` has set up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipeline.runtime.failure import waiting_for
 
 
 class TensorGroup:
-    """The ranks among which one replica of a stage is split. They see the same data and make the same draws."""
+    """The ranks among which a replica of a stage is split. They see the same data and draw the same random numbers."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -30,7 +30,7 @@ class TensorGroup:
         return values[0]
 
     def spread(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give all ranks the first one's values of tensors that are not split."""
+        """Broadcast the first rank's values of tensors that are not split."""
         with waiting_for("the first tensor-parallel rank's values"):
             for tensor in tensors:
                 if not isinstance(tensor, DTensor):
@@ -38,7 +38,7 @@ class TensorGroup:
 
 
 def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Lay gradients out as their parameters are: that of a whole parameter may be a sum that is not summed yet."""
+    """Redistribute gradients as their parameters are: that of a replicated parameter may be a partial sum."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]

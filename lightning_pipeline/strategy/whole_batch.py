@@ -1,6 +1,6 @@
-"""Steps of one process with one micro-batch, which Lightning runs itself.
+"""Steps of a single process with one micro-batch, which Lightning runs itself.
 
-What remains is that they draw the random numbers that several stages would, and that observers see them.
+The pipeline only has them draw the random numbers that several stages would, and tells observers of them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from lightning_pipeline.schedules import Action, Kind
 
 
 class WholeBatch:
-    """A step, and the backwards from what it has computed.
+    """A step and its backward.
 
     Args:
-        draws: of the device.
         seed: from which the random numbers of the step derive.
-        actions: of the step, by its schedule.
-        observe: gets every action with its start and end, where somebody looks at them.
+        actions: what the schedule would run.
+        observe: gets each of them with its start and end; None measures nothing.
     """
 
     def __init__(
@@ -36,26 +35,26 @@ class WholeBatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While the user's step runs."""
+        """Around the user's step."""
         with self._told(is_forward=True), self._draws.kept(), self._counted.running():
             yield
 
     @contextmanager
     def going_back(self) -> Iterator[None]:
-        """While a backward runs, in which hooks may draw."""
+        """Around its backward, in which hooks may draw random numbers."""
         with self._told(is_forward=False), self._draws.kept():
             self._draws.seed(self._seed, self._counted.number)
             yield
 
     @contextmanager
     def _told(self, *, is_forward: bool) -> Iterator[None]:
-        if self._observe is None:  # and nobody looks at the clock, which tests of the user's may count
+        if self._observe is None:  # without a look at the clock: users' tests may patch it and count the calls
             yield
             return
         began = time.perf_counter()
         yield
         now = time.perf_counter()
-        for action in self._actions:  # the first of several virtual stages has taken all the time
+        for action in self._actions:  # with several virtual stages, the first gets all the time
             if (action.kind is Kind.F) is is_forward:
                 self._observe((action, began, now))
                 began = now
