@@ -1,8 +1,8 @@
-"""Everything this package imports from Lightning, under whichever of its two names is in use.
+"""All that this package imports from Lightning, under whichever of its two names is in use.
 
-What is made for a Trainer exists once for each name that a program uses: the files of `strategy` and `accelerators` are
-imported once more below `lightning_pipeline.pytorch_lightning`. So they import this file and one another relatively,
-and nothing else names Lightning.
+Classes for a Trainer exist once for each name: the files of `accelerators`, `checkpoint` and `strategy` are imported a
+second time below `lightning_pipeline.pytorch_lightning`. So they import this file and one another relatively, and
+nothing else names Lightning.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 
 class Names(NamedTuple):
-    """One of them.
+    """One of the names.
 
     Attributes:
         pytorch, fabric: its packages.
-        distribution: what pip calls it.
-        floor: the package in which what is made for a Trainer of it is imported.
+        distribution: its name on PyPI.
+        floor: the package below which our classes for its Trainer are imported.
     """
 
     pytorch: str
@@ -27,7 +27,7 @@ class Names(NamedTuple):
         return self.pytorch in sys.modules
 
     def public(self, name: str) -> Any:
-        """One of the names that `lightning_pipeline` exports, for this one."""
+        """One of the objects that `lightning_pipeline` exports, for this name."""
         where = "accelerators.single_npu" if name == "NPUAccelerator" else "strategy"
         return getattr(import_module(f"{self.floor}.{where}"), name)
 
@@ -41,12 +41,12 @@ PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 @lru_cache(maxsize=1)
 def installed() -> tuple[Names, ...]:
-    """Those that can be imported. The first one is imported in `lightning_pipeline` itself.
+    """The names that can be imported. For the first one our classes are below `lightning_pipeline` itself.
 
     Raises:
-        ImportError: none can.
+        ImportError: there are none.
     """
-    from importlib.util import find_spec  # not for every `import torch`
+    from importlib.util import find_spec  # here, as every `import torch` imports this file
 
     found = [names for names in (LIGHTNING, PYTORCH_LIGHTNING) if find_spec(names.pytorch.partition(".")[0])]
     if not found:
@@ -55,11 +55,11 @@ def installed() -> tuple[Names, ...]:
 
 
 def names_of(pytorch: str) -> Names:
-    """The installed one with this package."""
+    """The installed name with this package."""
     return next(one for one in installed() if one.pytorch == pytorch)
 
 
 def used() -> Names:
-    """The one that the program has imported. If it has imported both, or none yet, the first one that is installed."""
+    """The name that the program has imported; the first installed one if it has imported both or none."""
     first, *others = installed()
     return next((one for one in others if one.is_imported and not first.is_imported), first)

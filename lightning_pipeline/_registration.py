@@ -1,8 +1,8 @@
 """Registers the strategies and the accelerator under both names of Lightning, without importing either.
 
-`import lightning_pipeline.schedules` has to work, and be quick, where neither torch nor Lightning is installed, and
-`import torch` imports this package in every program (its entry point is among `torch.backends`, so that
-``Trainer(strategy="pipeline")`` needs no import). So what a name stands for is imported once a Trainer asks for it.
+`import lightning_pipeline.schedules` has to work, and be quick, where neither torch nor Lightning is installed. Every
+`import torch` imports this package (its entry point is in the group `torch.backends`, so that
+``Trainer(strategy="pipeline")`` needs no import). So the classes are imported only when a Trainer asks for them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ REGISTERED: dict[str, dict[str, str]] = {
     "pipeline_interleaved": {"schedule": "interleaved_1f1b"},
     "pipeline_notebook": {"start_method": "fork"},
 }
-"""Names for `Trainer(strategy=...)`, with the options that they stand for."""
+"""Names for `Trainer(strategy=...)`, with their options."""
 
 
 def register() -> None:
-    """Make the names known to the Trainer, now or when Lightning is imported. Calling it again does nothing."""
+    """Register the names with Lightning, now or when it is imported. Calling it again does nothing."""
     waiting = [names for names in (LIGHTNING, PYTORCH_LIGHTNING) if not _register_with(names)]
     if waiting and not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WhenImported(waiting))
 
 
 def _register_with(names: Names) -> bool:
-    """Whether Lightning was there, and knows them now."""
+    """Register, if Lightning is imported. Returns whether it is."""
     if not hasattr(sys.modules.get(_connector(names)), "_AcceleratorConnector"):
         return False
     strategies, accelerators = (sys.modules[f"{names.pytorch}.{one}"] for one in ("strategies", "accelerators"))
@@ -58,7 +58,7 @@ def _register_with(names: Names) -> bool:
 
 
 def _connector(names: Names) -> str:
-    """What is imported with any Trainer, after the registries."""
+    """A module that is imported with any Trainer, after the registries."""
     return f"{names.pytorch}.trainer.connectors.accelerator_connector"
 
 
@@ -67,7 +67,7 @@ def _make(names: Names, module: str, name: str, *args: Any, **kwargs: Any) -> An
 
 
 class _NPU:
-    """Stands for the accelerator in Lightning's registry."""
+    """The accelerator in Lightning's registry, not imported yet."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
@@ -86,7 +86,7 @@ _introduced: list[Any] = []
 
 
 def introduce(strategy: type) -> None:
-    """Let Trainers of all names take a PipelineStrategy that was made for one: it becomes their own (`adopted_by`)."""
+    """Let Trainers of both names take a PipelineStrategy that was made for one; it becomes their own (`adopted_by`)."""
     _introduced.append(strategy)
     _vouch_for(strategy)
 
@@ -100,15 +100,15 @@ def _vouch_for(strategy: Any) -> None:
 
 
 def is_pipeline(strategy: object) -> bool:
-    """Whether a strategy is a PipelineStrategy, for whichever name."""
+    """Whether a strategy is a PipelineStrategy of either name."""
     return isinstance(strategy, tuple(_introduced))
 
 
 def adopted_by(strategy: type, accelerator: Any) -> Any:
-    """The strategy in whose place one is, once a Trainer gives it an accelerator; None where it stays what it is.
+    """The class that a strategy has to change to when a Trainer gives it an accelerator; None if it fits.
 
     Raises:
-        TypeError: it is a class of the user's, made for the other name.
+        TypeError: the strategy is a class of the user's for the other name.
     """
     if accelerator is None:
         return None
@@ -134,12 +134,12 @@ _NO_FABRIC = (
 
 
 def refuse_fabric(**options: Any) -> NoReturn:
-    """Say what to use instead of Fabric, which takes a pipeline's strategy or name."""
+    """Raise where Fabric is given a pipeline's strategy or name, with what to use instead."""
     raise TypeError(_NO_FABRIC)
 
 
 class _WhenImported:
-    """Finds Lightning as usual, and registers with it once it has been executed."""
+    """An import hook that finds Lightning as usual, and registers with it once it has been executed."""
 
     def __init__(self, waiting: list[Names]) -> None:
         self._waiting = {_connector(names): names for names in waiting}
@@ -163,7 +163,7 @@ class _WhenImported:
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
             _register_with(names)
-            self._waiting.pop(fullname, None)  # and not before: who asks for a spec need not import
+            self._waiting.pop(fullname, None)  # not before: a caller may ask for a spec without importing
 
         spec.loader.exec_module = execute_and_register
         return spec

@@ -1,7 +1,7 @@
 """This package for programs that import `pytorch_lightning` where `lightning` is installed as well.
 
-`lightning_pipeline.PipelineStrategy` and its relatives come from here by themselves where the program has imported
-`pytorch_lightning` and not `lightning`. One that imports both takes them from here for a Trainer of this name.
+`lightning_pipeline.PipelineStrategy` and the other names come from here if the program has imported `pytorch_lightning`
+and not `lightning`. A program that imports both takes them from here for a Trainer of `pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = lightning_pipeline.__all__
 
-# The files of the package above, once more by other names; but not once more below these.
+# Imports the files of the package above a second time, under other names; but not again below those.
 __path__ = [str(Path(__file__).parents[1])] if __name__ == PYTORCH_LIGHTNING.floor else []
 
 

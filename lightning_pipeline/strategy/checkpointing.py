@@ -1,4 +1,4 @@
-"""Checkpoints of a run: plain files through rank 0, or folders that all ranks write."""
+"""Checkpoints: plain files written by rank 0, or folders written by all ranks."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves and loads what the stages hold together.
 
-    Arguments named `plain` are Lightning's own methods, for what one process saves and loads by itself.
+    Arguments named `plain` are Lightning's own methods, which do for a single process.
 
     Attributes:
-        background: folders that are still being written.
+        background: saves of folders that are still going on.
     """
 
     def __init__(self, strategy: SessionStrategy) -> None:
@@ -61,7 +61,7 @@ class Checkpoints:
 
     def begin(self) -> None:
         """At the start of a run."""
-        self._awaits_setup, self._put_off = True, None  # of a run that failed before its set-up
+        self._awaits_setup, self._put_off = True, None  # an earlier run may have failed before its set-up
 
     @property
     def _session(self) -> Session:
@@ -69,17 +69,17 @@ class Checkpoints:
 
     @property
     def _saves_plainly(self) -> bool:
-        """Whether a checkpoint is what one process writes, and not in parts."""
+        """Whether Lightning saves checkpoints by itself."""
         return self._strategy.is_single_process and not self._strategy.save_distributed_checkpoint
 
     @property
     def _loads_plainly(self) -> bool:
-        """Whether the checkpoint that was read last is for one process."""
+        """Whether Lightning loads the checkpoint that was read last by itself."""
         return self._strategy.is_single_process and not self._is_in_parts
 
     @property
     def _is_writer(self) -> bool:
-        """Whether this rank's pipeline writes checkpoints, which are the same on all."""
+        """Whether this rank's pipeline writes checkpoints, which would be the same on all."""
         return self._session.connections.topology.pipeline == 0
 
     # -- saving -----------------------------------------------------------------------------------------------------
@@ -155,10 +155,10 @@ class Checkpoints:
         return optimizers.gather_state(optimizer, is_writer=self._is_writer)
 
     def check_alive(self) -> None:
-        """Before a checkpoint is gathered, which takes all stages.
+        """Before gathering from all stages, raise if others would not take part.
 
-        Lightning calls callbacks that save on an exception before it tells the strategy of it. What ended this rank
-        has not ended the others, which would not come.
+        Lightning calls callbacks that save on an exception before it tells the strategy of it. An exception on this
+        rank alone does not make the other ranks save.
         """
         strategy, error = self._strategy, sys.exc_info()[1]
         if strategy.peers.has_failed:
@@ -202,14 +202,14 @@ class Checkpoints:
         return with_one_outcome(read)
 
     def load_module(self, plain: Callable[..., None], checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the weights; where set-up is still to come, when each rank knows what it holds."""
+        """Load the weights; if set-up is still to come, only then, when each rank knows what it holds."""
         strategy, module = self._strategy, self._strategy.module
         if isinstance(strategy.precision_plugin, (DoublePrecision, HalfPrecision)):
-            strategy.precision_plugin.convert_module(module)  # or what is saved would be rounded to what it was
+            strategy.precision_plugin.convert_module(module)  # or values would be rounded to the module's old dtype
         if self._loads_plainly:
             plain(checkpoint, strict=strict)
             return
-        # The first thing that a load changes, and the user's on_load_checkpoint has run.
+        # Before anything is changed, and after the user's on_load_checkpoint.
         goes_on = module.trainer.state.fn == TrainerFn.FITTING
         path = module.trainer.ckpt_path
         with_one_outcome(lambda: check_checkpoint(checkpoint, module, strict=strict, goes_on=goes_on, path=path))
@@ -218,7 +218,7 @@ class Checkpoints:
             self.load_put_off()
 
     def load_put_off(self) -> None:
-        """Load the weights of a checkpoint that was restored before set-up."""
+        """At set-up: load the weights of a checkpoint that was restored before."""
         self._awaits_setup = False
         load, self._put_off = self._put_off, None
         if load is not None:

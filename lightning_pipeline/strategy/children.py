@@ -1,6 +1,6 @@
-"""Child processes of a run: they end together, and no failure goes unreported.
+"""Child processes of a run: they end together, and every failure is reported.
 
-The standard library alone: what it does is tried without what takes seconds to import.
+This imports the standard library only, so that its tests need not wait for torch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 POLL_S = 0.5
-PATIENCE_S = 8.0  # how long this process may go on after a child has failed: it should end by itself, and say why
-FAREWELL_S = 6.5  # how long the children have when this process ends with an error
-NEWS_S = 10.0  # after how long this process says that it waits for them when it ends well
-EXIT_S = 60.0  # how long it waits then
-ORPHAN_S = 5.0  # how long a child may go on after this process is gone: it should end by itself, and say why
+PATIENCE_S = 8.0  # how long this process may go on after a child has failed: it should end by itself, with a reason
+FAREWELL_S = 6.5  # how long this process waits for the children when it ends with an error
+NEWS_S = 10.0  # when it ends well: after how long it prints that it waits for them
+EXIT_S = 60.0  # and how long it waits in all
+ORPHAN_S = 5.0  # how long a child may go on after this process is gone: it should end by itself, with a reason
 
 LAUNCHER = "LIGHTNING_PIPELINE_LAUNCHER"
 """The variable that tells a child which process started it."""
 
-# A child asks Linux for its own end with that of the process that started it, before it becomes what it is to be.
-# torch's import takes seconds, and what the user's script does before it comes to this package may take any time. The
-# launcher may have died before that; where an interpreter is a script that starts another one, it is an ancestor.
+# Before it runs the script, a child asks Linux to kill it when its launcher ends: importing torch takes seconds, and
+# the script may take any time before it comes to this package. The launcher may have died even before that. Where
+# the interpreter is a script that starts another one, the launcher is an ancestor and not the parent.
 _GUARDED = """
 import os, sys
 try:
@@ -47,30 +47,29 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], folder: str | None = None) -> subprocess.Popen:
-    """Start a process that does not outlive this one, once it has called `watch_launcher`, and on Linux before."""
+    """Start a process that does not outlive this one: from its start on Linux, else from `watch_launcher` on."""
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _GUARDED, str(os.getpid()), *command]
     return subprocess.Popen(command, env={**environment, LAUNCHER: str(os.getpid())}, cwd=folder)
 
 
 def watch_launcher() -> None:
-    """In a process that `start` started: from now on a thread sees to its end with the one that started it.
+    """In a process that `start` has started: from now on a thread ends it when its launcher has ended.
 
-    The system's own guard is taken off: it depends on the thread that called `start`, which may end earlier than its
-    process, and leaves no time to say why.
+    This replaces Linux's own guard, which depends on the thread that called `start`, not on the process, and leaves no
+    time to give a reason.
     """
     launcher = os.environ.pop(LAUNCHER, "")
     if launcher:
         threading.Thread(target=_end_with, args=(int(launcher),), name="pipeline-launcher", daemon=True).start()
-        with contextlib.suppress(Exception):  # where there is no such call, or no ctypes
+        with contextlib.suppress(Exception):  # without this call, or without ctypes
             import ctypes
 
             ctypes.CDLL(None).prctl(1, 0)
 
 
 def _end_with(launcher: int) -> None:
-    """End this process some seconds after the one that started it has ended."""
-    # Where an interpreter is a script that starts another one, the launcher is an ancestor.
+    """End this process some seconds after its launcher has ended."""
     is_parent = os.getppid() == launcher
     while os.getppid() == launcher if is_parent else _exists(launcher):
         time.sleep(POLL_S)
@@ -79,7 +78,7 @@ def _end_with(launcher: int) -> None:
 
 
 def _state(process: int) -> str:
-    """Linux's letter for what it does: T where it is stopped, Z where it has ended; "" where that is not told."""
+    """Linux's letter for the state of a process: T if it is stopped, Z if it has ended; "" elsewhere."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -88,7 +87,7 @@ def _state(process: int) -> str:
 
 
 def _exists(process: int) -> bool:
-    """Whether it runs; one that has ended exists until its parent takes note of that, which Linux tells."""
+    """Whether a process runs. A zombie has ended, which only Linux tells."""
     if state := _state(process):
         return state not in ("Z", "X")
     try:
@@ -101,10 +100,10 @@ def _exists(process: int) -> bool:
 
 
 class Children:
-    """Watches over child processes, from a thread and once more when this process ends.
+    """Watches over child processes, in a thread and when this process ends.
 
-    Takes the place of Lightning's observer, which kills this process without a word up to 5 s after a child failed,
-    and leaves it to its success where a child fails after the last common step.
+    It replaces Lightning's observer, which kills this process without a message up to 5 s after a child has failed, and
+    lets it succeed where a child fails after the last common step.
 
     Args:
         processes: started by this process, by rank.
@@ -112,11 +111,11 @@ class Children:
 
     def __init__(self, processes: Mapping[int, subprocess.Popen]) -> None:
         self.failed = False
-        """To be set when this process has met an error."""
+        """To be set when this process fails."""
         self.is_running = False
-        """A run is underway, which no child may end before, with whatever exit code."""
+        """A run is underway, during which no child may end, with any exit code."""
         self.tell: Callable[[int, str], None] = lambda rank, how: None
-        """Called with the first child that failed, and how it ended."""
+        """Called with the rank of the first child that failed, and how it ended."""
         self._processes = dict(processes)
         atexit.register(self._at_exit)
         try:
@@ -126,11 +125,11 @@ class Children:
             raise
 
     def told(self) -> str:
-        """The processes that have failed, and how; "" while there are none."""
+        """A text on the processes that have failed; "" while there are none."""
         return "; ".join(f"rank {rank} failed: its {how}" for rank, how in self._failures().items())
 
     def told_of(self, ranks: Sequence[int]) -> str:
-        """What processes do of which nothing comes."""
+        """A text on what silent ranks' processes do."""
         found = {rank: _state(self._processes[rank].pid) for rank in ranks if rank in self._processes}
         return "; ".join(
             f"rank {rank}'s process is stopped ({self._processes[rank].pid})"
@@ -178,12 +177,12 @@ class Children:
                     process.wait(1)
 
     def _running(self) -> str:
-        """The processes that have not ended."""
+        """A text on the processes that have not ended; "" if all have."""
         running = {rank: process.pid for rank, process in self._processes.items() if process.poll() is None}
         return ", ".join(f"rank {rank} (process {pid})" for rank, pid in running.items())
 
     def _failures(self) -> dict[int, str]:
-        """Those that ended and should not have, by rank, and how."""
+        """How processes ended that should not have, by rank."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         return {
             rank: _described(self._processes[rank].pid, code)

@@ -1,6 +1,6 @@
-"""Copies of a strategy: they were asked for the same, and have not been set up.
+"""Copies and pickles of a strategy: they have the same options and are not set up.
 
-Connections belong to this process, and its stages to one module, so neither goes into a copy or a pickle.
+Connections belong to this process, and stages to one module, so neither is copied.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 GIVEN_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
-"""What a Trainer gives a strategy that was made without."""
+"""Arguments that a Trainer sets if the user has not."""
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -21,7 +21,7 @@ def remembering(init: Init) -> Init:
 
     @functools.wraps(init)
     def remember(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "_arguments" not in vars(self):  # of a class derived from the one whose `__init__` this is
+        if "_arguments" not in vars(self):  # or a derived class has set its own before
             self._arguments = args, kwargs
         init(self, *args, **kwargs)
 
@@ -30,14 +30,14 @@ def remembering(init: Init) -> Init:
 
 def reduced(strategy: Any) -> tuple[Any, ...]:
     """For `__reduce__` of a class whose `__init__` is `remembering`."""
-    # What a Trainer has not given yet is not its properties' default: the next Trainer may give it.
+    # Not the properties' defaults, which would keep the next Trainer from setting them.
     own = {name: vars(strategy).get(f"_{name}", vars(strategy).get(name)) for name in GIVEN_BY_TRAINER}
     given = {name: _without_overrides(getattr(strategy, name)) for name, value in own.items() if value is not None}
     return _made_again, (type(strategy), strategy._arguments, given)
 
 
 def _without_overrides(given: Any) -> Any:
-    """What a Trainer gave, without what stands for its methods in a run."""
+    """An object that a Trainer has set, without the methods that a run has overridden on it."""
     overridden = [name for name in getattr(given, "__dict__", ()) if callable(getattr(type(given), name, None))]
     if not overridden:
         return given

@@ -1,4 +1,4 @@
-"""Data loaders: the first stage reads batches, the others follow its iteration."""
+"""Data loaders: the first stage reads batches, and the other stages follow its iteration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _END = None
 _CPU = torch.device("cpu")
 
 Description = tuple[Layout, list[TensorSpec]]
-"""What a batch looks like: its nesting with all that is no tensor, and its tensors' looks."""
+"""A batch without data: its nesting with everything that is no tensor, and the specs of its tensors."""
 
 
 def random_states() -> tuple[Any, ...]:
@@ -41,7 +41,7 @@ def random_states() -> tuple[Any, ...]:
 
 
 def set_random_states(states: tuple[Any, ...]) -> None:
-    """Go on as where the states are from: what a loader has drawn there, the other stages have drawn as well."""
+    """Set them to those of another rank: what a loader has drawn there counts as drawn here, too."""
     python, (kind, keys, *rest), own = states
     random.setstate(python)
     numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
@@ -49,29 +49,25 @@ def set_random_states(states: tuple[Any, ...]) -> None:
 
 
 def _drawn_since(before: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The states of the generators, where something was drawn."""
+    """The states of the generators; None if nothing was drawn."""
     states = random_states()
     return states if states != before else None
 
 
 class SharedLoader:
-    """A loader whose batches the stages share. Everything but its iteration is that of the loader it wraps, and a copy,
-    or what comes out of a pickle, is that loader alone: connections stay here.
+    """A loader whose batches the stages share. All but its iteration is that of the loader that it wraps, and copies
+    and pickles are of that loader alone, without connections.
 
     Args:
-        whole: every stage gets the batches, and not only what they look like.
-        lending: gives what lends the module's tensors to the first stage; None while they are everywhere.
+        whole: every stage gets the batches, not only their specs.
+        lending: gives what lends the module's tensors to the first stage; None while every stage has them.
     """
 
-    def __init__(
-        self, loader: Any, transport: Transport | None, *, whole: bool, lending: Callable[[], Lending | None]
-    ) -> None:
+    def __init__(self, loader: Any, *, whole: bool, lending: Callable[[], Lending | None]) -> None:
         self._loader = loader
-        self._transport = transport
         self._whole = whole
         self._lending = lending
-        # Since Python 3.12 `isinstance` with a protocol, by which Lightning finds loaders with a state, does not ask
-        # `__getattr__`.
+        # Lightning finds stateful loaders by `isinstance` with a protocol, which skips `__getattr__` since Python 3.12.
         for name in ("state_dict", "load_state_dict"):
             if hasattr(loader, name):
                 setattr(self, name, getattr(loader, name))
@@ -83,22 +79,24 @@ class SharedLoader:
         return getattr(self._loader, name)
 
     def __len__(self) -> int:
-        return len(self._loader)  # a TypeError where it is not known, as of the loader's own
+        return len(self._loader)  # raises TypeError where the loader does
 
 
 class AnnouncedLoader(SharedLoader):
-    """The first stage's loader: passes its batches on as they are and tells the other stages of each.
+    """The first stage's loader: yields the batches as they are, and announces each to the other stages.
 
     Args:
-        replicas: with a training loader, those that have to get as many batches from theirs; None asks nobody.
+        transport: to the other stages; None with one stage.
+        replicas: of a training loader, those whose loaders must give equally many batches; None checks nothing.
     """
 
     def __init__(self, loader: Any, transport: Transport | None, replicas: Replicas | None, **options: Any) -> None:
-        super().__init__(loader, transport, **options)
+        super().__init__(loader, **options)
+        self._transport = transport
         self._replicas = replicas
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, as a loader's iterator draws the seed of its workers when it is made, before hooks that follow.
+        # Not in the generator: a loader's iterator draws the seed of its workers when it is made, before later hooks.
         before = random_states()
         with self._borrowing():
             iterator = iter(self._loader)
@@ -136,7 +134,7 @@ class AnnouncedLoader(SharedLoader):
 
     @property
     def worker_init_fn(self) -> Any:
-        """The loader's own: Lightning sets it here, after this wrapper is made, to seed the workers."""
+        """The loader's own. Lightning sets it on this wrapper, to seed the workers."""
         return self._loader.worker_init_fn
 
     @worker_init_fn.setter
@@ -145,18 +143,19 @@ class AnnouncedLoader(SharedLoader):
 
 
 class FollowingLoader(SharedLoader):
-    """Another stage's loader: yields what each batch looks like, on the meta device, or the first stage's batches, and
-    reads no data."""
+    """Another stage's loader, which reads no data: yields batches on the meta device, or the first stage's batches."""
+
+    def __init__(self, loader: Any, transport: Transport, **options: Any) -> None:
+        super().__init__(loader, **options)
+        self._transport = transport
 
     def __iter__(self) -> Iterator[Any]:
-        assert self._transport is not None
         drawn = self._hear("the first stage's iterator")
         if drawn is not None:
             set_random_states(drawn)
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        assert self._transport is not None
         known: list[Any] = []
         seen: list[list[int]] = []
         set_sample_indices(self._loader, seen)
@@ -181,11 +180,10 @@ class FollowingLoader(SharedLoader):
             yield tree.rebuild(layout, tensors)
 
     def _hear(self, what: str) -> Any:
-        """What the first stage tells next, which may ask for tensors before."""
-        assert self._transport is not None
+        """The first stage's next message. Before that it may ask for tensors of the module."""
         while type(message := self._transport.recv_object(0, what)) is Asked:
             lending = self._lending()
-            assert lending is not None
+            assert lending is not None  # or the first stage would have the tensors
             lending.lend(message)
         return message
 
@@ -195,10 +193,10 @@ def _itself(loader: Any) -> Any:
 
 
 def sample_batch(loader: Any) -> Any:
-    """A batch of a loader's first samples, of which its iteration and its sampler know nothing.
+    """A batch of a loader's first samples, read without its sampler, whose state stays as it is.
 
     Raises:
-        ValueError: the loader is no DataLoader over samples that can be read by number.
+        ValueError: the loader is no DataLoader over a map-style dataset.
     """
     dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
@@ -214,12 +212,12 @@ def sample_batch(loader: Any) -> Any:
 
 
 def has_length(loader: Any) -> bool:
-    """Whether it is known how many batches a loader has, as Lightning's loops find it out."""
+    """Whether Lightning's loops can tell how many batches a loader has."""
     return sized_len(loader) is not None
 
 
 def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:
-    """Raise on all replicas if one has no more batches and another has, which would wait for its gradients."""
+    """Raise on all replicas if one runs out of batches before the others, which would wait for its gradients."""
     more = [bool(flag) for (flag,) in replicas.gather_numbers(float(has_more))]
     if len(set(more)) > 1:
         ended = [str(replica) for replica, flag in enumerate(more) if not flag]
@@ -231,13 +229,13 @@ def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:
 
 
 def _describe(batch: Any, told: dict[Any, int]) -> tuple[list[Tensor], int | Description]:
-    """A batch's tensors, and the number of an earlier batch that looked the same, or what this one looks like."""
+    """A batch's tensors, and its description, or the number of an earlier batch with the same one."""
     tensors, layout = tree.flatten(batch)
     looks = list(map(TensorSpec.of, tensors))
     key: Any = (layout, tuple(looks))
     try:
         number = told.get(key)
-    except TypeError:  # plain values that do not hash: told again each time
+    except TypeError:  # plain values that are not hashable: described again each time
         key, number = object(), None
     if number is None:
         told[key] = len(told)

@@ -1,4 +1,4 @@
-"""What Lightning, the precision plugin, the module and its metrics do otherwise while a Trainer's function runs."""
+"""Changes to Lightning, the precision plugin, the module and its metrics for the time of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def installed(session: Session) -> ExitStack:
-    """Let them do what one stage of several has to, until the stack that this gives is closed."""
+    """Make the changes, until the returned stack is closed."""
     module, trainer, strategy = session.module, session.module.trainer, session.strategy
     pipeline, owner_computes = session.pipeline, session.stages.owner_computes
     silence_sync_warning()
@@ -55,7 +55,7 @@ def installed(session: Session) -> ExitStack:
 
 
 def _let_many_agree(session: Session, override: Override) -> None:
-    """What several processes have to do alike."""
+    """Changes for several processes, which have to act alike."""
     trainer, strategy, optimizers = session.module.trainer, session.strategy, session.optimizers
     plugin, replicas = strategy.precision_plugin, session.connections.replicas
 

@@ -22,8 +22,8 @@ from .._lightning import ClusterEnvironment, Trainer, _MultiProcessingLauncher, 
 from .children import Children, start, watch_launcher
 from .lightning_private import share_threads
 
-# What a launch leaves in this process's environment. The next job of a sweep must not find it: with LOCAL_RANK set,
-# Lightning takes the processes as started by somebody else.
+# The variables that a launch sets in this process. The next job of a sweep must not find them: with LOCAL_RANK set,
+# Lightning assumes that somebody else has started the processes.
 _VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
@@ -37,23 +37,22 @@ class _Launch:
 
 
 class PipelineLauncher(_SubprocessScriptLauncher):
-    """Lightning's sub-process launcher, which also knows Hydra.
+    """Lightning's subprocess launcher, with support for Hydra.
 
-    Without Hydra it starts what Lightning's does. In a script under ``@hydra.main`` the other processes get the
-    overrides of *this* job and its output folder, never the sweep, so ``-m a=1,2`` runs two jobs one after the other,
-    each with processes of its own, and a run has one folder however many processes it has.
+    In a script under ``@hydra.main`` the other processes get the overrides of *this* job and its output folder, not the
+    sweep's. So ``-m a=1,2`` runs two jobs one after the other, each with processes of its own, and a run has one folder
+    however many processes it has.
 
-    Construct it whatever ``cluster_environment.creates_processes_externally`` says: in the second job of a sweep the
-    answer is right only afterwards.
+    Construct it whatever ``cluster_environment.creates_processes_externally`` says: in the second job of a sweep that
+    is right only afterwards.
     """
 
     exit_timeout: ClassVar[float] = 60.0
     """Seconds that the next job of a sweep waits for the processes of the one before."""
 
-    # A process has one environment and one default process group, so this belongs to the class.
+    # On the class, as a process has one environment and one default process group; the script's next Trainer uses the
+    # same processes.
     _launched: ClassVar[_Launch | None] = None
-
-    # So do the processes, which the next Trainer of a script finds there.
     _children: ClassVar[Children | None] = None
 
     def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
@@ -65,10 +64,10 @@ class PipelineLauncher(_SubprocessScriptLauncher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        """Whether it may be used in a notebook or at a prompt: one process needs no script.
+        """Whether it works in a notebook or at a prompt, which one process does.
 
         Raises:
-            RuntimeError: it may not; says what to use.
+            RuntimeError: it does not, with what to use instead.
         """
         if self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
             raise RuntimeError(
@@ -80,14 +79,14 @@ class PipelineLauncher(_SubprocessScriptLauncher):
 
     @property
     def children(self) -> Children | None:
-        """The processes that this one has started; None if it has started none."""
+        """The processes that this one has started; None if none."""
         return self._children
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _pass_on_trust(function, args, trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        # One process alone leaves nothing in the environment, where the next Trainer would take it for a launcher's.
+        # A single process sets no variables, which the next Trainer would take for those of a launcher.
         if self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
             if self.num_processes > 1:
                 _check_script()
@@ -107,12 +106,12 @@ class PipelineLauncher(_SubprocessScriptLauncher):
             children.is_running = False
 
     def tell_of_failures(self, report: Callable[[Failure], None]) -> None:
-        """From now on, call `report` when a process that was started here ends before the run does."""
+        """From now on, call `report` when a child process ends before the run does."""
         if PipelineLauncher._children is not None:
             PipelineLauncher._children.tell = lambda rank, how: report(Failure(rank, f"its {how}", is_gone=True))
 
     def end_run(self) -> None:
-        """From now on the processes may end."""
+        """From now on child processes may end."""
         if PipelineLauncher._children is not None:
             PipelineLauncher._children.is_running = False
 
@@ -146,18 +145,18 @@ class PipelineLauncher(_SubprocessScriptLauncher):
 
 
 class ForkLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher of forks, which also works after a run in this process."""
+    """Lightning's forking launcher, which here also works after a run in this process."""
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _pass_on_trust(function, args, trainer)
-        if dist.is_initialized():  # for that run; a fork would take the group for its own, and wait in it
+        if dist.is_initialized():  # from that run: a fork would use the group, and wait in it for ever
             dist.destroy_process_group()
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 def _pass_on_trust(function: Callable, args: tuple[Any, ...], trainer: Trainer | None) -> None:
-    """Tell the strategy of the ``weights_only`` that the Trainer's function was given."""
+    """Tell the strategy the ``weights_only`` of the Trainer's function."""
     if trainer is not None:
         given: Any = trainer.strategy
         given.weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
@@ -166,8 +165,8 @@ def _pass_on_trust(function: Callable, args: tuple[Any, ...], trainer: Trainer |
 def hydra_command(local_rank: int) -> list[str]:
     """The command that runs the current Hydra job in another process, as ``local_rank``.
 
-    It composes the same configuration from the job's own overrides, writes to the job's output folder, saves no second
-    ``.hydra`` folder, and logs to a file of its own. It is to be started in Hydra's original working directory.
+    It composes the same configuration from the job's overrides, writes to the job's output folder without a second
+    ``.hydra`` folder, and logs to a file of its own. It must be started in Hydra's original working directory.
     """
     hydra = HydraConfig.get()
     return [
@@ -185,10 +184,10 @@ def hydra_command(local_rank: int) -> list[str]:
 
 
 def _check_script() -> None:
-    """Refuse to start the other processes where there is no script for them to run.
+    """Check that there is a script for the other processes to run.
 
     Raises:
-        RuntimeError: naming what runs here instead.
+        RuntimeError: there is none, and what runs here instead.
     """
     import __main__
 
@@ -210,7 +209,7 @@ def _check_script() -> None:
 
 
 def _program() -> list[str]:
-    import __main__  # only now is it surely the user's script
+    import __main__  # not at the top: by now it is the user's script
 
     if __main__.__spec__ is not None and __main__.__spec__.name.startswith("joblib."):
         return _sent_to_worker()
@@ -222,11 +221,12 @@ def _program() -> list[str]:
 
 
 def _sent_to_worker() -> list[str]:
-    """The command of the script whose function runs here in a worker of joblib's, as under hydra/launcher=joblib. It
-    runs a module of joblib's, and the function has come with the globals of its script.
+    """The command of the script whose function runs in this joblib worker, as under hydra/launcher=joblib.
+
+    The worker's main module is joblib's, but the function has come with the globals of its script.
 
     Raises:
-        RuntimeError: nothing that runs here is of a script.
+        RuntimeError: no function on the stack is a script's.
     """
     frame = inspect.currentframe()
     script: list[str] = []
@@ -246,7 +246,7 @@ def _sent_to_worker() -> list[str]:
 
 
 def _config_flags() -> list[str]:
-    """``--config-name``, ``--config-path`` and ``--config-dir``, as Hydra understood them."""
+    """``--config-name``, ``--config-path`` and ``--config-dir``, as Hydra has resolved them."""
     hydra = HydraConfig.get()
     flags = [] if hydra.job.config_name is None else ["--config-name", hydra.job.config_name]
     names = {"main": "--config-path", "command-line": "--config-dir"}
@@ -258,26 +258,26 @@ def _config_flags() -> list[str]:
 
 
 def _job_identity() -> list[str]:
-    """The number and id of a sweep's job, which a configuration may refer to and a single run would not have."""
+    """Overrides with the number and id of a sweep's job, to which a configuration may refer."""
     job = HydraConfig.get().job
     number = [] if OmegaConf.is_missing(job, "num") else [f"hydra.job.num={job.num}"]
     return number if OmegaConf.is_missing(job, "id") else [*number, f"hydra.job.id={_quoted(job.id)}"]
 
 
 def _hydra_job() -> str | None:
-    """What tells the running Hydra job from the other jobs of a sweep, or None without Hydra."""
+    """Identifies the running Hydra job among the jobs of a sweep; None without Hydra."""
     if not HydraConfig.initialized():
         return None
     return " ".join([HydraConfig.get().runtime.output_dir, *_job_identity()])
 
 
 def _quoted(text: str) -> str:
-    """The text as a Hydra override writes it, whatever characters it holds."""
+    """The text quoted for a Hydra override."""
     return QuotedString(text, Quote.single).with_quotes()
 
 
 def _forget(launched: _Launch) -> None:
-    """Waits for the processes of an earlier job, then takes back what its launch left in this process."""
+    """Wait for the processes of an earlier job, then undo what its launch has changed in this process."""
     for process in launched.procs:
         try:
             process.wait(PipelineLauncher.exit_timeout)
@@ -287,7 +287,7 @@ def _forget(launched: _Launch) -> None:
                 f" {PipelineLauncher.exit_timeout} s after that job ended on rank 0; the sweep's next job cannot start."
                 " Let the script end alike on all ranks."
             ) from error
-    # The group's other members are gone; Lightning would take it for the next job's.
+    # The group's other members are gone, and Lightning would use it for the next job.
     if dist.is_initialized():
         dist.destroy_process_group()
     for name, value in launched.environment.items():

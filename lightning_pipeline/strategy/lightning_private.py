@@ -1,6 +1,6 @@
 """The private parts of Lightning that the strategy needs, in one place.
 
-Read in Lightning 2.6; each function says why the public interface does not serve.
+As of Lightning 2.6. Each function says why the public interface does not do.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .._lightning import (
 )
 
 Override = Callable[[Any, str, Any], None]
-"""Sets an attribute of an object for as long as a trainer function runs (`overridden`)."""
+"""Sets an attribute of an object until the run ends (`overridden`)."""
 
 
 def connect_processes(
@@ -62,37 +62,35 @@ def connect_processes(
     timeout: timedelta,
     store: dist.Store | None = None,
 ) -> str:
-    """Make the default process group; returns its backend (see `backend_for`). No public function does it.
+    """Make the default process group, and return its backend (see `backend_for`). No public function does it.
 
-    Unlike DDP's, this leaves the random state alone: samples are shuffled as on one device.
+    Unlike DDP's, this leaves the random state alone, so that samples are shuffled as on one device.
 
     Args:
-        store: where its ranks find each other; default: one of its own. A rank that is alone keeps it to itself, where
-            torch would listen for others on all of the machine's addresses.
+        store: where the ranks find each other; default: a new one. A single process uses one in memory, as torch would
+            listen on all of the machine's addresses.
     """
     backend = backend_for(device, backend)
     if store is None and environment.world_size() == 1:
         store = dist.HashStore()
     if not dist.is_initialized() and backend != HOST:
-        atexit.register(_destroy_dist_connection)  # a device's backend complains if its groups outlive the process
+        atexit.register(_destroy_dist_connection)  # device backends complain of groups that outlive the process
     _init_dist_connection(environment, backend, timeout=timeout, store=store)
     warm_up()
     return backend
 
 
 def data_sources(trainer: Trainer) -> list[Any]:
-    """What a Trainer takes loaders from: data modules, modules, or loaders. It looks at them when strategies are set up
-    already.
-    """
+    """The data modules, modules or loaders that a Trainer takes batches from. It uses them only after set-up."""
     loops: Any = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop)
     return [loop._data_source.instance for loop in (*loops, trainer.test_loop, trainer.predict_loop)]
 
 
 def check_name(instance: object) -> None:
-    """Raise for what derives from a class of Lightning by its other name.
+    """Raise for an instance of a class of Lightning's other name.
 
     Raises:
-        TypeError: it does, with the import to change.
+        TypeError: with the import to change.
     """
     own = NAMES.pytorch
     other = (PYTORCH_LIGHTNING if own == LIGHTNING.pytorch else LIGHTNING).pytorch
@@ -107,16 +105,15 @@ def check_name(instance: object) -> None:
 
 
 def say_which_import() -> None:
-    """Where a Trainer is given a module of Lightning's other name, say which import to change. Lightning says that they
-    are mixed where the module's own class is one of its packages, and else that a module has to be a module; no
-    strategy has a say before.
+    """Where a Trainer gets a module of Lightning's other name, say which import to change. For users' modules Lightning
+    only says that they are no LightningModules, before it asks the strategy anything.
     """
     compile_of._check_mixed_imports = check_name
 
 
 def let_modules_be_compiled() -> None:
-    """Let a Trainer with this strategy take a LightningModule that is compiled as a whole, which Lightning allows for
-    strategies of a list.
+    """Let a Trainer with this strategy take a compiled LightningModule, which Lightning allows for a fixed list of
+    strategies.
     """
     verify = trainer_of._verify_strategy_supports_compile
 
@@ -128,7 +125,7 @@ def let_modules_be_compiled() -> None:
 
 
 def leave_module_uncompiled(module: LightningModule) -> None:
-    """Have a LightningModule that is compiled as a whole run as it was written: it lies on several stages."""
+    """Run a LightningModule uncompiled if it is compiled as a whole, as it lies on several stages."""
     if getattr(module, "_compiler_ctx", None) is not None:
         compile_of.to_uncompiled(module)
         rank_zero_warn(
@@ -138,14 +135,14 @@ def leave_module_uncompiled(module: LightningModule) -> None:
 
 
 def share_threads(num_processes: int) -> None:
-    """Let each of several processes on a machine compute with its share of the cores, as Lightning's launchers do."""
+    """Give each of several processes on a machine its share of the cores, as Lightning's launchers do."""
     _set_num_threads_if_needed(num_processes=num_processes)
 
 
 def checkpoint_io_or(given: CheckpointIO | None, default: Callable[[], CheckpointIO]) -> CheckpointIO:
-    """The user's CheckpointIO, or `default`; also inside one that wraps another, where the user has named none.
+    """The user's CheckpointIO, or `default`; also inside a wrapper such as `AsyncCheckpointIO`.
 
-    Wrappers such as `AsyncCheckpointIO` have no public base class, and Lightning's default is not ours.
+    Wrappers have no public base class, and Lightning's default is not ours.
     """
     if given is None:
         return default()
@@ -155,35 +152,32 @@ def checkpoint_io_or(given: CheckpointIO | None, default: Callable[[], Checkpoin
 
 
 def innermost(io: CheckpointIO) -> CheckpointIO:
-    """What wrappers such as `AsyncCheckpointIO` are around."""
+    """The CheckpointIO inside of wrappers such as `AsyncCheckpointIO`, if any."""
     while isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is not None:
         io = io.checkpoint_io
     return io
 
 
 def note_device(module: LightningModule, device: torch.device) -> None:
-    """Let `module.device` tell the truth; the public way is `module.to`, which refuses tensors on the meta device."""
+    """Set `module.device`; the public way is `module.to`, which refuses tensors on the meta device."""
     for sub in module.modules():
         if isinstance(sub, _DeviceDtypeModuleMixin):
             sub._device = device
 
 
 def note_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
-    """Let `module.device_mesh` give the mesh, as under Lightning's ModelParallelStrategy."""
+    """Set `module.device_mesh`, as Lightning's ModelParallelStrategy does."""
     module._device_mesh = mesh
 
 
 def skip_before_transfer(module: LightningModule, override: Override) -> None:
-    """Keep `on_before_batch_transfer` from running where there is no data.
-
-    The loops call the hook before they ask the strategy for anything.
-    """
+    """Keep `on_before_batch_transfer` from running on ranks without data. The loops call it without the strategy."""
     override(module, "_on_before_batch_transfer", lambda batch, dataloader_idx=0: batch)
 
 
 def call_before_update(plugin: Precision, function: Callable[[Any], None], override: Override) -> None:
-    """Call `function(optimizer)` when its gradients are final and clipped. Public hooks come before clipping, or
-    replace it."""
+    """Call `function(optimizer)` when its gradients are final and clipped. Public hooks run before clipping, or replace
+    it."""
     clip = plugin._after_closure
 
     def clip_and_call(model: LightningModule, optimizer: Any) -> None:
@@ -195,8 +189,8 @@ def call_before_update(plugin: Precision, function: Callable[[Any], None], overr
 
 @contextmanager
 def compare_parameters_by_identity() -> Iterator[None]:
-    """While entered, finetuning callbacks find out which parameters an optimizer has already: they compare values, and
-    parameters of other stages have none."""
+    """While entered, finetuning callbacks compare parameters by identity to find those that an optimizer lacks. They
+    compare values otherwise, which parameters of other stages do not have."""
     by_value = BaseFinetuning.__dict__["filter_on_optimizer"]
 
     def new_to(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
@@ -211,13 +205,13 @@ def compare_parameters_by_identity() -> Iterator[None]:
 
 
 def silence_sync_warning() -> None:
-    """Every stage logs the same value, so Lightning's advice to pass `sync_dist=True` would mislead."""
+    """Silence Lightning's advice to pass `sync_dist=True`: every stage logs the same value already."""
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 
 
 def leave_modules_unnamed(trainer: Trainer) -> None:
-    """Lightning's PyTorchProfiler opens a range before a module's forward and closes it after: where a stage ends, and
-    the step with it, it would stay open, which ends the process."""
+    """Keep Lightning's PyTorchProfiler from naming modules. It opens a range before a module's forward; where a step
+    stops within a module, the range would stay open, which crashes the process."""
     profiler = trainer.profiler  # type: ignore[attr-defined]
     if isinstance(profiler, PyTorchProfiler) and profiler._record_module_names:
         rank_zero_warn("PyTorchProfiler(record_module_names=False) is set: a pipeline's profile does not name modules")
@@ -228,23 +222,23 @@ def leave_modules_unnamed(trainer: Trainer) -> None:
 
 
 def total_batches(trainer: Trainer) -> int:
-    """Training batches since the run began, across epochs and resumptions; the public `global_step` counts optimizer
-    steps, which several batches share.
+    """Training batches so far, across epochs and resumptions. The public `global_step` counts optimizer steps, which
+    accumulate several batches.
     """
     return trainer.fit_loop.epoch_loop.total_batch_idx
 
 
 def sample_indices(loader: Any) -> list[list[int]] | None:
-    """Numbers of each batch's samples so far, which prediction writers get; None where Lightning does not note them.
+    """The sample indices of each batch so far, which prediction writers get; None where Lightning does not note them.
 
-    It notes them in the sampler of a `predict` loader, and only where that is iterated.
+    It notes them in the sampler of a predict loader, on ranks that iterate over it.
     """
     sampler = getattr(loader, "batch_sampler", None)
     return sampler.seen_batch_indices if isinstance(sampler, _IndexBatchSamplerWrapper) else None
 
 
 def set_sample_indices(loader: Any, seen: list[list[int]]) -> None:
-    """Let Lightning find `seen` where it notes them, if it does."""
+    """Let Lightning find `seen` where it notes sample indices, if it does."""
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, _IndexBatchSamplerWrapper):
         sampler.seen_batch_indices = seen
@@ -253,9 +247,9 @@ def set_sample_indices(loader: Any, seen: list[list[int]]) -> None:
 def replace_signal_handlers(
     trainer: Trainer, override: Override, *, terminate: Callable[[int, Any], None], requeue: Callable[[int, Any], None]
 ) -> None:
-    """Let Lightning register other functions for SIGTERM and SLURM's requeue signal.
+    """Replace Lightning's handlers of SIGTERM and SLURM's requeue signal.
 
-    To be called before Lightning registers them, which no hook follows.
+    To be called before Lightning registers them, after which no hook runs.
     """
     override(trainer._signal_connector, "_sigterm_notifier_fn", terminate)
     override(trainer._signal_connector, "_slurm_sigusr_handler_fn", requeue)
@@ -268,14 +262,14 @@ def requeue_slurm_job(trainer: Trainer, signum: int) -> None:
 
 
 def set_received_sigterm(trainer: Trainer, received: bool) -> None:
-    """Set what `trainer.received_sigterm` tells, on which the loops raise."""
+    """Set `trainer.received_sigterm`, on which the loops raise."""
     trainer._signal_connector.received_sigterm = received
 
 
 def wait_for_data_within(trainer: Trainer, within: Callable[[], AbstractContextManager[Any]]) -> None:
     """Enter `within()` where the ranks wait for the one that prepares data, the next time that they do.
 
-    Lightning makes a process group for it and no strategy is asked, so that torch's own errors come out of it.
+    Lightning makes a process group for this wait without the strategy, so torch's own errors would come out of it.
     """
 
     class Barrier(_InfiniteBarrier):
@@ -301,10 +295,9 @@ def wait_for_data_within(trainer: Trainer, within: Callable[[], AbstractContextM
 
 
 def call_before_each_batch(trainer: Trainer, function: Callable[[], None], override: Override) -> None:
-    """Call `function` before each training batch is fetched, where no hook is.
+    """Call `function` before each training batch is fetched, where there is no hook.
 
-    There Lightning broadcasts whether the first rank is to stop, and takes a failed broadcast for a no; it no longer
-    does.
+    Lightning broadcasts there whether the first rank has to stop, and ignores a failed broadcast; this disables it.
     """
     loop = trainer.fit_loop.epoch_loop
     advance = loop.advance
@@ -318,8 +311,8 @@ def call_before_each_batch(trainer: Trainer, function: Callable[[], None], overr
 
 
 def measure_replicas(trainer: Trainer, num_replicas: int) -> None:
-    """Let Lightning's ThroughputMonitor take a replica for a device: its ranks share one batch, and add up their FLOPs.
-    It multiplies what one rank sees by their number."""
+    """Let Lightning's ThroughputMonitor, which multiplies by the number of devices, count a replica as one device: its
+    ranks share one batch, and their FLOPs add up."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ThroughputMonitor):
             for throughput in callback._throughputs.values():
@@ -329,10 +322,10 @@ def measure_replicas(trainer: Trainer, num_replicas: int) -> None:
 
 
 def validate_by_first_clock(trainer: Trainer, agree: Callable[[bool], bool], override: Override) -> None:
-    """Where validation is due by the clock, let all ranks follow the first one's; their own part ways.
+    """Where validation is due by the clock, let all ranks follow the first one's clock.
 
     Args:
-        agree: gives every rank what the first one has.
+        agree: gives every rank the first one's value.
     """
     if getattr(trainer, "_val_check_time_interval", None) is None:
         return
@@ -344,10 +337,9 @@ def validate_by_first_clock(trainer: Trainer, agree: Callable[[bool], bool], ove
 def call_hooks_within(
     trainer: Trainer, within: Callable[[str | None], AbstractContextManager[Any]], override: Override
 ) -> None:
-    """Enter `within(name)` for each call of a hook of a Trainer's module and callbacks, with None for those that save
-    and load.
+    """Enter `within(name)` around each hook of a Trainer's module and callbacks; `within(None)` if it saves or loads.
 
-    Hooks are called through functions of one of Lightning's modules, wherever they are called from.
+    All hooks are called through functions of one of Lightning's modules, which have no public equivalent.
     """
     named = ("_call_lightning_module_hook", "_call_callback_hooks")
     unnamed = ("_call_callbacks_state_dict", "_call_callbacks_on_save_checkpoint")
@@ -369,17 +361,17 @@ def call_hooks_within(
 
 
 def training_loader(trainer: Trainer) -> Any:
-    """The loader of training batches, before the loop asks for it; `trainer.train_dataloader` has it only then."""
+    """The loader of training batches before the loop sets it up; `trainer.train_dataloader` has it only afterwards."""
     return trainer.fit_loop._data_source.dataloader()
 
 
 def lightning_optimizers(trainer: Trainer) -> list[LightningOptimizer]:
-    """What `self.optimizers()` gives, in order."""
+    """The optimizers that `self.optimizers()` gives, in order."""
     return trainer.strategy._lightning_optimizers
 
 
 SKIPPED = object()
-"""What a strategy's training_step gives for None, which Lightning refuses of several processes."""
+"""The result of a strategy's training_step for None, which Lightning refuses with several processes."""
 
 
 class _Result(ClosureResult):
@@ -390,11 +382,11 @@ class _Result(ClosureResult):
 
 
 def let_steps_be_skipped(trainer: Trainer, override: Override) -> None:
-    """Let Lightning take `SKIPPED` for None, which all ranks have given."""
+    """Let Lightning take `SKIPPED` for None: all ranks have skipped the step."""
     override(trainer.fit_loop.epoch_loop.automatic_optimization, "output_result_cls", _Result)
 
 
 def configured_optimizers(module: LightningModule) -> list[Optimizer]:
-    """What `configure_optimizers` makes, in whatever form it returns it; the public way needs a strategy."""
+    """The optimizers that `configure_optimizers` returns, in any form; the public way needs a strategy."""
     returned: Any = module.configure_optimizers()
     return _configure_optimizers(returned)[0] if returned is not None else []

@@ -17,7 +17,6 @@ from lightning_pipeline.engine.parameter_map import ParameterMap
 from lightning_pipeline.engine.shared_parameters import spread_from_owner
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.ownership import (
-    Ownership,
     guard_state_dict,
     lift_guards,
     named_tensors,
@@ -49,23 +48,23 @@ _OBSTACLES = {
     _MEMORY: "all of it does not fit into the memory of every rank",
     _SLICES: "FSDP or tensor parallelism has split its tensors",
 }
-"""Why a run leaves a module in parts."""
+"""Why the module stays in parts after a run."""
 
 
 class LocalModule:
-    """Keeps a rank's part of a module: makes or reads its tensors, moves them, and releases what only others use.
+    """A rank's part of a module: creates or reads its tensors, moves them, and releases those that only others use.
 
     Args:
-        module: whole, or with each rank's part on it where an earlier run has left it so.
+        module: whole, or in parts where an earlier run has left it so.
         placement: the rank in the pipeline of each virtual stage.
         sharded: shards parameters over replicas; None keeps them whole.
 
     Attributes:
         leaves: the modules that a stage runs whole.
-        calls: tells the stage of the module that runs.
+        calls: tells the stage of the module that is running.
         tensors: the module's parameters and buffers, by number.
-        placement: which ranks hold what, as far as it is known.
-        ownership: the same, seen from this rank.
+        placement: which ranks hold what, as far as known.
+        ownership: the same, as seen from this rank.
     """
 
     def __init__(
@@ -90,46 +89,44 @@ class LocalModule:
         certain = certain_stages(self.leaves, cut.stages.num_stages) if cut.is_final else {}
         self.placement = ParameterMap(module, placement, connections.topology.stage_rank, certain)
         self.placement.find_present(module, self._transport)
-        self.ownership: Ownership = self.placement.ownership()
-        self._note_partly_held()
+        self._update_ownership()
 
     def release_remote(self) -> None:
-        """Let go of what other stages turned out to hold alone, in copies that callbacks keep too."""
-        self.ownership = self.placement.ownership()
-        self._note_partly_held()
+        """Release what only other stages hold, also in the copies that callbacks keep."""
+        self._update_ownership()
         for released in (self._module, *copies_of(self._module, self._module.trainer)):
             release(released, self.ownership)
-        for module in self._module.modules():  # an earlier run may have cut it elsewhere
+        for module in self._module.modules():  # an earlier run may have cut the module elsewhere
             unguard(module)
         guard_state_dict(self._module)
 
     def take_in_new(self) -> bool:
-        """Take in what the module has been given during the run. Returns whether there was anything."""
+        """Note tensors that the module has been given during the run. Returns whether there are any."""
         is_new = self.placement.take_in(self._module)
         if is_new:
-            self.ownership = self.placement.ownership()
-            self._note_partly_held()
+            self._update_ownership()
         return is_new
 
-    def _note_partly_held(self) -> None:
+    def _update_ownership(self) -> None:
+        self.ownership = self.placement.ownership()
         num_ranks = self.ownership.num_stages
         self.tensors.note_partly_held(name for name, held in self.ownership.holders.items() if len(held) < num_ranks)
 
     def holders(self, number: int) -> tuple[int, ...]:
-        """The ranks that hold a tensor of the module, by its number."""
+        """The ranks that hold a tensor, which is given by its number."""
         return self.ownership.holders[self.tensors.names[number][0]]
 
     def agree(self) -> None:
-        """Come to hold what the other replicas of this stage hold. All of them must call it."""
+        """Hold what any replica of this stage holds. All of them must call it."""
         if self._replicas is not None:
             for state in self._replicas.gather_objects(self.placement.state()):
                 self.placement.merge(state)
 
     def make(self, weights: Weights | None, seed: int) -> None:
-        """Give what was built on the meta device its values; read the files of weights.
+        """Create what was built on the meta device, and read the files of weights.
 
         Raises:
-            ValueError: nothing gives something its values.
+            ValueError: a tensor gets no values.
         """
         made = make_local(self._module, self.ownership)
         initialise(self._module, made.values(), seed)
@@ -141,7 +138,7 @@ class LocalModule:
         lift_guards(self._module)
 
     def to_device(self) -> None:
-        """Move the module to this rank's device, and give all stages and replicas one value of what they share."""
+        """Move the module to this rank's device, and give stages and replicas equal values of what they share."""
         self._move(self._device)
         held = {id(t): (t, self.ownership.holders[n]) for n, t in named_tensors(self._module) if n in self.ownership}
         spread_from_owner([item for item in held.values() if len(item[1]) > 1], self._transport, self.ownership.stage)
@@ -152,14 +149,14 @@ class LocalModule:
             self._tensor_group.spread(here)
 
     def to_cpu(self) -> None:
-        """Move the module back to the CPU, where a run that has ended leaves it."""
+        """Move the module back to the CPU at the end of a run."""
         if self._device.type != "cpu":
             self._move(torch.device("cpu"))
 
     def make_whole(self, num_processes: int) -> None:
-        """Give every rank all of the module, on the CPU, where that fits into memory.
+        """Give every rank the whole module, on the CPU, if that fits into memory.
 
-        All ranks must call it; `release_remote` takes it back.
+        All ranks must call it; `release_remote` undoes it.
 
         Args:
             num_processes: that share this machine's memory.
@@ -172,7 +169,7 @@ class LocalModule:
         obstacle = _NONE
         if any(isinstance(parameter, DTensor) for parameter in self._module.parameters()):
             obstacle = _SLICES
-        elif self._came_in_parts:  # as what is made on the meta device, because it fits nowhere
+        elif self._came_in_parts:  # such as from the meta device, because it fits nowhere
             obstacle = _PARTS
         elif sum(TensorSpec.of(tensor).num_bytes for tensor in absent) * num_processes > available_bytes() // 2:
             obstacle = _MEMORY
@@ -187,7 +184,7 @@ class LocalModule:
             lift_guards(self._module)
 
     def _most(self, numbers: Tensor) -> list[float]:
-        """The largest of each over all stages and replicas."""
+        """The maximum of each over all stages and replicas."""
         if self._transport is not None:
             numbers = self._transport.all_gather_vector(numbers, "what they hold of the module").amax(0)
         if self._replicas is not None:
@@ -195,8 +192,8 @@ class LocalModule:
         return numbers.tolist()
 
     def _spread(self, partial: Sequence[tuple[str, Tensor]]) -> None:
-        """From its owner to all stages, one tensor after the other."""
-        assert self._transport is not None
+        """Send tensors from their owners to all stages, one after the other."""
+        assert self._transport is not None  # or nothing would be partial
         own = self.ownership.stage
         for name, tensor in partial:
             owner = self.ownership.owner(name)
@@ -206,31 +203,29 @@ class LocalModule:
             if owner != own:
                 spec, data = TensorSpec.of(tensor), recv_tree(self._transport, owner, f"{name} of the whole module")
                 if (spec.shape, spec.dtype) == (data.shape, data.dtype):
-                    data = conform(data, spec)  # in the order of memory that it has on its owner
+                    data = conform(data, spec)  # with the strides that it has on its owner
                 if is_absent(tensor):
                     become(tensor, nn.Parameter(data, spec.requires_grad) if spec.is_parameter else data)
             note_holders(tensor, None)
 
     def _move(self, device: torch.device) -> None:
         for _, tensor in named_tensors(self._module):
-            if type(tensor) is Placeholder and tensor.device != device:  # it is where it would be if it were here
+            if type(tensor) is Placeholder and tensor.device != device:  # which shows the device that it stands for
                 become(tensor, placeholder(tensor.spec.but(device=device), tensor.what))
         self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
         note_device(self._module, device)
 
 
 def take_initial_values(module: nn.Module, copies: Iterable[nn.Module], broadcast: Callable[[Any], Any]) -> None:
-    """Give every rank rank 0's values of the parameters and buffers that both have. All ranks must call it.
+    """Give every rank rank 0's values of parameters and buffers that both have. All ranks must call it.
 
-    Each rank has made the module by itself, from random numbers of its own where no seed was set, where seeds differ,
-    or where ranks have drawn unequally many; and weights may have been loaded on rank 0 alone, as DDP lets users do.
-    Of each stage's own values the model would be that of no seed. With rank 0's it is the one that one process has
-    with rank 0's seed, and a run that nobody seeded starts from one draw. Ranks with the same values, as those with
-    one seed have, send nothing but checksums. What is on the meta device here is made or read later, alike on all
-    ranks.
+    Each rank has built the module by itself: with random numbers of its own if there was no common seed, or if ranks
+    have drawn unequally many. Weights may also have been loaded on rank 0 alone, as DDP allows. With each stage's own
+    values the model would be that of no seed; with rank 0's it is that of one process with rank 0's seed. Ranks with
+    equal values only exchange checksums. What is on the meta device is created or read later, alike on all ranks.
 
     Args:
-        copies: modules that callbacks have made of this one; they stay copies.
+        copies: modules that callbacks have made of this one; copies with equal values stay equal.
         broadcast: gives every rank what rank 0 passes.
     """
     own = dict(_plain_tensors(module))
@@ -247,7 +242,7 @@ def take_initial_values(module: nn.Module, copies: Iterable[nn.Module], broadcas
                 continue
             shape, dtype, device, _ = first[name]
             tensor = own.get(name)
-            if tensor is None or (tuple(tensor.shape), tensor.dtype) != (shape, dtype):  # another buffer
+            if tensor is None or (tuple(tensor.shape), tensor.dtype) != (shape, dtype):  # a buffer that differs here
                 tensor = torch.empty(shape, dtype=dtype, device=device)
             following = [copy[name] for copy in copied if name in copy and torch.equal(copy[name], tensor)]
             backends.broadcast(tensor, 0)
@@ -256,7 +251,7 @@ def take_initial_values(module: nn.Module, copies: Iterable[nn.Module], broadcas
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those with memory that all ranks have alike: no slices, and nothing that has no shape yet."""
+    """Parameters and buffers with dense data, whole and with a shape."""
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         if is_plain and not tensor.is_meta and not tensor.is_quantized:
@@ -266,7 +261,7 @@ def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, str, tuple[int, int]]:
     """Shape, dtype, kind of device, and sums over the bits."""
     data = backends.bytes_of(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
-    if data.storage_offset() % 8:  # a tensor that begins within another's memory
+    if data.storage_offset() % 8:  # an unaligned view, which cannot be read as int64
         data = data.clone()
     words = data[: data.numel() // 8 * 8]
     ends = torch.cat([data[:_CRC_BYTES], data[len(words) :]])

@@ -1,4 +1,4 @@
-"""The stages that a rank runs: their part of the module, their pipeline and their gradients."""
+"""The stages of a rank: their part of the module, their pipeline and their gradients."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class LocalStages:
 
     Attributes:
         local: this rank's part of the module.
-        pipeline: runs steps.
-        gradients: of a step, until Lightning expects them.
-        owner_computes: runs hooks on tensors that not every rank holds; None with one stage.
+        pipeline: runs steps on them.
+        gradients: a step's, held back until Lightning expects them.
+        owner_computes: lets hooks use tensors that not every rank holds; None with one stage.
     """
 
     def __init__(self, session: Session, cut: Cut, schedules: Schedules) -> None:
@@ -114,16 +114,16 @@ class LocalStages:
             place_gradients(self._module.parameters())
 
     def shard(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Shard what is to be sharded over replicas, once it is known. Returns the new parameter for each of them."""
+        """Shard parameters over replicas, once it is known which. Returns the new parameter for each."""
         return self.gradients.shard()
 
     def gather_parameters(self) -> None:
-        """For a whole loop: replicas may have unequally many batches, so steps must not wait for one another."""
+        """Gather sharded parameters for a whole loop: with unequally many batches replicas must not wait in steps."""
         if self._sharded is not None:
             self._sharded.gather()
 
     def release_parameters(self) -> None:
-        """After the loop."""
+        """After the loop, go back to the shards."""
         self.pipeline.check()
         if self._sharded is not None:
             self._sharded.release()
@@ -131,13 +131,13 @@ class LocalStages:
     # -- who holds what ---------------------------------------------------------------------------------------------
 
     def release_remote(self) -> None:
-        """Let go of what other stages hold, as far as it is known."""
+        """Release what only other stages hold, as far as known."""
         self.local.release_remote()
         self.pipeline.note_release()
         self.gradients.settle(self.local.ownership)
 
     def take_in_uses(self, *, training: bool) -> None:
-        """After a step, which has shown who uses what: let go of what this stage turned out not to need."""
+        """After a step, which has shown who uses what: release what this rank turned out not to need."""
         uses = self.pipeline.take_uses()
         is_new = self.local.placement.add(uses) if uses else False
         if self._is_single_process or not training:
@@ -156,9 +156,9 @@ class LocalStages:
             self._on_released()
 
     def _warn_of_unreached(self) -> None:
-        """Say which stages have had nothing to do: a mistake in the stage_config, or modules that are called later."""
+        """Warn of stages without work: a mistake in the stage_config, or modules that are called in later steps."""
         placement = self.pipeline.placement
-        if self.pipeline.num_ranks == 1:  # which records nothing
+        if self.pipeline.num_ranks == 1:  # one rank records nothing
             return
         for stage in range(len(placement)):
             if stage not in self.pipeline.reached:

@@ -1,4 +1,4 @@
-"""Values logged by a step: reduced over micro-batches and logged once, on every rank."""
+"""Values that a step logs: reduced over its micro-batches, and logged once on every rank."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Logged:
     """A call of `self.log` on a micro-batch.
 
     Attributes:
-        value: a number or a tensor with one element; of a metric what it gave then, None where it was only updated.
-        options: the call's further arguments, without ``batch_size``.
+        value: a number or a tensor with one element; for a metric its value for the batch, None if it has none.
+        options: the call's other arguments, without ``batch_size``.
         weight: number of samples, or the ``batch_size`` of the call.
         metric: dotted name of the logged metric in the module; None for plain values.
-        token: what a plain value was then, where that counts.
-        is_share: it is the micro-batch's share of a loss that is a sum.
+        token: identifies the tensor that was logged, where it may be the loss.
+        is_share: the value is the micro-batch's share of a loss that is a sum.
     """
 
     name: str
@@ -53,23 +53,19 @@ class Logged:
 
 
 class LoggedValues:
-    """Takes in the ``self.log`` calls of a step's micro-batches, and logs them once.
-
-    Args:
-        module: the LightningModule, to find logged metric objects by name.
-    """
+    """Collects the ``self.log`` calls of a step's micro-batches, and logs each once."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._metric_names: dict[int, str] = {}
 
     def note(self, num_samples: int, *args: Any, **kwargs: Any) -> Logged:
-        """One ``self.log(*args, **kwargs)`` of a micro-batch of so many samples, without waiting for the device.
+        """One ``self.log(*args, **kwargs)`` of a micro-batch of `num_samples`, without waiting for the device.
 
         Raises:
             ValueError: if the value cannot be logged, as in Lightning.
         """
-        if len(args) == 2 and kwargs.keys() <= _OPTIONS:  # as it is written, nearly always
+        if len(args) == 2 and kwargs.keys() <= _OPTIONS:  # the usual call, without the cost of `bind`
             name, value = args
             options = kwargs
         else:
@@ -82,7 +78,7 @@ class LoggedValues:
                 f"`self.log({name!r}, sync_dist_group=...)` was called, but under a pipeline `sync_dist=True` always "
                 "reduces over the data-parallel group: leave sync_dist_group out"
             )
-        if "reduce_fx" in options:  # by its name, for every rank to have the same; what Lightning refuses, it refuses
+        if "reduce_fx" in options:  # by name, which is the same on every rank; Lightning refuses unknown ones
             reduce_fx = options["reduce_fx"]
             reduce_fx = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
             options["reduce_fx"] = _REDUCTIONS.get(reduce_fx, str(reduce_fx))
@@ -97,16 +93,16 @@ class LoggedValues:
         return Logged(name, cached if has_value else None, options, weight, metric)
 
     def log(self, calls: Iterable[Iterable[Logged]], log: Callable[..., None]) -> None:
-        """Call the module's original ``log`` once for a call that all micro-batches make, with the same name and
-        options, in the order of first ones, as one process does for its whole batch.
+        """Call the module's original ``log`` once for each call that the micro-batches made, in order, as one process
+        does for its whole batch.
 
-        The first call of a micro-batch goes with the first ones of the others, the second one with their second.
-
-        ``reduce_fx`` says how their values become one: for "mean" (the default) micro-batches count by their samples,
-        unless all values are shares of a sum.
+        Calls with the same name and options belong together: the first one of each micro-batch, then the second ones.
+        ``reduce_fx`` says how their values are combined: for "mean" (the default) weighted by samples, or summed if
+        all are shares of a sum.
 
         Args:
             calls: of each micro-batch.
+            log: the original.
         """
         alike: dict[Hashable, list[Logged]] = {}
         for own in calls:
@@ -143,17 +139,17 @@ class LoggedValues:
 
 
 def numbers_in(calls: Iterable[Iterable[Logged]]) -> list[list[tuple[str, float]]]:
-    """What micro-batches have logged that is no tensor, which ranks may have found differently, as of a clock."""
+    """Logged numbers that are no tensors, in which ranks may differ, such as times."""
     return [[(call.name, call.value) for call in own if type(call.value) is float] for own in calls]
 
 
 def digest_of_numbers(calls: Iterable[Iterable[Logged]]) -> float:
-    """Equal where `numbers_in` are."""
+    """A checksum of `numbers_in`."""
     return float(zlib.crc32(b"".join(_PACKED.pack(value) for own in numbers_in(calls) for _, value in own)))
 
 
 def take_numbers(calls: Iterable[Iterable[Logged]], numbers: Iterable[Iterable[tuple[str, float]]]) -> None:
-    """Have those of another rank logged in the places of own ones."""
+    """Replace the numbers by another rank's."""
     for own, others in zip(calls, numbers, strict=True):
         left: dict[str, list[float]] = {}
         for name, value in others:
@@ -171,7 +167,7 @@ def _as_loggable(name: str, value: Any) -> Tensor | float:
                 f"`self.log({name}, ...)` was called with a tensor of shape {list(value.shape)}, but the tensor "
                 f"must have a single element. You can try doing `self.log({name}, value.mean())`"
             )
-        return value.detach().clone()  # the user may go on writing to it
+        return value.detach().clone()  # the user may write to it later
     if isinstance(value, numbers.Number):
         return float(value)  # type: ignore[arg-type]
     kind = "dict" if isinstance(value, Mapping) else type(value).__name__
@@ -179,12 +175,12 @@ def _as_loggable(name: str, value: Any) -> Tensor | float:
 
 
 def _loggable_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which Lightning accumulates."""
+    """The dtype in which Lightning accumulates values of this one."""
     return next((d for d in (dtype, torch.get_default_dtype()) if d in (torch.float32, torch.float64)), torch.float32)
 
 
 def _reduce(values: list[Tensor | float | None], weights: list[int], reduction: str) -> Tensor | None:
-    """One value from those of the micro-batches; None if one of them has no value."""
+    """The micro-batches' values combined; None if one of them has no value."""
     present = [value for value in values if value is not None]
     if len(present) < len(values):
         return None

@@ -1,7 +1,7 @@
-"""Manual optimization: optimizer steps and the like run once per batch, when all micro-batches have reached them.
+"""Manual optimization: calls that are the batch's run once, when all micro-batches have reached them.
 
-Those are the module's manual_backward, toggle_optimizer, untoggle_optimizer and clip_gradients, what its optimizers and
-schedulers are told, and torch's functions that clip gradients. All else in the step runs for each micro-batch, as ever.
+They are the module's manual_backward, toggle_optimizer, untoggle_optimizer and clip_gradients, the methods of its
+optimizers and schedulers, and torch's functions that clip gradients. The rest of the step runs per micro-batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .stage_optimizers import inner
 
 Closure = Callable[[], Any]
 Update = Callable[[Optimizer, Callable[[Closure | None], Any], Closure | None], Any]
-"""Does an update, given the optimizer, its own step and the closure for that."""
+"""Runs an update, given the optimizer, its own step and the closure for it."""
 
 _CLIPPING = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
 _OF_MODULE = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
@@ -43,7 +43,7 @@ def batch_calls_met(
     """While entered, micro-batches meet at the calls of their step that are the batch's.
 
     Args:
-        update: does an update that the user has called for of torch's own optimizer, past Lightning.
+        update: runs an update that the user calls on torch's own optimizer, not on Lightning's.
         inside: entered around what the batch does with the whole module.
         aside: entered around closures, which run the schedule in the middle of that.
     """
@@ -67,10 +67,10 @@ def batch_calls_met(
 
 @contextmanager
 def _clipping_by(other: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While entered, torch's functions that clip gradients do what `other` makes of them.
+    """While entered, torch's functions that clip gradients call what `other` makes of them.
 
-    Users have imported these by name, so it is what the functions call that is exchanged: torch's wrapper around each
-    has it in a closure.
+    Users may have imported these functions by name, so the functions stay and what they call is replaced: torch wraps
+    each of them, and the wrapper has the original in its closure.
     """
     closures = [function.__closure__ or () for function in _CLIPPING]
     cells = [next(cell for cell in closure if callable(cell.cell_contents)) for closure in closures]
@@ -86,7 +86,7 @@ def _clipping_by(other: Callable[[Callable[..., Any]], Callable[..., Any]]) -> I
 
 @contextmanager
 def losses_noted(module: LightningModule) -> Iterator[list[Tensor]]:
-    """While entered, a step does none of what is the batch's. Gives the losses that it has called a backward for."""
+    """While entered, a step's calls that are the batch's do nothing. Gives the losses that it calls backward on."""
     losses: list[Tensor] = []
 
     def step(closure: Closure | None = None, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class _Kind(Enum):
 
 
 def _calls(module: LightningModule) -> list[tuple[_Kind, Any, str, str]]:
-    """What a step may call for on behalf of the batch, beside backwards: the object, its method, and a description."""
+    """The batch's calls that a step may make, except backward: the object, its method, and a description."""
     found: list[tuple[_Kind, Any, str, str]] = [(_Kind.ONCE, module, name, f"self.{name}") for name in _OF_MODULE]
     for index, optimizer in enumerate(lightning_optimizers(module.trainer)):
         for owner in (optimizer, inner(optimizer)):
@@ -128,7 +128,7 @@ def _calls(module: LightningModule) -> list[tuple[_Kind, Any, str, str]]:
 def _once(
     what: str, function: Callable[..., Any], inside: Callable[[], AbstractContextManager[None]]
 ) -> Callable[..., Any]:
-    """A call that takes no closure."""
+    """A call that runs once, where the micro-batches meet."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         step = running_step()
@@ -145,7 +145,7 @@ def _once(
 
 
 def _deferred(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that nothing of the step can tell from one that is made a little later."""
+    """A call that may run later, as the step cannot tell: the micro-batches need not meet for it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         step = running_step()
@@ -165,7 +165,7 @@ def _step(
     """An optimizer's step.
 
     Args:
-        elsewhere: what it does when it is not called for in the user's step.
+        elsewhere: runs instead where it is not called in the user's step.
     """
 
     @functools.wraps(function)  # schedulers mark an optimizer's step, and look for the mark
@@ -199,10 +199,10 @@ def _update_of(optimizer: Optimizer, update: Update) -> Callable[..., Any]:
 
 @contextmanager
 def _backwards_given_to(take: Callable[..., None], *, in_step: bool = False) -> Iterator[None]:
-    """While entered, backwards that are called past Lightning go to a function.
+    """While entered, calls of torch's backward go to `take`.
 
     Args:
-        in_step: those alone that a micro-batch's step calls.
+        in_step: only those that a micro-batch's step makes.
     """
     of_tensor, of_tensors = torch.Tensor.backward, torch.autograd.backward
 
@@ -224,10 +224,10 @@ def _backwards_given_to(take: Callable[..., None], *, in_step: bool = False) -> 
 
 
 def backwards_met(plugin: Precision, go_back: Callable[..., None], override: Override) -> None:
-    """Let micro-batches meet where their step calls manual_backward, which ends at the precision plugin.
+    """Let micro-batches meet where their step calls manual_backward, which calls the precision plugin.
 
     Args:
-        go_back: called for other backwards with the plugin's own function and its arguments.
+        go_back: called for other backwards, with the plugin's own function and its arguments.
     """
     before, backward, after = plugin.pre_backward, plugin.backward, plugin.post_backward
 
@@ -251,7 +251,7 @@ def backwards_met(plugin: Precision, go_back: Callable[..., None], override: Ove
 
 
 def meet_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Have the backward of a micro-batch's loss run with those of the others. To be called in its step.
+    """Run the backward of a micro-batch's loss with those of the others. To be called in its step.
 
     Raises:
         NotImplementedError: more than ``retain_graph`` is given beside the loss.

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class ManualStep:
-    """One such step, and what its batch does where its micro-batches have met (the engine's `BatchWork`).
+    """One such step, and what the batch does where its micro-batches meet (the engine's `BatchWork`).
 
     Args:
-        args: what the user's training_step takes beside the batch.
+        args: the arguments of the user's training_step after the batch.
 
     Attributes:
-        needs_losses: a hook is given the losses that backward is called on.
+        needs_losses: a hook gets the losses that backward is called on.
     """
 
     def __init__(self, session: Session, args: tuple[Any, ...]) -> None:
@@ -41,14 +41,14 @@ class ManualStep:
         self._runner = session.runner
         self._gradients = session.stages.gradients
         self._args = args
-        # Micro-batches take turns in threads of their own, so what is logged goes to that of the thread.
+        # Each micro-batch's step has a thread of its own, by which `self.log` finds the micro-batch.
         self._states: dict[Suspended | None, Microbatch] = {}
 
     def run(self, microbatches: list[Any] | None) -> Any:
-        """Run it. Returns what the user's step does, put together over micro-batches."""
+        """Run the step. Returns its result, combined over micro-batches."""
         stages, module = self._session.stages, self._module
         if (scaler := getattr(self._plugin, "scaler", None)) is not None:
-            # Ranks without a loss make its scale here.
+            # A scaler creates its scale at the first call, and ranks without a loss would not call it.
             scaler.scale(torch.zeros((), device=self._session.connections.device))
         work = StepTask(
             kind=("train", module.training),
@@ -71,7 +71,7 @@ class ManualStep:
         return result
 
     def _update(self, optimizer: Optimizer, do: Callable[[Closure | None], Any], closure: Closure | None) -> Any:
-        """An update of torch's own optimizer, which the user has called for past Lightning."""
+        """An update that the user calls on torch's own optimizer, not on Lightning's."""
 
         def closed() -> Any:
             loss = None if closure is None else closure()

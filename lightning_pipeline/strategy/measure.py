@@ -43,16 +43,15 @@ T = TypeVar("T")
 
 _OTHER_SEEDS = (1, 2, 3)
 _ALIKE = 1.2
-"""Ranks whose times differ by less have devices of one kind: a measurement is no more exact than that."""
+"""Ranks whose times differ by a smaller factor count as equally fast: measurements are no more exact."""
 _USUAL_STATE = 2.0
-"""What AdamW keeps of each number, for optimizers that cannot be tried."""
+"""Numbers that AdamW keeps per parameter, assumed of optimizers that cannot be tried out."""
 
 
 @contextmanager
 def without_side_effects(module: LightningModule, device: torch.device) -> Iterator[None]:
-    """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers, and not
-    other ranks, which may run them more often, or not at all. What a step exchanges with replicas is what it would be
-    if all were like this one."""
+    """While entered, steps leave no trace on the module, its loggers, random numbers or other ranks, which may run them
+    more or less often. Collectives over replicas give what they would if all replicas were like this one."""
     trainer = module.trainer
     loggers, strategy = trainer.loggers, trainer.strategy
     replicas: Replicas | None = strategy.replicas  # type: ignore[attr-defined]
@@ -87,10 +86,9 @@ def loss_step(
     others: tuple[Any, ...],
     device: torch.device,
 ) -> SeededStep:
-    """One of the user's steps as a function from a micro-batch to the loss that backward starts from, None where there
-    is none.
+    """One of the user's steps as a function from a micro-batch to the loss that backward starts from, or None.
 
-    With the same seed it draws the same random numbers, so that layers that are left out at random are the same ones.
+    The same seed gives the same random numbers, so that the same layers are dropped at random.
 
     Args:
         name: of the step, such as "training_step".
@@ -118,7 +116,7 @@ def loss_step(
 
 
 def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> StepCosts:
-    """Run it a few times, on the device where the whole module is."""
+    """Measure the step by running it a few times; the whole module is on `device`."""
     speed = measured_speed(device, dtype_of(module))
     with _over_replicas(module):  # backward has collectives, too
         trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
@@ -130,7 +128,7 @@ def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, dev
 
 
 def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> StepCosts:
-    """Without running it: parts of the module may be on the meta device."""
+    """Estimate a training step without running it: parts of the module may be on the meta device."""
     step = loss_step(module, "training_step", after_batch(module, 0), device)
     return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
 
@@ -158,12 +156,12 @@ def after_batch(module: LightningModule, batch_idx: int) -> tuple[Any, ...]:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """What the module computes in, as far as its parameters tell."""
+    """The dtype of the module's first floating-point parameter."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _plant_seeds(drawn_from: list[torch.Generator], seed: int) -> None:
-    for generator in drawn_from:  # torch.manual_seed asks every kind of device, which is longer than a small layer
+    for generator in drawn_from:  # torch.manual_seed asks every kind of device, which takes longer than a small layer
         generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -179,14 +177,14 @@ class _Failed:
 
 
 def on_all_ranks(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
-    """What the first rank decides. All ranks must call it, and all fail if the first one does.
+    """What the first rank decides, on all ranks. All must call it, and all fail if the first one does.
 
     Args:
         broadcast: gives every rank what the first one passes.
         decides: whether this is the first rank.
 
     Raises:
-        ValueError: on the other ranks, what the first one failed with; there it raises that itself.
+        ValueError: on the other ranks, with the first one's error, which the first one itself re-raises.
     """
     outcome: Any = None
     failure: Exception | None = None
@@ -205,24 +203,24 @@ def on_all_ranks(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, de
 
 
 def described(microbatches: Mapping[int, Any]) -> Described:
-    """Micro-batches in a form that travels: layout, tensors on the CPU, and which of these come from elsewhere."""
+    """Micro-batches in a form to broadcast: layout, tensors on the CPU, and which of these were on a device."""
     tensors, layout = tree.flatten(microbatches)
     is_away = [tensor.device.type != "cpu" for tensor in tensors]
     return layout, [tensor.detach().to("cpu", copy=True) for tensor in tensors], is_away
 
 
 def restored(microbatches: Described, device: torch.device) -> dict[int, Any]:
-    """What `described` was given, on another rank."""
+    """The micro-batches that `described` was given on another rank."""
     layout, tensors, is_away = microbatches
     moved = [tensor.to(device) if away else tensor for tensor, away in zip(tensors, is_away, strict=True)]
     return tree.rebuild(layout, moved)
 
 
 def speeds_of(seconds: float, transport: Transport) -> tuple[float, ...]:
-    """How fast each rank of this pipeline is beside the first; empty if they are alike. All of them must call it.
+    """The speed of each rank of this pipeline relative to the first; empty if all are alike. All must call it.
 
     Args:
-        seconds: what this rank takes for the same work; NaN if it could not measure, which is as fast as the first.
+        seconds: this rank's time for the same work; NaN if it could not measure, which counts as the first's speed.
     """
     own = torch.tensor([seconds], dtype=torch.float64)
     [took] = transport.all_gather_vector(own, "how long a step takes").T
@@ -234,9 +232,9 @@ def speeds_of(seconds: float, transport: Transport) -> tuple[float, ...]:
 
 
 def state_per_parameter(optimizer: Optimizer) -> float:
-    """Numbers of optimizer state for each number of a parameter: 2 for AdamW, 1 for SGD with momentum, 0 without.
+    """Numbers of optimizer state per number of a parameter: 2 for AdamW, 1 for SGD with momentum, 0 without.
 
-    It is tried out: the same optimizer updates a small matrix once.
+    Found by trying: the same kind of optimizer updates a small matrix once.
     """
     matrix = nn.Parameter(torch.zeros(16, 16))
     matrix.grad = torch.zeros_like(matrix)
@@ -251,10 +249,7 @@ def state_per_parameter(optimizer: Optimizer) -> float:
 
 
 def bytes_with_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[str], float]:
-    """A function that gives the bytes of a parameter, by name, with its gradient and optimizer state.
-
-    Without optimizers the state is taken to be AdamW's.
-    """
+    """A function from a parameter's name to its bytes with gradient and optimizer state; AdamW's without optimizers."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     shares: dict[int, float] = {}
     for optimizer in optimizers:

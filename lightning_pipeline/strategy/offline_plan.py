@@ -1,6 +1,6 @@
-"""Plans a training script's model for devices that are not there.
+"""Plans a training script's model for devices that this machine does not have.
 
-The script runs up to its `Trainer.fit`, without its parameters' memory and without its devices.
+The script runs up to its `Trainer.fit`, with parameters on the meta device and the Trainer on the CPU.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from .schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
 
 @dataclass(frozen=True)
 class OfflinePlans:
-    """What came of each schedule.
+    """The best plan for each schedule.
 
     Attributes:
         model: the LightningModule's class.
-        num_parameters: numbers in its parameters.
+        num_parameters: total number of elements of its parameters.
         batch_size: samples of a batch.
-        plans: by schedule, the fastest first; all fit.
+        plans: by schedule, the fastest first; all of them fit.
         simulations: of the plans.
         left_out: by schedule, why there is no plan.
     """
@@ -70,7 +70,7 @@ def plan_on_paper(
 
     Raises:
         ValueError: there is no step to estimate, or the model fits with none of the schedules; the message is about
-            the last of them.
+            the last one.
         NothingToCutError: the step has too few places to cut.
     """
     made = rehearse_script(script, arguments)
@@ -112,10 +112,10 @@ def plan_on_paper(
 
 
 def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timeline, *, speed: DeviceSpeed) -> Rebalance:
-    """Which modules of a script's model to move to other stages, by the timeline of a run of it.
+    """Which modules of a script's model to move to other stages, judging by the timeline of a run.
 
     Raises:
-        ValueError: the timeline is of another cut than the script's, or of no run.
+        ValueError: the timeline is not of a run with the script's cut.
     """
     if len(timeline) > 1 and not any(action.kind is Kind.SEND_F for row in timeline for action, _, _ in row):
         raise ValueError(
@@ -152,7 +152,7 @@ def _step_of(made: ScriptRun) -> Step:
 def _optimizers(made: ScriptRun) -> list[Optimizer]:
     try:
         return configured_optimizers(made.module)
-    except Exception as error:  # such as of a scheduler that asks the Trainer for the number of steps
+    except Exception as error:  # a scheduler may ask the Trainer for the number of steps, for example
         rank_zero_warn(
             f"{type(made.module).__name__}.configure_optimizers does not run outside of a training "
             f"({type(error).__name__}: {error}), so the memory is counted with AdamW's state"
@@ -162,13 +162,13 @@ def _optimizers(made: ScriptRun) -> list[Optimizer]:
 
 @dataclass
 class ScriptRun:
-    """What a script came to `Trainer.fit` with.
+    """A script's objects when it called `Trainer.fit`.
 
     Attributes:
-        module: built, with its parameters on the meta device.
+        module: with its parameters on the meta device.
         trainer: on the CPU, whatever the script asks for.
-        strategy: the script's own, if it is a pipeline.
-        loader: what the training batches come from.
+        strategy: the script's own, if it is a PipelineStrategy.
+        loader: the source of the training batches.
     """
 
     module: LightningModule
@@ -177,20 +177,20 @@ class ScriptRun:
     loader: Any
 
     def first_batch(self) -> Any:
-        """As the script would get it."""
+        """The first training batch."""
         loader = self.loader.train_dataloader() if hasattr(self.loader, "train_dataloader") else self.loader
         return next(iter(loader))
 
 
 class _Fitting(BaseException):
-    """Ends the script. No Exception, so that no handler of the script's catches it."""
+    """Ends the script. Not an Exception, lest the script catches it."""
 
 
 def rehearse_script(path: Path, arguments: Sequence[str]) -> ScriptRun:
     """Run `path` as ``python path arguments...`` does, until it calls `Trainer.fit`.
 
-    Parameters are moved to the meta device as modules register them, so a model takes no more memory than its largest
-    one, and what initialises them afterwards has nothing to do.
+    Parameters move to the meta device as modules register them, so a model takes no more memory than its largest
+    parameter, and initialising them afterwards costs nothing.
 
     Raises:
         ValueError: the script ends without that call.
@@ -224,7 +224,7 @@ def rehearse_script(path: Path, arguments: Sequence[str]) -> ScriptRun:
 
 @contextmanager
 def _without_devices(found: list[ScriptRun]) -> Iterator[None]:
-    """Trainers are on one CPU device, and end the script in `fit`."""
+    """While entered, Trainers use one CPU device, and end the script in `fit`."""
     plain_init = Trainer.__init__
     strategies: dict[int, Any] = {}
 
@@ -250,9 +250,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta and not nn.parameter.is_lazy(param):
-            if id(param) not in meta:  # one that is tied stays so
+            if id(param) not in meta:  # tied parameters stay tied
                 empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-                param.data = param.data.new_empty(0)  # the id must not be given out again, but the memory may
+                param.data = param.data.new_empty(0)  # frees the memory; the object stays, so its id is not reused
                 meta[id(param)] = (param, empty)
             param = meta[id(param)][1]
         plain(self, name, param)

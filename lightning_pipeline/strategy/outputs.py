@@ -1,13 +1,10 @@
 """Losses and outputs of micro-batches, combined into those of the batch.
 
-Losses of micro-batches: where they are in what a step returns, what they come to, and whether one is a sum.
-
-Autograd's record shows, as far as it goes, whether a loss is a sum over samples. To see that in numbers, a micro-batch
-and its halves would have to run through all stages once more, with all that the user's step does besides; and the
-losses of contrastive learning grow with the number of samples, too, though they are means. What autograd has recorded
-costs a look at some nodes, on the stage that has the loss. It shows the usual sums: those of loss functions with
-``reduction="sum"``, and of their values, squares or absolute values by ``.sum()``, alone or added up. Whatever divides
-them, or weights them, may make them a mean, so such losses count as unknown.
+Whether a loss is a sum over samples is read from its autograd graph, on the stage that has the loss. Numbers would not
+tell: halves of a micro-batch would have to run through all stages again, and contrastive losses grow with the number of
+samples although they are means. The graph shows the usual sums: loss functions with ``reduction="sum"``, and ``.sum()``
+of elementwise losses, squares or absolute values, alone or added up. Division or weights may turn them into a mean, so
+such losses count as unknown.
 """
 
 from __future__ import annotations
@@ -30,24 +27,24 @@ from .._lightning import LightningModule, MisconfigurationException
 
 
 def combine(results: list[Any], sizes: list[int]) -> Any:
-    """One result out of those of the micro-batches.
+    """Combine the results of micro-batches into that of the batch.
 
-    Tensors and arrays with as many rows as there are samples are concatenated, so are those with samples along a later
-    dimension; others, and fractions, are averaged by samples. Lists with one entry a sample, or of unequal lengths,
-    are joined. Dictionaries, dataclasses and lists or tuples of other lengths are gone through, and dictionaries with
-    keys of their own united. What is the same for all micro-batches stays as it is; of other values the first one is
-    taken, with a warning.
+    Tensors and arrays are concatenated along the dimension of the samples, the first one that is as long as there are
+    samples; others, and floats, are averaged, weighted by samples. Lists with one entry per sample, or of unequal
+    lengths, are joined. Dictionaries, dataclasses and other lists or tuples are combined entry by entry, and
+    dictionaries without common keys are merged. Values that are equal for all micro-batches stay as they are; of other
+    values the first one is taken, with a warning.
 
-    A list of tensors that all have as many rows as the list has entries is taken for outputs of the step, each over
-    the samples, not for one entry a sample.
+    A list of tensors that all have as many rows as the list has entries counts as outputs over the samples, not as one
+    entry per sample.
 
     Args:
         results: what the step returned for each micro-batch.
         sizes: number of samples of each.
 
     Raises:
-        ValueError: tensors do not fit together, dictionaries share some keys only, or an object is of a kind that
-            cannot be put together, such as a generator; the message tells what to return instead.
+        ValueError: tensors do not fit together, dictionaries share only some keys, or an object cannot be combined,
+            such as a generator; the message tells what to return instead.
     """
     if len(results) == 1:
         return results[0]
@@ -87,7 +84,7 @@ def _combine_tensors(tensors: list[Tensor], sizes: list[int]) -> Tensor:
 
 
 def _combine_arrays(arrays: list[Any], sizes: list[int]) -> Any:
-    if arrays[0].dtype.kind not in "biufc":  # text and objects are no tensors
+    if arrays[0].dtype.kind not in "biufc":  # torch has no text and no objects
         return np.concatenate(arrays) if arrays[0].ndim else arrays[0]
     return _combine_tensors([torch.from_numpy(np.ascontiguousarray(array)) for array in arrays], sizes).numpy()
 
@@ -97,7 +94,7 @@ def _combine_mappings(results: list[Mapping[Any, Any]], sizes: list[int]) -> Any
     keys = dict.fromkeys(key for result in results for key in result)
     if all(result.keys() == first.keys() for result in results):
         values = {key: combine([result[key] for result in results], sizes) for key in first}
-    elif len(keys) == sum(map(len, results)):  # such as one entry a sample, by its name
+    elif len(keys) == sum(map(len, results)):  # such as one entry per sample
         values = {key: value for result in results for key, value in result.items()}
     else:
         raise ValueError(
@@ -127,12 +124,12 @@ def _combine_sequences(results: list[Any], sizes: list[int]) -> Any:
 
 
 def _are_along(dimension: int, tensors: list[Tensor], sizes: list[int]) -> bool:
-    """Whether this dimension of the tensors is that of the samples."""
+    """Whether this dimension of the tensors is as long as there are samples."""
     return all(t.ndim > dimension and t.shape[dimension] == size for t, size in zip(tensors, sizes, strict=True))
 
 
 def _are_batched(items: Any, size: int) -> bool:
-    """Whether the items are tensors over the samples, rather than one item a sample."""
+    """Whether the items are tensors over the samples, rather than one item per sample."""
     return all(isinstance(item, Tensor) and item.ndim and item.shape[0] == size for item in items)
 
 
@@ -157,7 +154,7 @@ def _mean(values: list[Any], sizes: list[int]) -> Any:
 
 
 def _first(values: list[Any]) -> Any:
-    """The first of values that nothing can be made of."""
+    """The first of values that cannot be combined; with a warning if they differ."""
     first = values[0]
     has_tensors = not isinstance(first, Tensor) and bool(tree.leaves(first))
     if has_tensors or isinstance(first, Iterator):
@@ -178,7 +175,7 @@ def _first(values: list[Any]) -> Any:
 def _is_equal(value: Any, other: Any) -> bool:
     try:
         return value is other or bool(value == other)
-    except (RuntimeError, TypeError, ValueError):  # compares by element, or not at all
+    except (RuntimeError, TypeError, ValueError):  # compares elementwise, or not at all
         return False
 
 
@@ -192,7 +189,7 @@ def _like(first: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 _SUM = "sum"
 _SCALED = "scaled"  # a sum times a constant, which may make it a mean
-_NONE, _TOTAL = 0, 2  # reductions, as autograd has them
+_NONE, _TOTAL = 0, 2  # reductions, as autograd's nodes store them
 
 # Kinds of nodes by name, without "Backward" and its number.
 _TERMS = {"Add", "Sub"}
@@ -201,23 +198,23 @@ _ELEMENTWISE = {"Pow", "Abs", "CtcLoss"}
 
 
 class LossValueError(MisconfigurationException, ValueError):
-    """A training step returned something without a loss; told in Lightning's words and ours."""
+    """A training step returned something without a loss. It is Lightning's own error for that, too."""
 
 
 def backward_of(module: LightningModule) -> tuple[Callable[..., None], bool]:
-    """What runs a backward from a loss, and whether it is Lightning's own and not the user's."""
+    """What runs backward from a loss, and whether it is Lightning's own rather than the user's."""
     is_plain = type(module).backward is LightningModule.backward and "backward" not in vars(module)
     return (backward_from_loss if is_plain else module.backward), is_plain
 
 
 def loss_in(result: Any, module: str) -> Tensor:
-    """The loss in what a training step has returned.
+    """The loss in the result of a training step.
 
     Args:
         module: its class's name, for the error.
 
     Raises:
-        LossValueError: there is none in it.
+        LossValueError: the result has none.
     """
     loss = result
     if not isinstance(result, Tensor) and isinstance(result, Mapping):
@@ -246,7 +243,7 @@ def mean_loss(losses: list[Tensor], sizes: list[int]) -> Tensor:
 
 
 def is_sum_over_samples(loss: Tensor, num_samples: int) -> bool:
-    """Whether the loss of a micro-batch is known to be a sum over its samples. False where it is not known."""
+    """Whether the loss of a micro-batch is known to be a sum over its samples."""
     if loss.grad_fn is None:
         return False
     kinds = {_kind(term, num_samples) for term in _terms(loss.grad_fn)}
@@ -254,7 +251,7 @@ def is_sum_over_samples(loss: Tensor, num_samples: int) -> bool:
 
 
 def _terms(node: Node) -> Iterator[Node]:
-    """What is added up; constants are not recorded."""
+    """The terms of a sum; autograd does not record constants."""
     node = _without_views(node)
     if _name(node) not in _TERMS or getattr(node, "_saved_alpha", 1) != 1:
         yield node
@@ -264,7 +261,7 @@ def _terms(node: Node) -> Iterator[Node]:
 
 
 def _kind(node: Node, num_samples: int) -> str | None:
-    """`_SUM` or `_SCALED`; None for a mean, and for what is not known."""
+    """`_SUM` or `_SCALED`; None if it is a mean or unknown."""
     node = _without_views(node)
     name, inputs = _name(node), _inputs(node)
     if hasattr(node, "_saved_reduction"):
@@ -273,13 +270,13 @@ def _kind(node: Node, num_samples: int) -> str | None:
         return _SUM if _is_sum_of_losses(node, num_samples) else _SCALED
     if name in ("Mul", "Neg") and len(inputs) == 1:
         kind = _kind(inputs[0], num_samples)
-        # By a number of torch's own, as label smoothing does: the user's are tensors to autograd, and another node.
+        # MulBackward1 multiplies by a number of torch's own, as in label smoothing; the user's makes another node.
         return kind if node.name() == "MulBackward1" or kind is None else _SCALED
     return None
 
 
 def _is_sum_of_losses(node: Node, num_samples: int) -> bool:
-    """Whether a sum's operands are losses by sample, or squares or absolute values."""
+    """Whether a sum's operands are losses per sample, or squares or absolute values."""
     while _name(node) == "Sum":
         node = _without_views(_inputs(node)[0])
     if hasattr(node, "_saved_reduction"):
@@ -288,23 +285,23 @@ def _is_sum_of_losses(node: Node, num_samples: int) -> bool:
 
 
 def _is_over_samples(node: Node, reduction: int, num_samples: int) -> bool:
-    """Whether a loss function's node has this reduction, no weights, and rows that are samples."""
+    """Whether a loss function's node has this reduction, no weights, and samples as rows."""
     function, number = node.next_functions[0]
     if node._saved_reduction != reduction or function is None or _has_weight(node):  # type: ignore[attr-defined]
         return False
     shape = function._input_metadata[number].shape
-    if _name(node).startswith("NllLoss"):  # with classes, and tokens of a sample as rows of their own
+    if _name(node).startswith("NllLoss"):  # rows may be the tokens of samples, and columns are classes
         return len(shape) > 1 and shape[0] % num_samples == 0
     return _has_samples(shape, num_samples)
 
 
 def _has_samples(shape: Sequence[int], num_samples: int) -> bool:
-    """Whether the first dimension is that of samples: statistics of all of them, and weights, have another."""
+    """Whether the first dimension is that of the samples, unlike that of weights or statistics."""
     return len(shape) > 0 and shape[0] == num_samples > 1
 
 
 def _has_weight(node: Node) -> bool:
-    """Without unpacking it, for which a checkpoint would run again what is in it."""
+    """Whether a loss has class weights. Does not unpack them: under activation checkpointing that would recompute."""
     saved = getattr(node, "_raw_saved_weight", None)
     return saved is not None and saved.data is not None
 

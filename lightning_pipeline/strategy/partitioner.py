@@ -1,9 +1,9 @@
-"""Decides where a module is cut: as configured, as in an earlier run, or where the first step is fastest."""
+"""Decides where to cut a module: as configured, as in an earlier run, or where its first step runs fastest."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -54,23 +54,23 @@ if TYPE_CHECKING:
 
 _PLAN = "_automatic_plan"
 _USABLE = 0.9
-"""The share of a device's memory that parameters and activations may take; allocators and libraries take some, too."""
+"""The share of a device's memory for parameters and activations; allocators and libraries need the rest."""
 
 _FACTORS = (1, 2, 4, 8)
-"""With num_microbatches="auto", micro-batches for each stage."""
+"""Micro-batches per stage to choose from, with num_microbatches="auto"."""
 
 _CONSIDERED = {1: ("1f1b", "zero_bubble"), 2: ("interleaved_1f1b", "interleaved_zero_bubble")}
-"""With schedule="auto", by number of virtual stages; `Advisor` then chooses among all that have as many."""
+"""Schedules to compare with schedule="auto", by virtual stages per rank. `Advisor` chooses among all of these later."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A module in stages.
+    """How a module is cut.
 
     Attributes:
-        stages: of its submodules.
+        stages: the stage of each submodule.
         num_microbatches: of a step.
-        is_final: else it is to be cut again, so each rank goes on holding all of it.
+        is_final: False if the module will be cut again, so that each rank goes on holding all of it.
     """
 
     stages: StageMap
@@ -79,21 +79,20 @@ class Cut:
 
 
 class Partitioner:
-    """Finds the cut to set out with, and where that leaves it open, another one before the first step.
+    """Finds the cut for set-up and, where stage_config leaves it open, the final one before the first step.
 
-    Where nobody says where to cut, all ranks measure the first step that comes, and rank 0 searches. Until then every
-    rank holds the whole module, so that the cut is free.
+    Without a stage_config all ranks measure the first step, and rank 0 searches for the best cut. Until then every
+    rank holds the whole module.
 
     Args:
-        config: the keys of stage_config; empty where the cut is to be found automatically.
-        num_stages: device groups, which share the virtual stages of a schedule that has such.
-        replicas: of each stage.
+        config: the keys of stage_config; empty to find the cut automatically.
+        replicas: number of replicas of each stage.
 
     Attributes:
-        plan: what was found, and is expected of it; None where nothing was searched.
+        plan: the cut that was found, with its expected costs; None where none was searched for.
 
     Raises:
-        ValueError: there are fewer micro-batches than stages, or a rank alone cannot find out where to cut.
+        ValueError: there are fewer micro-batches than stages, or one rank cannot measure a step by itself.
     """
 
     def __init__(
@@ -122,8 +121,7 @@ class Partitioner:
         self._device = device
         self._is_first = strategy.global_rank == 0
         self._everybody = partial(on_all_ranks, broadcast=strategy.broadcast, decides=self._is_first)
-        self._is_open = num_stages > 1 and not self._config
-        """The first training step is to decide."""
+        self._is_open = num_stages > 1 and not self._config  # the first training step decides
         self._is_cut_for_evaluation = False
         if self._is_open:
             check_tensors_are_whole(module, strategy.tensor_parallel_size)
@@ -135,17 +133,16 @@ class Partitioner:
         )
 
     def at_start(self) -> Cut:
-        """The cut that steps set out with. All ranks must call it.
+        """The cut for set-up. All ranks must call it.
 
         Raises:
-            KeyError, ValueError: stage_config does not fit the module (`resolve`), or none can be found for it.
+            KeyError, ValueError: stage_config does not fit the module (`resolve`), or no cut can be found.
         """
         if not self._is_open:
             return Cut(self._resolved(self._config, self._choice.has_virtual_stages), self._num_microbatches)
         plan = self._everybody(lambda: self._estimated() if self._is_big() else None)
         if plan is not None:
             return self._planned(plan, is_final=True)
-        # Whatever cannot be cut yet stays whole everywhere until the first step.
         stages = StageMap(self._num_stages * self._choice.usual_virtual_stages)
         return Cut(stages, self._num_microbatches, is_final=False)
 
@@ -160,23 +157,23 @@ class Partitioner:
         arguments: tuple[Any, ...],
         transport: Transport | None,
     ) -> Cut | None:
-        """The cut to go on with; None if it is that of the step before. All ranks must call it.
+        """The cut to go on with; None to keep the present one. All ranks must call it.
 
-        The first training step decides. Of evaluation steps before it, those of a fit (the sanity check) run on the
-        first rank, where the module is whole, and those of other functions in a cut of their own.
+        The first training step decides. Evaluation steps before it run on the first rank, which has the whole module,
+        if they are a fit's sanity check; those of other functions get a cut of their own.
 
         Args:
             name: of the user's step, such as "training_step".
 
         Raises:
-            ValueError: the step cannot be cut into as many stages, or no cut fits the memory.
+            ValueError: the step cannot be cut into so many stages, or no cut fits the memory.
         """
         is_training = name == "training_step"
         if not self._is_open or (self._is_cut_for_evaluation and not is_training):
             return None
         if not is_training and self._module.trainer.state.fn == TrainerFn.FITTING:
             return None
-        assert transport is not None
+        assert transport is not None  # there are several stages
         began = time.perf_counter()
         plan = self._found(name, arguments, transport)
         self._is_cut_for_evaluation = True
@@ -198,7 +195,7 @@ class Partitioner:
     # -- by estimate --------------------------------------------------------------------------------------------------
 
     def _is_big(self) -> bool:
-        """Whether the module must not be whole on a rank: it is on the meta device, or more than a device holds."""
+        """Whether no rank can hold the whole module: it is on the meta device, or larger than a device's memory."""
         if any(parameter.is_meta for parameter in self._module.parameters()):
             return True
         state_bytes = bytes_with_state(self._module, [])
@@ -228,12 +225,18 @@ class Partitioner:
         arguments: tuple[Any, ...],
         transport: Transport,
     ) -> StagePlan:
-        """The plan for a step, the same on all ranks. All measure, and rank 0 decides."""
+        """The plan for a step, the same on all ranks: all measure, and rank 0 decides."""
         batch, *others = arguments
-        microbatches = restored(self._everybody(lambda: described(self._microbatches(batch))), self._device)
+
+        def to_measure() -> dict[int, Any]:
+            """A micro-batch of each size, or of the smallest and the largest."""
+            counts = self._counts(batch)
+            return {count: microbatches_of(batch, count, self._module)[0] for count in {counts[0], counts[-1]}}
+
+        microbatches = restored(self._everybody(lambda: described(to_measure())), self._device)
         step = loss_step(self._module, name, tuple(others), self._device)
         with without_side_effects(self._module, self._device):
-            # Ranks measure more or less often, and the first one alone records: trials set out from the same module.
+            # Ranks may measure unequally often, and only the first one records: the trials need the same module on all.
             with left_as_it_was(self._module):
                 costs = self._costs_on_all(name, step, microbatches, transport)
 
@@ -252,15 +255,15 @@ class Partitioner:
     def _costs_on_all(
         self, name: str, step: SeededStep, microbatches: Mapping[int, Any], transport: Transport
     ) -> dict[int, StepCosts] | Exception:
-        """What a micro-batch of each size costs on this rank, by measurements of all at once, which also say how fast
-        each is; where that fails, why: the first rank's reason is told by all."""
+        """What a micro-batch of each size costs on this rank. All ranks measure at once, which also shows how fast each
+        is. Returns the error where measuring fails: all ranks raise the first rank's."""
         if self.is_whole:
             self._measure_what_stages_cost(transport)
         measured: dict[int, StepCosts] = {}
         failure: Exception | None = None
         try:
             measured = {count: self._costs(name, step, micro) for count, micro in microbatches.items()}
-        except Exception as error:
+        except Exception as error:  # not raised here, as the other ranks wait in `speeds_of`
             failure = error
         is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
         seconds = sum(sum(costs.both_ways) for costs in measured.values()) if is_measured else float("nan")
@@ -273,11 +276,6 @@ class Partitioner:
         if link is not None:
             self._machine = replace(self._machine, **asdict(link), overhead=own)
 
-    def _microbatches(self, batch: Any) -> dict[int, Any]:
-        """To be measured: one of each size, or of the smallest and the largest."""
-        counts = self._counts(batch)
-        return {count: microbatches_of(batch, count, self._module)[0] for count in {counts[0], counts[-1]}}
-
     def _plans(
         self,
         measured: Mapping[int, StepCosts],
@@ -286,45 +284,33 @@ class Partitioner:
         counts: Sequence[int],
         most: int,
     ) -> list[StagePlan]:
-        """The best one for each of these numbers of micro-batches, by its time, and after them others, `most` or so in
+        """The best plan for each of these numbers of micro-batches, by its time, followed by others: about `most` in
         all."""
-        few = counts[0]
+        few, many = counts[0], counts[-1]
         state_bytes = bytes_with_state(self._module, self._module.trainer.optimizers)
+        best: list[StagePlan] = []
+        others: list[StagePlan] = []
         try:
-            return self._ranked(measured, step, microbatches, state_bytes, counts, most)
+            for count in counts:
+                ranked = ranked_plans(
+                    between(measured[few], measured[many], _share(count, counts)),
+                    self._schedules(count),
+                    self._machine,
+                    state_bytes,
+                    fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[few]),
+                    effort=EFFORT / len(counts),
+                    most=most,
+                )
+                own, *more = (plan for plan, _ in islice(ranked, max(1, most // len(counts))))
+                best.append(own)
+                others += more
         except NothingToCutError:
+            # The step cannot be cut where modules begin: a cut by modules may send data back to an earlier stage.
             for schedule in self._schedules(few):
                 plan = plan_of_modules(measured[few], schedule, state_bytes)
                 if plan and not fault_of_cut(self._module, plan, step, microbatches[few], goes_back=True):
                     return [plan]
             raise
-
-    def _ranked(
-        self,
-        measured: Mapping[int, StepCosts],
-        step: SeededStep,
-        microbatches: Mapping[int, Any],
-        state_bytes: Callable[[str], float],
-        counts: Sequence[int],
-        most: int,
-    ) -> list[StagePlan]:
-        """As `_plans`, of steps that are cut where modules begin."""
-        few, many = counts[0], counts[-1]
-        best: list[StagePlan] = []
-        others: list[StagePlan] = []
-        for count in counts:
-            ranked = ranked_plans(
-                between(measured[few], measured[many], _share(count, counts)),
-                self._schedules(count),
-                self._machine,
-                state_bytes,
-                fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[few]),
-                effort=EFFORT / len(counts),
-                most=most,
-            )
-            own, *more = (plan for plan, _ in islice(ranked, max(1, most // len(counts))))
-            best.append(own)
-            others += more
         return sorted(best, key=lambda plan: plan.step_seconds) + others
 
     def _schedules_of(self, plan: StagePlan) -> Schedules:
@@ -339,7 +325,7 @@ class Partitioner:
         try:
             return replace(measure_step(self._module, step, microbatch, self._device), step=name)
         except torch.OutOfMemoryError:
-            # All of the model at once does not fit, with what it keeps for backward, and a stage may well.
+            # The whole model does not fit with its activations; a stage may.
             if name != "training_step":
                 raise
             return estimate_training_step(self._module, microbatch, self._device)
@@ -352,7 +338,7 @@ class Partitioner:
         return [n for n in (factor * self._num_stages for factor in _FACTORS) if n <= samples] or [self._num_stages]
 
     def _schedules(self, num_microbatches: int) -> list[Schedule]:
-        """To choose from."""
+        """The schedules to choose from."""
         sizes = {"num_stages": self._num_stages, "num_microbatches": num_microbatches}
         if not self._choice.is_auto:
             return [self._choice.bind(**sizes, num_virtual_stages=self._choice.usual_virtual_stages).full]
@@ -366,7 +352,7 @@ class Partitioner:
 
 
 def num_stages_for(config: Mapping[str, int], choice: ScheduleChoice, world_size: int) -> int:
-    """The number of device groups where nobody says it: what the schedule is made for, or stage_config uses."""
+    """The number of stages where the user does not give it: that of the schedule, or what stage_config uses."""
     if choice.fixed is not None:
         return choice.fixed.num_ranks
     used = count_stages(config)
@@ -376,25 +362,25 @@ def num_stages_for(config: Mapping[str, int], choice: ScheduleChoice, world_size
 
 
 def _share(count: int, counts: Sequence[int]) -> float:
-    """Where a micro-batch of a batch cut in `count` lies between those of the first and of the last of the counts."""
+    """Where the size of a micro-batch lies between those of the first (0) and the last of the counts (1)."""
     first, last = 1 / counts[0], 1 / counts[-1]
     return (first - 1 / count) / (first - last) if first > last else 0.0
 
 
 def cut_before(module: LightningModule, num_stages: int) -> dict[str, int]:
-    """Where an earlier run has cut this module into as many stages: its parts may be on their ranks already."""
+    """The stage_config by which an earlier run has cut this module: its parts may be on their ranks already."""
     before: StagePlan | None = vars(module).get(_PLAN)
     return dict(before.stage_config) if before is not None and before.num_stages == num_stages else {}
 
 
 def note_cut(module: LightningModule, plan: StagePlan) -> None:
-    """For `cut_before`, and for loggers, which get the plan as a hyper-parameter."""
+    """Remember the plan for `cut_before`, and log it as a hyper-parameter."""
     vars(module)[_PLAN] = plan
     for logger in module.trainer.loggers:
         logger.log_hyperparams({"pipeline_plan": {k: v for k, v in plan.as_dict().items() if k != "stages"}})
 
 
 def _memory_of(device: torch.device) -> float | None:
-    """What a device has for a stage; None where there is no telling."""
+    """Bytes that a stage may use on a device; None where unknown."""
     info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
     return _USABLE * info(device)[1] if info is not None else None

@@ -1,4 +1,4 @@
-"""Temporary patches of prediction writers, scalers, metrics and batch norms during a trainer function."""
+"""Changes to prediction writers, gradient scalers, metrics and batch norms during a run."""
 
 from __future__ import annotations
 
@@ -26,22 +26,18 @@ from .lightning_private import Override
 
 
 def silence_writers(trainer: Trainer, override: Override) -> None:
-    """Have prediction writers write nothing on a rank that has no predictions."""
+    """Keep prediction writers from writing on a rank that has no predictions."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BasePredictionWriter):
-            override(callback, "write_on_batch_end", _write_nothing)
-            override(callback, "write_on_epoch_end", _write_nothing)
-
-
-def _write_nothing(*arguments: Any) -> None:
-    pass
+            for method in ("write_on_batch_end", "write_on_epoch_end"):
+                override(callback, method, lambda *args: None)
 
 
 def agree_on_overflow(scaler: GradScaler, device: torch.device, override: Override) -> None:
     """Make `scaler` skip steps and change its scale as one scaler of the whole model would.
 
-    A rank's scaler looks for infinities in its own gradients, and has nothing to look at where a stage is frozen. So
-    what it found is replaced by the largest of all ranks; every rank unscales once a step, also where it has none.
+    A rank's scaler looks for infinities in its own gradients only, of which a frozen stage has none. So its finding is
+    replaced by the maximum over all ranks. Every rank unscales once per step, even without gradients.
     """
     own_gradients = scaler._unscale_grads_
 
@@ -53,7 +49,7 @@ def agree_on_overflow(scaler: GradScaler, device: torch.device, override: Overri
             worst = torch.maximum(worst, value.to(device))
         with waiting_for("whether gradients of another rank are infinite"):
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        if hasattr(scaler, "_has_overflow"):  # where torch_npu's scaler notes it once more, to change the scale by
+        if hasattr(scaler, "_has_overflow"):  # torch_npu's scaler changes its scale by this flag
             scaler._has_overflow |= bool(worst)
         return {device: worst}
 
@@ -61,9 +57,9 @@ def agree_on_overflow(scaler: GradScaler, device: torch.device, override: Overri
 
 
 def sync_over(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
-    """Make the metrics in a module synchronise over the replicas of a stage, as all stages have the same states.
+    """Make the metrics in a module synchronise over the replicas of a stage only: all stages have the same states.
 
-    It stays after the run, as the stages are connected still: a metric that is computed then is not to count them all.
+    This outlasts the run, as the process group does: a metric that is computed later must not count every stage.
     """
     world = id(dist.group.WORLD)
     for metric in module.modules():
@@ -81,7 +77,7 @@ def _original(function: Any) -> Any:
 
 
 def _has_replicas(available: Callable[[], bool], world: int, answer: bool) -> bool:
-    """What is to be told while these processes are connected, and then what `available` does."""
+    """`answer` while the process group is the same, and what `available` says afterwards."""
     return answer if id(dist.group.WORLD) == world else available()
 
 
@@ -92,13 +88,13 @@ def _gathered_over(gather: Any, world: int, replicas: dist.ProcessGroup, tensor:
 def convert_batch_norms(
     module: nn.Module, layer_sync: LayerSync | None, device: torch.device, *, num_replicas: int
 ) -> None:
-    """Before training: do what ``Trainer(sync_batchnorm=True)`` asks for, if there is anybody to share with.
+    """Before training: do what ``Trainer(sync_batchnorm=True)`` asks for, if there are several replicas.
 
     Args:
-        layer_sync: what the Trainer converts with; None if nobody asked for it.
+        layer_sync: the Trainer's; None if the user has not asked for it.
 
     Raises:
-        ValueError: statistics would be shared on the CPU, for which torch has no kernels.
+        ValueError: statistics would be shared on the CPU, where torch's SyncBatchNorm does not run.
     """
     if num_replicas == 1:
         return
@@ -114,8 +110,8 @@ def convert_batch_norms(
 
 @contextmanager
 def shared_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
-    """While entered, SyncBatchNorm layers exchange with the replicas of their stage. Where there are none they are
-    ordinary batch norms; those with a process group of the user's stay as they are."""
+    """While entered, SyncBatchNorm layers synchronise over the replicas of their stage. Without replicas they are
+    ordinary batch norms. Layers with a process group of the user's stay as they are."""
     with overridden() as override:
         for layer in _layers(module, None):
             if replicas is None:
@@ -127,7 +123,7 @@ def shared_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[
 
 @contextmanager
 def own_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
-    """While entered, those that exchange with replicas, or would, are ordinary batch norms."""
+    """While entered, SyncBatchNorm layers that synchronise over replicas, or would, are ordinary batch norms."""
     with overridden() as override:
         for layer in _layers(module, None, replicas.group if replicas is not None else None):
             override(layer, "forward", MethodType(_BatchNorm.forward, layer))
@@ -135,5 +131,5 @@ def own_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[Non
 
 
 def _layers(module: nn.Module, *groups: Any) -> list[nn.SyncBatchNorm]:
-    """Those with one of these process groups."""
+    """SyncBatchNorm layers with one of these process groups."""
     return [sub for sub in module.modules() if isinstance(sub, nn.SyncBatchNorm) and sub.process_group in groups]

@@ -38,11 +38,11 @@ SETTINGS = (
     "overfit_batches",
     "reload_dataloaders_every_n_epochs",
 )
-"""Arguments of a Trainer that decide what its loops do, and so for what ranks wait."""
+"""Arguments of a Trainer that decide what its loops do, and so which messages ranks wait for."""
 
 
 def versions() -> dict[str, str]:
-    """Of what the ranks' messages depend on."""
+    """The versions that all ranks must have."""
     return {
         "lightning_pipeline": version("lightning-pipeline"),
         "lightning": version(NAMES.distribution),
@@ -53,20 +53,20 @@ def versions() -> dict[str, str]:
 
 def settings_of(trainer: Trainer) -> dict[str, str]:
     """What a Trainer was asked to do."""
-    assert trainer.state.fn is not None
-    # These wait for all ranks; other callbacks may well be there on one rank only.
+    assert trainer.state.fn is not None  # during a run
+    # These callbacks communicate; others may exist on one rank only.
     together = [callback.state_key for callback in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)]
     return {
         "the Trainer's function": str(trainer.state.fn.value),
-        # A Trainer that validates by the clock has no val_check_interval.
+        # With a time interval a Trainer has no val_check_interval.
         **{name: repr(getattr(trainer, name, None)) for name in SETTINGS},
         "callbacks": ", ".join(sorted(together)) or "none",
     }
 
 
 def parts_of(module: LightningModule) -> dict[str, str]:
-    """A model as far as its stages have to fit each other."""
-    # Not buffers: a stage may have added some of its own in an earlier run.
+    """The module and its parameters, which all ranks must have built alike."""
+    # Without buffers: a stage may have added some in an earlier run.
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters(remove_duplicate=False)]
     checksum = zlib.crc32(repr(shapes).encode())
     numbers = sum(torch.Size(shape).numel() for _, shape, _ in shapes)
@@ -77,7 +77,7 @@ def parts_of(module: LightningModule) -> dict[str, str]:
 
 
 def training_of(trainer: Trainer) -> dict[str, str]:
-    """What a training loop sets out from, a checkpoint that was restored included."""
+    """The state in which training starts, a restored checkpoint included."""
     schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
     return {
         "training batches": str(trainer.num_training_batches),
@@ -85,14 +85,13 @@ def training_of(trainer: Trainer) -> dict[str, str]:
         "epoch": str(trainer.current_epoch),
         "optimizers": ", ".join(map(_describe, trainer.optimizers)) or "none",
         "lr schedulers": ", ".join(schedulers) or "none",
-        # Lightning's samplers share out the samples by it, and whoever gives ranks seeds of their own does not get what
-        # one process would have made of any of them.
+        # Lightning's samplers shuffle by this seed, so with unequal ones the result would be that of no seed.
         "seed_everything": os.environ.get("PL_GLOBAL_SEED", "not called"),
     }
 
 
 def evaluation_of(kind: str, num_batches: list[int | float], replica: int) -> dict[str, str]:
-    """What an evaluation loop sets out from: batches of each loader. Replicas may have more or fewer of them."""
+    """The batches of each loader at the start of evaluation. Replicas may have unequally many."""
     return {
         f"{kind} loaders": str(len(num_batches)),
         f"{kind} batches of replica {replica}": ", ".join(map(str, num_batches)),
@@ -111,11 +110,11 @@ EVEN = (
 
 
 class Peers:
-    """The processes of one run. One process has none, and agrees with itself.
+    """The processes of one run. A single process agrees with itself.
 
     Attributes:
-        has_failed: the run has failed on this rank, which waits for the others no more.
-        notice: tells of failures.
+        has_failed: the run has failed on this rank, which no longer waits for the others.
+        notice: spreads the news of failures.
     """
 
     def __init__(self) -> None:
@@ -125,7 +124,7 @@ class Peers:
         self._started: set[str] = set()
 
     def watch_over(self, store: BoundedStore, rank: int, world_size: int, timeout: timedelta) -> None:
-        """From now on, let the ranks know of one another's failures and agree.
+        """From now on, tell the ranks of one another's failures, and let them agree.
 
         Args:
             timeout: the longest that they wait for the slowest.
@@ -149,7 +148,7 @@ class Peers:
         """End the run on this rank: tell the others why, and wake up those that wait for it. Never raises.
 
         Args:
-            disconnect: closes connections of which the notice does not know.
+            disconnect: closes connections that the notice does not know of.
         """
         self.has_failed = True
         self.notice.publish(error)  # before connections close and wake others up

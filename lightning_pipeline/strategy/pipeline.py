@@ -37,37 +37,38 @@ class PipelineStrategy(SessionStrategy):
     """Trains a LightningModule over several devices, each holding one stage of it.
 
     Args:
-        stage_config: names of modules and their stages; a module without a key takes the stage where the data is when
-            it is called, so the first module of each later stage is enough: ``{"layer3": 1}``. None takes the
-            module's own ``stage_config``, else the ``pipeline_stage`` attributes of its submodules, else "auto". For a
-            schedule of virtual stages it numbers these along the data, or names the device that holds them
-            (``resolve``). "auto" measures the first step, tries the best cuts and takes the fastest (see
-            ``Partitioner`` and `plan`). A path is that of a plan that `StagePlan.save` has written.
+        stage_config: the stages of modules, by name. A module without an entry runs on the stage where its input is, so
+            the first module of each later stage is enough: ``{"layer3": 1}``. None takes the module's own
+            ``stage_config``, else the ``pipeline_stage`` attributes of its submodules, else "auto". For a schedule of
+            virtual stages it numbers these along the data, or names the device that holds them (``resolve``). "auto"
+            measures the first step, tries the best cuts and keeps the fastest (see ``Partitioner`` and `plan`). A path
+            is that of a plan that `StagePlan.save` has written.
         num_stages: number of stages, each on a device of its own; default: as many as the stage_config uses, with
             virtual stages as many as there are devices. 1 runs the same path on one device.
-        num_microbatches: micro-batches a step, at least ``num_stages``; default ``4 * num_stages``, or what a schedule
-            from a file is made for. "auto" chooses where the cut is found automatically, and is the default elsewhere.
+        num_microbatches: micro-batches a step, at least ``num_stages``; default: ``4 * num_stages``, or the number that
+            a schedule from a file is made for. "auto" chooses it along with an automatic cut, and is the default
+            elsewhere.
         schedule: "1f1b", "gpipe", "zero_bubble"; with several virtual stages on a device "interleaved_1f1b",
             "interleaved_1f1b_low_memory", "looped_bfs", "interleaved_zero_bubble", "zbv"; the path of a ``.csv`` file
             in torch.distributed.pipelining's compute-only format; a ``Schedule``; or a function
             ``(num_stages, num_microbatches) -> schedule`` (see ``ScheduleChoice``). "auto" measures the first steps
-            and goes on with what would be fastest (see ``Advisor``).
+            and then uses the fastest schedule (see ``Advisor``).
         max_live_microbatches: with "auto", the most micro-batches whose activations a device may hold.
         gradients_mean: gradients are averaged over replicas; else summed.
         data_parallel: "replicate" keeps a stage's parameters and optimizer state whole on each of its replicas; "zero1"
-            shards the optimizer state and the update (see ``OptimizerShards``); "fsdp" shards parameters and gradients
-            as well, from the first training step on (see ``FullySharded``). Checkpoints are the same files.
-        opt_shard: True is MindSpore's name for ``data_parallel="zero1"``.
+            shards the optimizer state and the update (see ``OptimizerShards``); "fsdp" also shards parameters and
+            gradients, from the first training step on (see ``FullySharded``). Checkpoints are the same files.
+        opt_shard: MindSpore's name: True is ``data_parallel="zero1"``.
         tensor_parallel_size: ranks among which `configure_model` splits each stage's tensors, by
             ``parallelize_module(..., self.device_mesh["tensor_parallel"], ...)``; needs ``num_stages``.
         weights: files of weights to start from, of which each rank reads what it holds (see ``load_weights``).
-        loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum", which is
-            for losses that are sums over samples (see ``is_sum_over_samples``). Logged, it is shown as that.
+        loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum", for
+            losses that are sums over samples (see ``is_sum_over_samples``). It is logged accordingly.
         output_broadcast: outputs of validation, test and predict steps reach every rank; else they stay on the last
             stage.
-        save_distributed_checkpoint: checkpoints are folders in torch.distributed.checkpoint's format, which all ranks
-            write at once, each what it holds. Both kinds load whatever this is.
-        process_group_backend: default: what the device has, hccl for npu, nccl for cuda and gloo for cpu.
+        save_distributed_checkpoint: checkpoints are folders in torch.distributed.checkpoint's format, to which all
+            ranks write at once what they hold. Both kinds can be loaded either way.
+        process_group_backend: default: that of the device, hccl for npu, nccl for cuda and gloo for cpu.
         start_method: "popen" starts the machine's other processes by running the script again; "fork" forks this one,
             for notebooks: after fit the module here has the trained weights.
         timeout: the longest that a stage waits for another.
@@ -114,6 +115,7 @@ class PipelineStrategy(SessionStrategy):
             process_group_backend=process_group_backend,
             start_method=start_method,
             timeout=timeout,
+            save_distributed_checkpoint=save_distributed_checkpoint,
         )
         self.stage_config = stage_config
         self.num_stages = num_stages
@@ -127,12 +129,11 @@ class PipelineStrategy(SessionStrategy):
         self.weights = weights
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
-        self.save_distributed_checkpoint = save_distributed_checkpoint
         validation.check_arguments(self, self.schedule_choice)
         self.tensor_group: TensorGroup | None = None
         self.told_replicas: int | None = None
-        """What hooks that set data up were told before set-up, in this run."""
-        self._restores_late: bool | None = None  # in this run, once somebody has asked
+        """The number of replicas that hooks were told before set-up, in this run."""
+        self._restores_late: bool | None = None  # in this run; None until Lightning has asked
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -150,7 +151,7 @@ class PipelineStrategy(SessionStrategy):
     @accelerator.setter
     @override
     def accelerator(self, accelerator: Accelerator) -> None:
-        # The first that a Trainer gives: one of Lightning's other name makes this a strategy of its own.
+        # This is the first thing that a Trainer sets. If it is of Lightning's other name, so must the strategy be.
         adopted = adopted_by(type(self), accelerator)
         if adopted is not None:
             args, kwargs = self._arguments
@@ -165,7 +166,7 @@ class PipelineStrategy(SessionStrategy):
     # -- set-up -----------------------------------------------------------------------------------------------------
 
     def topology_of(self, num_stages: int) -> Topology:
-        """That of so many stages on these processes."""
+        """The topology of this run's processes with so many stages."""
         return Topology(
             num_ranks_per_pipeline=num_stages,
             world_size=self.world_size,
@@ -200,8 +201,9 @@ class PipelineStrategy(SessionStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # Before, hooks and callbacks find what they do without a pipeline; after, where set-up is what gives the module
-        # its memory, each rank reads what it holds. Set-up may take memory away, too, and Lightning asks on both sides.
+        # Before set-up, hooks and callbacks find the whole module, as without a pipeline. After it, each rank reads
+        # what it holds, which is needed where set-up creates the parameters. Lightning asks before and after set-up,
+        # which may also release parameters, so the answer is kept.
         if self._restores_late is None:
             is_empty = any(parameter.is_meta for parameter in self.module.parameters())
             self._restores_late = is_empty or self.weights is not None
@@ -214,15 +216,15 @@ class PipelineStrategy(SessionStrategy):
 
 
 def made_by_name(**options: Any) -> PipelineStrategy:
-    """What ``Trainer(strategy="pipeline")`` uses.
+    """The strategy of ``Trainer(strategy="pipeline")`` and the other names.
 
     Args:
-        options: that the name stands for; others come from the environment.
+        options: those of the name; others come from the environment.
     """
     return PipelineStrategy(**{**options_in_environment(PipelineStrategy, GIVEN_BY_TRAINER), **options})
 
 
 def pipeline_of(trainer: Trainer) -> PipelineStrategy | None:
-    """The Trainer's strategy, where it is this one; also where the Trainer is of Lightning's other name."""
+    """The Trainer's strategy if it is a PipelineStrategy of either name of Lightning, else None."""
     strategy: Any = trainer.strategy
     return strategy if is_pipeline(strategy) else None

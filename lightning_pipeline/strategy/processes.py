@@ -1,4 +1,4 @@
-"""A strategy's processes: how Lightning starts and numbers them, and what all of them do together."""
+"""A strategy's processes: how they are started, numbered and connected, and their collectives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .summary import is_for_set_up
 
 
 class ProcessStrategy(ParallelStrategy):
-    """Starts the processes, connects them, and speaks for all of them at once, whatever each of them runs.
+    """Starts processes, connects them, and runs collectives over them, whatever each of them computes.
 
     Args, beside those of any strategy:
         process_group_backend: default: what the device has (see `backend_for`).
@@ -69,11 +69,11 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def is_single_process(self) -> bool:
-        """Whether there is one process, which can leave most of what a run is to Lightning."""
+        """Whether there is one process, which leaves most of a run to Lightning."""
         return self.num_nodes == 1 and self._parallel_devices is not None and len(self._parallel_devices) == 1
 
-    # SLURM's environment knows of ranks only where srun has started the process; a single process need not ask.
-    # A hook that asks for its rank may do something else on each (`in_hook`).
+    # SLURM's environment knows ranks only if srun has started the process, so a single process does not ask it.
+    # A hook that asks for its rank may act differently on each rank, so `in_hook` notes it.
 
     @property
     @override
@@ -104,7 +104,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
-        """Who started the processes. The Trainer sets it when it has found none or one that it knows."""
+        """The launcher's environment. The Trainer sets the one that it has detected."""
         return self._cluster_environment
 
     @cluster_environment.setter
@@ -113,7 +113,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def environment(self) -> ClusterEnvironment:
-        """The same, once there is one."""
+        """The same, once the Trainer has set it."""
         assert self.cluster_environment is not None
         return self.cluster_environment
 
@@ -128,7 +128,7 @@ class ProcessStrategy(ParallelStrategy):
             fit_to_device(precision_plugin, self.accelerator.name())
         self._precision_plugin = precision_plugin
 
-    # The hooks of the user's that set data up are told of replicas instead of processes: see `is_for_set_up`.
+    # Hooks of the user's that set data up see the number of replicas instead of processes (`is_for_set_up`).
 
     @property
     @override
@@ -163,7 +163,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @abstractmethod
     def _num_replicas(self, world_size: int) -> int:
-        """How many of these processes will read data of their own, as far as it is known before set-up."""
+        """The number of replicas among these processes, as far as known before set-up."""
 
     def _num_replicas_here(self, num_processes: int) -> int:
         return max(1, num_processes * self._num_replicas(super().world_size) // super().world_size)
@@ -174,11 +174,11 @@ class ProcessStrategy(ParallelStrategy):
             if not self.environment.creates_processes_externally:
                 self._launcher = ForkLauncher(self, "fork")
             return
-        # Whoever starts the processes: the launcher also compares the Trainer's devices and nodes with theirs.
+        # Also where somebody else starts the processes: it checks the Trainer's devices and nodes.
         self._launcher = PipelineLauncher(self.environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Tell an environment that does not know it from others this process's rank; a Trainer asks for it early."""
+        """Tell the environment this process's rank, which Trainers ask for early, if it does not know it."""
         if self.cluster_environment is not None and not self.is_single_process:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -236,7 +236,7 @@ class ProcessStrategy(ParallelStrategy):
         )
 
     def settings(self) -> dict[str, str]:
-        """What this strategy was asked for, as far as all ranks have to be asked for the same."""
+        """The options that all ranks must agree on."""
         return {
             "device": self.root_device.type,
             "process_group_backend": str(self.process_group_backend),
@@ -299,7 +299,7 @@ class ProcessStrategy(ParallelStrategy):
 
 
 class _NotedRank(int):
-    """A rank of which it is noted that somebody compares it, as `rank_zero_only` does."""
+    """A rank that notes when it is compared, as `rank_zero_only` does."""
 
     def __eq__(self, other: object) -> bool:
         in_hook.note_rank()

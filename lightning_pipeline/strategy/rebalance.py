@@ -20,14 +20,14 @@ from .schedule_choice import is_usual
 
 
 class PipelineRebalance(Callback):
-    """Records some training steps, and says once which modules to move to other stages, and what that would save.
+    """Records some training steps, and reports once which modules to move to other stages, and what that would save.
 
-    Nothing is moved: the sentence ends with the stage_config for the next run. How a stage's time is shared among its
-    modules is estimated from their operations; the stages' times are measured.
+    It moves nothing: the report ends with the stage_config for the next run. The stages' times are measured; how much
+    of a stage's time each of its modules takes is estimated from their operations.
 
     Args:
-        first_step: the optimizer step from which on it records, when the run has warmed up.
-        num_steps: training steps that it records.
+        first_step: the optimizer step to start recording at, when the run has warmed up.
+        num_steps: training steps to record.
 
     Raises:
         ValueError: a number below 1.
@@ -39,7 +39,7 @@ class PipelineRebalance(Callback):
         self.first_step = first_step
         self.num_steps = num_steps
         self.rebalance: Rebalance | None = None
-        """What came of it."""
+        """The result; None until there is one."""
         self._steps: list[list[Span]] = []
         self._spans: list[Span] | None = None
 
@@ -78,8 +78,8 @@ class PipelineRebalance(Callback):
                 costs = estimate_training_step(pl_module, microbatch, strategy.root_device)
             return rebalance(costs, pipeline.recorder.calls.stages.exact, measured, schedule, Machine())
 
-        # Within each pipeline: replicas may see batches of known structures in different steps.
-        assert transport is not None
+        # Each pipeline decides by itself: replicas may see usual batches in different steps.
+        assert transport is not None  # there are several stages
         self.rebalance = on_all_ranks(
             decide, lambda found: transport.broadcast_object(found, 0, "a better cut"), decides=pipeline.rank == 0
         )

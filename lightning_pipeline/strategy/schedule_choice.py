@@ -1,4 +1,4 @@
-"""What `schedule=` stands for: a name, a file, a function, a schedule, or the fastest one by measurement."""
+"""The schedule that `schedule=` asks for: by name, file or function, or the fastest one by measurement."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ScheduleArgument = str | PathLike[str] | Schedule | Callable[..., Any]
 
 
 class ScheduleChoice:
-    """The schedule of training steps, as far as it is known before the stages are.
+    """The schedule of training steps, as far as it is known before the module is cut.
 
     Args:
         schedule: a name, "auto", the path of a ``.csv`` file, a :class:`Schedule`, or a function
@@ -84,25 +84,25 @@ class ScheduleChoice:
 
     @property
     def has_virtual_stages(self) -> bool:
-        """Whether a rank may hold several virtual stages, so that keys of stage_config may go round the ranks."""
+        """Whether a rank may hold several virtual stages, so that stage_config may number more stages than ranks."""
         if self.fixed is not None:
             return self.fixed.num_stages > self.fixed.num_ranks
         return self.function is not None or self.is_auto or default_virtual_stages(self.name) > 1
 
     @property
     def usual_virtual_stages(self) -> int:
-        """Virtual stages on a rank where nobody says how many."""
+        """Virtual stages per rank where stage_config does not tell."""
         if self.fixed is not None:
             return self.fixed.num_stages // self.fixed.num_ranks
         return 1 if self.function is not None or self.is_auto else default_virtual_stages(self.name)
 
     @property
     def num_microbatches(self) -> int | None:
-        """What a file or a ready schedule is made for."""
+        """The number that a file or a `Schedule` is made for; None if any goes."""
         return self.fixed.num_microbatches if self.fixed is not None else None
 
     def bind(self, *, num_stages: int, num_virtual_stages: int, num_microbatches: int) -> Schedules:
-        """The schedules for these counts: `num_stages` ranks with `num_virtual_stages` each.
+        """The schedules for `num_stages` ranks with `num_virtual_stages` each.
 
         Raises:
             ScheduleError: the schedule is unsound, or not one for these counts.
@@ -144,7 +144,7 @@ class ScheduleChoice:
 
 
 class Schedules:
-    """The schedule of a step for each number of micro-batches that a batch makes, all on one placement."""
+    """The schedule of a step for each number of micro-batches, all on one placement."""
 
     def __init__(self, full: Schedule, name: str, num_stages: int, num_virtual_stages: int) -> None:
         self.full = full
@@ -154,14 +154,14 @@ class Schedules:
         self._num_virtual_stages = num_virtual_stages
 
     def __call__(self, num_microbatches: int) -> Schedule:
-        """The schedule of a batch with `num_microbatches`, which are fewer than usual in a last batch that is small."""
+        """The schedule for `num_microbatches`, of which a small last batch makes fewer than usual."""
         if self._name:
             return fuse(build_for_batch(self._name, self._num_stages, num_microbatches, self._num_virtual_stages))
         return self.full.take(num_microbatches)
 
 
 def _require(schedule: Schedule, label: str, num_stages: int, num_virtual_stages: int, num_microbatches: int) -> None:
-    """What a schedule of the user's own has to be, beside sound."""
+    """Check that a schedule of the user's fits the counts and the engine."""
     found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
     wanted = (num_stages, num_stages * num_virtual_stages, num_microbatches)
     if found != wanted:
@@ -193,11 +193,11 @@ Observer = Callable[[Span], None]
 """Gets an action with its start and end, in seconds."""
 
 RECORDED = 4
-"""Steps that are recorded with whole backwards, and as many with split ones."""
+"""Steps to record with whole backwards, and as many with split ones."""
 SKIPPED = 1
-"""Steps before them that are not: the first ones with a schedule are slower."""
+"""Steps before them that are not recorded: the first ones with a schedule are slower."""
 TIE = 0.01
-"""Of schedules that come this close to the fastest, the one that holds the fewest activations is taken."""
+"""Of schedules within this share of the fastest, the one that holds the fewest activations is chosen."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Advice:
 class Advisor:
     """Chooses among the schedules that fit the placement of the stages, the micro-batches and the memory.
 
-    The module's stages stay where they are, so all virtual stages are in a loop, and "zbv" is not among them.
+    Stages stay on their ranks, so only schedules with a looped placement are considered, which leaves out "zbv".
 
     Args:
         num_stages: device groups, with `num_virtual_stages` each.
@@ -258,7 +258,7 @@ class Advisor:
                 schedules = ScheduleChoice(name).bind(**sizes)
             except ScheduleError:
                 continue
-            # "looped_bfs" is "gpipe" by another name, and "interleaved_..." with one virtual stage is as without.
+            # With one virtual stage "looped_bfs" equals "gpipe", and "interleaved_..." the plain schedule.
             known = any(schedules.full == other.full for other in self._candidates.values())
             if not known and tuple(schedules.placement) == loop_placement(num_stages, num_virtual_stages):
                 self._candidates[name] = schedules
@@ -285,7 +285,7 @@ class Advisor:
 
     @contextmanager
     def watching(self, pipeline: Pipeline, transport: Transport | None) -> Iterator[None]:
-        """Around a training step: record it, and after the last one that is needed choose. All ranks must call it."""
+        """Around a training step: record it, or choose once enough steps are recorded. All ranks must call it."""
         if self.advice is not None:
             yield
             return
@@ -326,14 +326,14 @@ class Advisor:
         rank_zero_info(str(self.advice))
 
     def _leanest(self, *, splits: bool) -> str:
-        """The schedule that holds the fewest activations of those with split backwards, or with whole ones."""
+        """Of the schedules with split backwards, or with whole ones, the one that holds the fewest activations."""
         found = [name for name, schedules in self._candidates.items() if _splits(schedules.full) is splits]
         return min(found, key=lambda name: self._peaks[name], default="")
 
 
 @contextmanager
 def observed(pipeline: Pipeline, *observers: Observer) -> Iterator[None]:
-    """While entered, `observers` get every action, beside whoever gets them already."""
+    """While entered, `observers` get every action, as well as whoever gets them already."""
     before = pipeline.observe
     everybody = (*observers, before) if before is not None else observers
 
@@ -349,7 +349,7 @@ def observed(pipeline: Pipeline, *observers: Observer) -> Iterator[None]:
 
 
 def is_usual(spans: Sequence[Span], pipeline: Pipeline) -> bool:
-    """Whether these are of a full batch, and of a known structure: of others there is little to learn about times."""
+    """Whether the spans are of a full batch of known structure: others tell little about times."""
     num_forwards = sum(action.kind is Kind.F for action, _, _ in spans)
     return num_forwards == pipeline.num_microbatches * pipeline.num_virtual_stages and not pipeline.learning
 

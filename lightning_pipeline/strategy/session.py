@@ -1,4 +1,4 @@
-"""A module set up in stages, and the steps that Lightning asks for."""
+"""A module set up in stages: its cut, its connections, and its steps."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A module in stages on this rank. It lasts from set-up on, for all of the Trainer's functions on this module.
+    """A module set up in stages, on this rank. It is made in set-up, and kept for later runs on the same module.
 
     All ranks make it at the same point.
 
     Args:
-        config: the keys of stage_config; empty where the cut is to be found automatically.
+        config: the keys of stage_config; empty to find the cut automatically.
 
     Attributes:
         connections: to the other ranks.
         stages: this rank's, under the present cut.
         runner: runs steps on them.
-        optimizers: of the last fit; none before.
-        partitioner: decides on the cut.
+        optimizers: those of the last fit, if any.
+        partitioner: decides where to cut.
         advisor: chooses the schedule; None unless schedule="auto".
-        signals: what has arrived on this rank.
-        is_over: the run has failed, and another one needs connections of its own.
+        signals: those that have arrived on this rank.
+        is_over: a run has failed, so the next one needs new connections.
     """
 
     connections: Connections
@@ -87,17 +87,17 @@ class Session:
         self.module = module
         self.num_stages = num_stages
         self.is_over = False
-        self.optimizers = StageOptimizers(())
         self.signals = Signals(module, has_replicas=replicas > 1)
         self.strategy = strategy
         self.is_single_process = strategy.world_size == 1
-        self._shares_batches = False  # every rank gets them, and not the first stage alone
+        self._shares_batches = False  # every rank gets the batches, not only the first stage
         self._installed = ExitStack()
-        self._whole_batch: WholeBatch | None = None  # the training step that runs, or ran last, if Lightning runs it
+        self._whole_batch: WholeBatch | None = None  # the last training step, if Lightning runs it itself
         self.partitioner: Partitioner = Partitioner(strategy, module, config, num_stages, replicas)
         cut = self.partitioner.at_start()
         self._seed = strategy.broadcast(torch.initial_seed())
         self._apply(cut)
+        self.optimizers = StageOptimizers((), self.ownership, self.connections.transport)
         self.stages.local.make(strategy.weights, self._seed)
 
     @property
@@ -115,7 +115,7 @@ class Session:
     # -- the cut ----------------------------------------------------------------------------------------------------
 
     def _apply(self, cut: Cut) -> None:
-        """Lay the module out over the ranks by this cut, and connect those."""
+        """Cut the module, and connect the ranks accordingly."""
         strategy = self.strategy
         sizes = {
             "num_stages": self.num_stages,
@@ -158,13 +158,13 @@ class Session:
         )
 
     def _cut_before_step(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Cut a module that nobody said where to cut, before the first step that comes. All ranks must call it."""
+        """Find the cut of a module without a stage_config, before its first step. All ranks must call it."""
         is_whole = self.partitioner.is_whole
         cut = self.partitioner.before_step(name, arguments, self.connections.transport)
         if cut is None:
             return
         module, before = self.module, self.stages
-        if is_whole:  # code of the loader, which the first rank alone runs, may have written into it
+        if is_whole:  # the loader's code, which only the first rank runs, may have changed the module
             take_initial_values(module, copies_of(module, module.trainer), self.strategy.broadcast)
         self._apply(cut)
         self.stages.take_over(before)
@@ -172,48 +172,48 @@ class Session:
         self.install()
 
     def cut_before_training(self, arguments: tuple[Any, ...]) -> None:
-        """Before a training step, around which an optimizer's update may be."""
+        """Before a training step and the update around it."""
         self.optimizers.follow(self.strategy.optimizers, self.module)
         self._cut_before_step("training_step", arguments)
 
-    # -- a Trainer's function ---------------------------------------------------------------------------------------
+    # -- a run ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before loaders are set up, for whose length schedulers ask."""
+        """At the start of a run, before loaders are set up."""
         self.signals.forget()
         self._shares_batches = not self.is_single_process and look_at_batches(self.module, self.module.trainer)
 
     def take_optimizers(self) -> None:
-        """Take the optimizers of a fit, which have been made over the whole module."""
+        """Take over the optimizers of a fit, which were made over the whole module."""
         self.optimizers = StageOptimizers(
             [OptimizerLayout(optimizer, self.module) for optimizer in self.strategy.optimizers],
+            self.ownership,
             self.connections.transport,
             shards_over=self.connections.replicas if self.strategy.data_parallel == "zero1" else None,
             has_slices=self.stages.has_slices,
         )
-        self.optimizers.settle(self.ownership)
 
     def install(self) -> None:
-        """Have Lightning and the module do what the stages need, until the function ends."""
+        """Change what Lightning, the precision plugin and the module do, until the run ends (`installed`)."""
         self._installed.close()
         self._installed = installed(self)
 
     def uninstall(self) -> None:
-        """When the function has ended."""
+        """At the end of a run."""
         self._installed.close()
 
     def leave_module(self, num_processes: int) -> None:
-        """At the end of a run: leave the module whole, where that fits.
+        """At the end of a run: make the module whole on every rank, if it fits.
 
         Args:
-            num_processes: that share this machine's memory.
+            num_processes: the number of processes that share this machine's memory.
         """
         self.stages.local.make_whole(num_processes)
         if self.stages.owner_computes is not None:
             self.stages.owner_computes.make_whole(num_processes)
 
     def close(self) -> None:
-        """After a failure: wake up the ranks that wait for this one. Another run needs connections of its own."""
+        """After a failure: close connections, which wakes up the ranks that wait for this one."""
         self.is_over = True
         if self.connections.replicas is not None:
             self.connections.replicas.close()
@@ -222,24 +222,25 @@ class Session:
 
     @property
     def gets_batches(self) -> bool:
-        """Whether this rank has the batches; else it knows what they look like."""
+        """Whether this rank has the data of batches, not only their specs."""
         return self.connections.topology.is_first_stage or self._shares_batches
 
     def shared_loader(self, loader: object) -> SharedLoader:
-        """What stands for a loader on this rank: the first stage reads batches, the others follow."""
-        # Only in training do replicas wait for one another.
+        """A loader through which the stages share batches: the first stage reads them, the others follow."""
+        # Replicas wait for one another only in training.
         replicas = self.connections.replicas if self.module.trainer.training else None
         options: dict[str, Any] = {"whole": self._shares_batches, "lending": self._lending}
-        if self.connections.topology.is_first_stage:
-            return AnnouncedLoader(loader, self.connections.transport, replicas, **options)
-        return FollowingLoader(loader, self.connections.transport, **options)
+        transport = self.connections.transport
+        if transport is None or self.connections.topology.is_first_stage:
+            return AnnouncedLoader(loader, transport, replicas, **options)
+        return FollowingLoader(loader, transport, **options)
 
     def _lending(self) -> Lending | None:
         owner_computes = self.stages.owner_computes
         return None if owner_computes is None else owner_computes.lending
 
     def _with_batch(self, batch: Any, *others: Any) -> tuple[Any, ...]:
-        """Arguments of a step that begin with a batch: where that is a dataloader_iter, the one that it gives."""
+        """The arguments of a step; a dataloader_iter is replaced by its next batch."""
         is_whole = self.is_single_process and self.strategy.num_microbatches in (None, 1)
         if not isinstance(batch, Iterator) or is_whole:
             return batch, *others
@@ -252,7 +253,7 @@ class Session:
         """Run a training step.
 
         Args:
-            plain: Lightning's own, for one process with the whole batch.
+            plain: Lightning's own, for a single process with the whole batch.
             is_last: the batch ends an accumulation window.
         """
         arguments = self._with_batch(*arguments)
@@ -275,7 +276,7 @@ class Session:
         return SKIPPED if result is None else result
 
     def _is_whole(self, microbatches: list[Any] | None) -> TypeGuard[list[Any]]:
-        """Whether Lightning runs the step itself: nothing is cut, neither the module nor the batch."""
+        """Whether Lightning runs the step itself, as neither the module nor the batch is cut."""
         return self.is_single_process and microbatches is not None and len(microbatches) == 1
 
     def evaluate(self, name: str, plain: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -289,7 +290,7 @@ class Session:
         return self.runner.evaluate(name, arguments[1:], microbatches)
 
     def go_back(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Where a precision plugin runs a backward: the schedule has run it, and its gradients appear."""
+        """In place of a precision plugin's backward: the schedule has run it, so its gradients only have to appear."""
         if self._whole_batch is not None:
             with self._whole_batch.going_back():
                 backward(loss, *args, **kwargs)
@@ -301,7 +302,7 @@ class Session:
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Generator[None, None, None]:
         """Around an optimizer's update."""
-        # An optimizer of the user's may look at all parameters at once, as for a norm.
+        # An optimizer that is not torch's own may use all parameters at once, as for a norm.
         is_plain = knows_no_others(inner(optimizer))
         with self.stages.aside() if is_plain else self.stages.entered(shows_states=False):
             yield
@@ -309,14 +310,14 @@ class Session:
 
 
 def session_for(strategy: PipelineStrategy, module: LightningModule, before: Session | None) -> Session:
-    """The session of a module in a run: the one before, if that is of the same stages, or a new one.
+    """The session for a run: the one before if it is for the same module and stages, or a new one.
 
     Raises:
-        ValueError: there cannot be as many stages, or hooks have been told otherwise.
+        ValueError: so many stages are not possible, or hooks were told of another number of replicas.
     """
     config = read_stage_config(module, strategy.stage_config)
     num_stages = strategy.num_stages or num_stages_for(config, strategy.schedule_choice, strategy.world_size)
-    # Before whatever ranks do otherwise that cut the model otherwise.
+    # Ranks that cut the module differently would differ in all that follows.
     cut = {"stage_config": json.dumps(config, sort_keys=True, default=str), "num_stages": str(num_stages)}
     strategy.peers.agree("the set-up of the pipeline", {**parts_of(module), **cut})
     if before is not None and not before.is_over and before.module is module and before.num_stages == num_stages:

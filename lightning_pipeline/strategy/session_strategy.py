@@ -1,4 +1,4 @@
-"""What Lightning calls during a run, handed to the session of the module."""
+"""Lightning's calls during a run, handed on to the session of the module."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from .session import FromSession, Session
 
 
 class SessionStrategy(ProcessStrategy):
-    """Lightning's side of a session: adapts the hooks of a strategy to it, and nothing else."""
+    """Adapts the methods that Lightning calls on a strategy to `Session`, `Checkpoints` and `Peers`."""
 
     topology = FromSession[Topology | None](lambda session: session.connections.topology, None)
-    """Which rank holds which stage of which replica; None before set-up, as all of these."""
+    """Which rank holds which stage of which replica. Like most of the following it is None before set-up."""
     transport = FromSession[Transport | None](lambda session: session.connections.transport, None)
     """The connection between the stages; None with one stage."""
     replicas = FromSession[Replicas | None](lambda session: session.connections.replicas, None)
@@ -47,23 +47,23 @@ class SessionStrategy(ProcessStrategy):
     ownership = FromSession[Ownership | None](lambda session: session.ownership, None)
     """Which stages hold each parameter and buffer."""
     pipeline = FromSession[Pipeline | None](lambda session: session.pipeline, None)
-    """What runs this rank's stages."""
+    """Runs this rank's stages."""
     plan = FromSession[StagePlan | None](lambda session: session.partitioner.plan, None)
-    """Where the module was cut automatically, and what is expected of it; None where it was not."""
+    """The automatic cut, with its expected costs; None if the module is cut by stage_config."""
     advice = FromSession[Advice | None](lambda session: session.advice, None)
-    """What schedule="auto" chose; None until it has."""
+    """The choice of schedule="auto"; None until it is made."""
     peak_live = FromSession[int](lambda session: session.runner.peak_live, 0)
     """The most activations of virtual stages that were live on this rank at once in a training step so far."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, save_distributed_checkpoint: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.save_distributed_checkpoint = False
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self.weights_only: bool | None = None
-        """What the Trainer's function was given, which Lightning passes on only where it restores before set-up."""
+        """The argument of the Trainer's function, which Lightning passes on only if it restores before set-up."""
         self.observers: set[Observer] = set()
-        """Each gets every action of training steps with its start and end."""
+        """Each is called with every action of training steps, with its start and end."""
         self.observe_buckets: Callable[[int, float, float], None] | None = None
-        """Gets what `PipelineGradReducer.observe` does, in every step that sums gradients over replicas."""
+        """Is called as `PipelineGradReducer.observe`, in every step that sums gradients over replicas."""
         self._session: Session | None = None
         self._checkpoints = Checkpoints(self)
         self._accumulating = False
@@ -91,7 +91,7 @@ class SessionStrategy(ProcessStrategy):
         self.accelerator.setup(trainer)
         module = self.module
         validation.check_module(module, trainer)
-        validation.check_precision(self.precision_plugin, is_alone=self.is_single_process)
+        validation.check_precision(self.precision_plugin, is_single_process=self.is_single_process)
         if not self.is_single_process:
             leave_modules_unnamed(trainer)
             leave_module_uncompiled(module)
@@ -113,7 +113,7 @@ class SessionStrategy(ProcessStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # On the CPU: the whole model on the device is what does not fit. Empty ones get their data in set-up.
+        # On the CPU, as the whole model may not fit on the device. Empty modules get their data in set-up.
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
@@ -156,8 +156,8 @@ class SessionStrategy(ProcessStrategy):
     @override
     @apart
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Cut before the step, which an optimizer's update may be around."""
-        if batch is not None:  # else the step takes it from a dataloader_iter
+        """Cut the module before the step, as an optimizer's update may run around it."""
+        if batch is not None:  # or the step takes it from a dataloader_iter
             self.session.cut_before_training((batch, *after_batch(self.module, batch_idx)))
 
     @override
@@ -277,7 +277,7 @@ class SessionStrategy(ProcessStrategy):
     @override
     @apart
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self._checkpoints.background.wait()  # it may be this one
+        self._checkpoints.background.wait()  # it may still be written
         super().remove_checkpoint(filepath)
 
     @override
@@ -319,10 +319,10 @@ class SessionStrategy(ProcessStrategy):
         self.let_processes_end()
         if session is not None:
             session.stages.local.to_cpu()
-            if self.module.trainer.state.status != TrainerStatus.INTERRUPTED:  # which has no time
+            if self.module.trainer.state.status != TrainerStatus.INTERRUPTED:  # or the process is to end soon
                 session.leave_module(self.num_processes)
         if self.transport is not None and not has_failed:
-            # A process may end after this, and one that ends with messages unread breaks its peers' connections.
+            # A process may end after this. If it ends with unread messages, it breaks its peers' connections.
             self.transport.flush()
             self.transport.barrier("the end of the run")
         self.precision_plugin.teardown()

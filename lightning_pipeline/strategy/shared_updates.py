@@ -1,4 +1,4 @@
-"""Optimizer updates that replicas shard, or run on gathered parameters."""
+"""Optimizer updates that replicas shard, or run on whole parameters gathered from slices."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BUCKET_BYTES = 25 << 20
 class OptimizerShards:
     """The first stage of ZeRO (Rajbhandari et al., 2020) for the optimizer that the user made.
 
-    Optimizers pass over parameters without a gradient and make state at a parameter's first update. So before the
-    update a replica puts aside the gradients of what the others update; afterwards it sends its updated parameters
-    round. The optimizer itself, its groups and schedulers stay as they are. (torch's ZeroRedundancyOptimizer would
-    make an optimizer of its own from a class, and could neither let go of parameters that turn out to belong to
-    another stage nor give checkpoints their plain layout.)
+    Optimizers skip parameters without a gradient, and make state at a parameter's first update. So before the update a
+    replica puts aside the gradients of the parameters that other replicas update; afterwards it broadcasts its updated
+    parameters. The optimizer, its groups and schedulers stay as they are. (torch's ZeroRedundancyOptimizer would build
+    an optimizer of its own from a class. It could neither drop parameters that turn out to belong to another stage nor
+    give checkpoints the plain layout.)
     """
 
     def __init__(self, layout: OptimizerLayout, replicas: Replicas) -> None:
@@ -37,7 +37,7 @@ class OptimizerShards:
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
 
     def before_update(self) -> None:
-        """When all gradients are final: leave the optimizer those of this replica's part."""
+        """When all gradients are final: keep only those of this replica's parameters."""
         self._assign()
         for name, parameter in self.layout.local_parameters():
             if parameter.grad is not None and self._updaters[name] != self._own:
@@ -45,7 +45,7 @@ class OptimizerShards:
                 parameter.grad = None
 
     def after_update(self) -> None:
-        """Bring all parameters up to date, and the gradients back."""
+        """Broadcast the updated parameters, and put the gradients back."""
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
@@ -60,11 +60,11 @@ class OptimizerShards:
                 dist._broadcast_coalesced(self._replicas.group, part, BUCKET_BYTES, source)
 
     def is_kept(self, name: str) -> bool:
-        """Whether this replica keeps the state of this parameter."""
+        """Whether this replica keeps the optimizer state of a parameter."""
         return self._updaters.get(name, self._own) == self._own
 
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
-        """On replica 0 what the replica that updates them has of these parameters, by name; {} on the others.
+        """The state of these parameters, by name, from the replicas that update them: on replica 0, {} on the others.
 
         All replicas must call it, for the same parameters.
         """
@@ -77,10 +77,10 @@ class OptimizerShards:
         return own
 
     def _assign(self) -> None:
-        """Give parameters that have no replica yet to the one with the least, the largest first.
+        """Assign parameters that have no replica yet to the least loaded one, the largest first.
 
-        The others stay where their state is. All replicas hold the same parameters and decide alike. The first update
-        comes when a training step has shown what the stage holds, so a loaded state is shared out then.
+        The others stay where their state is. All replicas hold the same parameters, so they decide alike. This begins
+        at the first update, when a training step has shown what the stage holds; a loaded state is shared out then.
         """
         new = [named for named in self.layout.local_parameters() if named[0] not in self._updaters]
         for name, parameter in sorted(new, key=lambda named: -named[1].numel()):
@@ -94,9 +94,9 @@ class OptimizerShards:
 class WholeUpdates:
     """Lets an optimizer update whole parameters of which each replica keeps a slice.
 
-    Adafactor takes means over rows and columns, and torch's does not run on DTensors; Muon multiplies matrices; what
-    others do is not known. For the time of the update the optimizer holds gathered parameters and gradients, on every
-    replica, and so its state stays whole, which for Adafactor is a row and a column of each matrix.
+    Adafactor takes means over rows and columns, and torch's does not run on DTensors; Muon multiplies matrices; others
+    are unknown. During the update the optimizer holds gathered parameters and gradients on every replica, so its state
+    is whole on each, which for Adafactor is a row and a column of each matrix.
     """
 
     def __init__(self, layout: OptimizerLayout) -> None:
@@ -114,7 +114,7 @@ class WholeUpdates:
         self._exchange(self._gathered)
 
     def after_update(self) -> None:
-        """Take this replica's slices of what was updated."""
+        """Copy the updated values back into this replica's slices."""
         with torch.no_grad():
             for parameter, gathered in self._gathered.items():
                 local_part(parameter).copy_(local_part(slice_like(parameter, gathered)))

@@ -30,22 +30,25 @@ _NO_GRADIENT = -1.0  # no norm is negative, and NaN stays free for gradients tha
 
 
 class StageOptimizers:
-    """Clips, updates, saves and loads what optimizers have on this rank as one process does.
+    """Clips, updates, saves and loads this rank's part of the optimizers, with the results of one process.
 
     Args:
         layouts: of the optimizers as ``configure_optimizers`` made them, over the whole model.
-        shards_over: replicas that share out the optimizer state; None keeps it whole on each.
+        ownership: who holds what.
+        transport: to the other stages; None with one stage.
+        shards_over: replicas that shard the optimizer state; None keeps it whole on each.
         has_slices: parameters may be DTensors, of which each rank has a slice.
 
     Attributes:
         optimizers: the run's, in order.
-        are_shared_out: whether a rank may have a part of the state of what it holds.
+        are_shared_out: whether a rank may have only a part of the state of a parameter that it holds.
     """
 
     def __init__(
         self,
         layouts: Sequence[OptimizerLayout],
-        transport: Transport | None = None,
+        ownership: Ownership,
+        transport: Transport | None,
         *,
         shards_over: Replicas | None = None,
         has_slices: bool = False,
@@ -56,11 +59,11 @@ class StageOptimizers:
         self._transport = transport
         self._shards_over = shards_over
         self._has_slices = has_slices
-        self._ownership: Ownership | None = None
         self._updates: dict[Optimizer, OptimizerShards | WholeUpdates] = {}
-        self._take_in(layouts)
+        self._set_layouts(layouts)
+        self.settle(ownership)
 
-    def _take_in(self, layouts: Sequence[OptimizerLayout]) -> None:
+    def _set_layouts(self, layouts: Sequence[OptimizerLayout]) -> None:
         self._layouts.clear()
         self._updates.clear()
         for layout in layouts:
@@ -76,30 +79,25 @@ class StageOptimizers:
         return iter(self._layouts.values())
 
     def layout_of(self, optimizer: Optimizer) -> OptimizerLayout:
-        """Of one of the optimizers, or Lightning's wrapper around it."""
+        """The layout of an optimizer, or of Lightning's wrapper around it."""
         return self._layouts[inner(optimizer)]
 
-    @property
-    def ownership(self) -> Ownership:
-        assert self._ownership is not None
-        return self._ownership
-
     def settle(self, ownership: Ownership) -> None:
-        """Take in who holds what, and let go of the state of what other stages turned out to hold."""
-        self._ownership = ownership
+        """Note who holds what from now on, and drop the state of parameters that only other stages hold."""
+        self.ownership = ownership
         for layout in self:
             layout.forget_remote()
 
     def follow(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
-        """Take in what hooks have changed: other optimizers, or groups added to one, as callbacks for finetuning do."""
+        """Note what hooks have changed: other optimizers, or new parameter groups, as finetuning callbacks add them."""
         if list(map(inner, optimizers)) != list(self._layouts):
-            self._take_in([OptimizerLayout(inner(optimizer), module) for optimizer in optimizers])
+            self._set_layouts([OptimizerLayout(inner(optimizer), module) for optimizer in optimizers])
         for layout in self:
             if len(layout.optimizer.param_groups) > len(layout.groups):
                 layout.note_new_groups(module)
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Go on with sharded parameters in the places of whole ones."""
+        """Replace whole parameters by sharded ones."""
         for layout in self:
             layout.replace(new)
 
@@ -135,12 +133,12 @@ class StageOptimizers:
         torch.nn.utils.clip_grad_value_(parameters, float(clip_val))
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """When the gradients are final and clipped."""
+        """Called when an optimizer's gradients are final and clipped."""
         if (update := self._updates.get(inner(optimizer))) is not None:
             update.before_update()
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """When the optimizer has updated, or skipped the update."""
+        """Called when the optimizer has updated, or skipped the update."""
         if (update := self._updates.get(inner(optimizer))) is not None:
             update.after_update()
 
@@ -163,13 +161,13 @@ class StageOptimizers:
             layout.load_state(state, update.is_kept if isinstance(update, OptimizerShards) else lambda name: True)
 
     def _collector(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        """What makes of a parameter's state on a rank that of its stage, on the writer."""
+        """A function from a parameter's state on this rank to that of the whole parameter, on the writer."""
         update = self._updates.get(optimizer)
         return update.collect if isinstance(update, OptimizerShards) else _whole
 
 
 def _check_can_be_shared_out(layout: OptimizerLayout, *, by_parameter: bool) -> None:
-    """Raise, or warn, where replicas cannot update a part of the parameters each.
+    """Raise, or warn, where an optimizer cannot update a part of the parameters on each replica.
 
     Raises:
         ValueError: with the way out.
@@ -193,14 +191,14 @@ def _whole(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def inner(optimizer: Any) -> Optimizer:
-    """What Lightning's wrapper is around."""
+    """The torch optimizer inside Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def zeroed_unseen(module: LightningModule) -> set[nn.Parameter]:
-    """Parameters whose last gradients Lightning sets to None after `training_step`, with nobody to see them before.
+    """Parameters whose last gradients Lightning will set to None after `training_step` before anybody sees them.
 
-    None of them where a hook of the module or of a callback, or an optimizer of the user's own, could tell.
+    Empty where a hook of the module or a callback, or an optimizer's own `zero_grad`, could see them.
     """
     optimizers, callbacks = module.trainer.optimizers, module.trainer.callbacks  # type: ignore[attr-defined]
     if (
@@ -224,14 +222,14 @@ def global_grad_norm(
 ) -> Tensor:
     """The norm of the gradients of all stages, each shared parameter counted once. Every stage must call it.
 
-    torch takes each gradient's norm and then the norm of those, in the model's order. Each stage does the first
-    part for its own gradients; the second part is done everywhere on all norms, in that same order.
+    torch takes each gradient's norm, and then the norm of those in the model's order. Here each stage takes the norms
+    of its own gradients, and all stages take the norm of all norms, in that same order: the result has the same bits.
 
     Args:
         named_parameters: this stage's parameters.
         dtypes: name and dtype of every parameter of the whole model, in the order in which one process lists them.
         ownership: who holds which parameter.
-        transport: the connection to the other stages, or None with one stage.
+        transport: to the other stages; None with one stage.
         norm_type: order of the norm, may be ``inf``.
 
     Returns:
@@ -264,7 +262,7 @@ def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
     Ranks that hold slices of the gradients must all call it.
     """
     slices = {i: grad for i, grad in enumerate(grads) if isinstance(grad, DTensor) and not _is_replicated(grad)}
-    # A parameter with fewer rows than replicas leaves some of them nothing, and torch knows no norm of that.
+    # A parameter with fewer rows than replicas leaves some ranks an empty slice, of which torch takes no norm.
     parts = (local_part(grad) for grad in grads)
     grads = [part if part.numel() else part.new_zeros(1) for part in parts]
     result = torch.empty(len(grads), dtype=torch.float64, device=grads[0].device)
@@ -307,7 +305,7 @@ def _norm_of_norms(
         return torch.tensor(0.0)
     order = list(norms)
     if len({dtypes[name] for name in order}) > 1:
-        # torch lines the norms up dtype by dtype; which comes first is known to its own grouping only.
+        # torch groups the norms by dtype; only its own grouping knows in which order.
         samples: list[Tensor | None] = [torch.empty(0, dtype=dtypes[name], device=device) for name in order]
         groups = _group_tensors_by_device_and_dtype([samples], True).values()
         order = [order[index] for _, indices in groups for index in indices]

@@ -58,10 +58,10 @@ class StageRunner:
         self._has_shown_summary = False
 
     def split(self, batch: Any) -> list[Any] | None:
-        """The micro-batches of a batch, on the first rank; None on the others."""
+        """The micro-batches of a batch on the first rank; None on the others."""
         if self._stages.pipeline.rank != 0:
             return None
-        if isinstance(batch, Iterator) and not isinstance(batch, OneBatch):  # of a step that takes batches itself
+        if isinstance(batch, Iterator) and not isinstance(batch, OneBatch):  # the step takes batches itself
             return [batch]
         if self._connections.tensor_group is not None:
             batch = self._connections.tensor_group.same(batch)
@@ -73,7 +73,7 @@ class StageRunner:
             return [batch]
 
     def whole_training_batch(self) -> WholeBatch:
-        """A training step of one process with one micro-batch, which Lightning runs."""
+        """For a training step of a single process with one micro-batch, which Lightning runs."""
         self.show_summary(None, self._module.trainer.accumulate_grad_batches)
         self.peak_live = max(self.peak_live, 1)
         pipeline = self._stages.pipeline
@@ -81,17 +81,18 @@ class StageRunner:
         return WholeBatch(self._draws, self.training_seed(), actions, pipeline.observe)
 
     def whole_evaluation_batch(self, name: str, args: tuple[Any, ...]) -> WholeBatch:
-        """Likewise the evaluation step of this name; `args`: what it takes beside the batch."""
+        """Likewise for the evaluation step of this name; `args`: its arguments after the batch."""
         return WholeBatch(self._draws, self._evaluation_seed(name, _integers(args)), (), None)
 
     def train(self, args: tuple[Any, ...], microbatches: list[Any] | None, *, is_last: bool) -> Any:
-        """One training step with its backward, whose gradients are kept for `LocalStages.publish_gradients`. Returns
-        the loss, or the step's dictionary with it.
+        """One training step with its backward, whose gradients are held back until `LocalStages.publish_gradients`.
+
+        Returns the loss, or the step's dictionary with it; None if all replicas skip the batch.
 
         Args:
-            args: what the user's training_step takes beside the batch.
-            microbatches: as `split` has given them.
-            is_last: the batch ends an accumulation window, so the gradients are summed over replicas.
+            args: the arguments of the user's training_step after the batch.
+            microbatches: as `split` gives them.
+            is_last: the batch ends an accumulation window, so gradients are summed over replicas.
 
         Raises:
             ValueError: the step returned no loss.
@@ -133,14 +134,14 @@ class StageRunner:
         gradients.finish()
         if is_skipped_by_all:
             return None
-        if not losses:  # but of other replicas, whose gradients this one's optimizers take
+        if not losses:  # other replicas have some, with whose gradients this one updates, too
             return torch.zeros((), device=self._connections.device)
         loss = self.loss_of_batch(*map(list, zip(*losses, strict=True))).to(torch.float32)
         extra = _without_loss([state.result for state in states], sizes)
         return {"loss": loss, **extra} if extra else loss
 
     def evaluate(self, name: str, args: tuple[Any, ...], microbatches: list[Any] | None) -> Any:
-        """The validation, test or predict step of this name. Returns its output, put together over micro-batches.
+        """The validation, test or predict step of this name. Returns its outputs, combined over micro-batches.
 
         Args:
             args, microbatches: as for `train`.
@@ -171,7 +172,7 @@ class StageRunner:
     def run(
         self, work: StepTask, microbatches: list[Any] | None, extra: Callable[[], list[float]] = list
     ) -> tuple[list[Microbatch], list[list[float]]]:
-        """Run a step. Returns its micro-batches, and every rank's `extra`, digest of what it logged, and signals."""
+        """Run a step. Returns its micro-batches, and every rank's `extra`, digest of logged numbers, and signals."""
         return self._stages.pipeline.run(
             work,
             microbatches,
@@ -179,7 +180,7 @@ class StageRunner:
         )
 
     def finish(self, states: list[Microbatch], numbers: list[list[float]], *, training: bool) -> None:
-        """After `run`: heed what all ranks have said, log, and let go of what turned out to be other stages'."""
+        """After `run`: act on signals, log, and release what only other stages use."""
         if numbers:
             self._heed_signals(numbers, training=training)
         self._log(states, numbers)
@@ -195,7 +196,7 @@ class StageRunner:
         needs_gradients = has_loss and backward_of(self._module)[1]
 
         def run(state: Microbatch, batch: Any) -> tuple[Any, Any]:
-            # By hand, as this is done for each micro-batch: `overridden` takes longer.
+            # Not by `overridden`, which takes longer: this runs for each micro-batch.
             before = attributes.get("log")
             attributes["log"] = lambda *args, **kwargs: self.note(state, *args, **kwargs)
             try:
@@ -225,7 +226,7 @@ class StageRunner:
         return run
 
     def note(self, state: Microbatch, *args: Any, **kwargs: Any) -> None:
-        """Keep what the user's step logs until the step ends."""
+        """Keep a call of `self.log` in the user's step until the step ends."""
         logged = self._logged.note(state.num_samples, *args, **kwargs)
         value = args[1] if len(args) > 1 else kwargs["value"]
         if not self._mean and isinstance(value, Tensor):
@@ -233,19 +234,19 @@ class StageRunner:
         state.logged.append(logged)
 
     def _log(self, states: list[Microbatch], numbers: list[list[float]]) -> None:
-        """Log what the micro-batches have logged, as one process does for its whole batch."""
+        """Log the micro-batches' values, as one process does for its whole batch."""
         logged = [state.logged for state in states]
-        if len({digest for *_, digest, _ in numbers}) > 1:  # of a clock, say: the first rank's numbers count
+        if len({digest for *_, digest, _ in numbers}) > 1:  # as of times: the first rank's numbers count
             transport = self._connections.transport
             assert transport is not None  # there are several ranks
             take_numbers(logged, transport.broadcast_object(numbers_in(logged), 0, "logged numbers"))
         self._logged.log(logged, self._module.log)
 
     def _heed_signals(self, numbers: list[list[float]], *, training: bool, has_loss: bool = True) -> bool:
-        """Act on what has arrived at some rank. Returns whether some replica's training step has a loss."""
+        """Act on the signals of all ranks. Returns whether the training step of any replica has a loss."""
         signals = merge(noted for *_, noted in numbers)
         replicas = self._connections.replicas
-        if replicas is not None and training:  # in evaluation replicas may have unequally many batches
+        if replicas is not None and training:  # in evaluation they may have unequally many batches, and do not meet
             gathered = replicas.gather_numbers(float(has_loss), signals)
             has_loss = any(found for found, _ in gathered)
             signals = merge(noted for _, noted in gathered)
@@ -253,7 +254,7 @@ class StageRunner:
         return has_loss
 
     def scaled_share(self, loss: Tensor, state: Microbatch, accumulate: int) -> Tensor:
-        """The micro-batch's share of the loss that is minimised, scaled as fp16 needs it."""
+        """The micro-batch's share of the batch's loss, from which backward starts; scaled for fp16."""
         if not self._mean:
             share = loss / accumulate
         elif state.even:
@@ -264,11 +265,11 @@ class StageRunner:
         return share if scaler is None else scaler.scale(share)
 
     def loss_of_batch(self, losses: list[Tensor], sizes: list[int]) -> Tensor:
-        """What the micro-batches' losses come to; `sizes`: their numbers of samples."""
+        """The batch's loss from those of micro-batches; `sizes`: their numbers of samples."""
         return mean_loss(losses, sizes) if self._mean else torch.stack(losses).sum()
 
     def show_summary(self, sizes: list[int] | None, accumulate: int) -> None:
-        """Tell the user once how batches are split. `sizes`: as for `summary_of`."""
+        """Tell the user once how batches are split (`summary_of`)."""
         if self._has_shown_summary:
             return
         self._has_shown_summary = True
@@ -285,12 +286,12 @@ class StageRunner:
 
 
 def result_of(states: list[Microbatch]) -> Any:
-    """What a step has returned, put together over micro-batches and detached."""
+    """The result of a step, combined over micro-batches and detached."""
     return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
 
 
 def explain_single_sample(state: Microbatch, error: ValueError) -> None:
-    """Raise with the way out, if it is torch's error for a batch norm of one sample."""
+    """Raise with the way out, if the error is torch's for a batch norm of one sample."""
     if state.num_samples == 1 and _SINGLE_SAMPLE in str(error):
         raise ValueError(
             f"micro-batch {state.index} has one sample, of which a batch norm has no statistics: give batches two "
@@ -299,12 +300,12 @@ def explain_single_sample(state: Microbatch, error: ValueError) -> None:
 
 
 def _integers(args: Sequence[Any]) -> list[int]:
-    """The numbers of the batch and its loader, among what a step takes beside the batch."""
+    """The indices of the batch and its loader among a step's arguments."""
     return [arg for arg in args if isinstance(arg, int)]
 
 
 def _token(value: Any, state: Microbatch) -> Any:
-    """What a tensor holds now: equal for tensors that show the same number in one memory, as `detach` makes them."""
+    """Identifies a tensor's present value: equal for tensors that share it in memory, as `detach` makes them."""
     number = state.recording.value_of(value) if state.recording is not None else None
     if number is not None:
         return number

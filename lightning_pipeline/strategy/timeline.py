@@ -1,4 +1,4 @@
-"""PipelineTimeline: what each rank did when, as metrics, picture and trace."""
+"""PipelineTimeline: what each rank did and when, as metrics, a picture and a trace."""
 
 from __future__ import annotations
 
@@ -22,34 +22,33 @@ MAX_ROWS = 32
 
 
 class PipelineTimeline(Callback):
-    """Records the start and end of every action on every rank, logs what they come to, and draws the last step.
+    """Records the start and end of every action on every rank, logs metrics of them, and draws the last step.
 
     All-reduces of gradients over replicas are recorded as well, one for each bucket. Every `every_n_steps` training
-    steps the ranks exchange what they recorded, on one clock, and log on every rank:
+    steps the ranks exchange their recordings, on one clock, and log on every rank:
 
-    - ``pipeline/bubble``: the measured share of all ranks' time within the step without computation, 0 to 1; from the
-      first action to the last one, so that it has no part of the all-reduces that go on afterwards;
-    - ``pipeline/bubble_simulated``: that of the same schedule with the measured costs, all sends counted as computation
-      and every micro-batch as long as another, so that the difference is what the schedule itself is not to blame for;
-      the mean over replicas, each with its own costs;
-    - ``pipeline/reduction_overlap``, where there are replicas (that hold their parameters whole): of the time in which
-      gradients travel, the share that passes before the last action ends, on whatever rank; the rest makes the step
-      longer;
-    - ``pipeline/live_activations/rank0`` and so on: activations of virtual stages that the rank held at most at once;
-    - ``pipeline/live_activations_simulated/rank0`` and so on: what the schedule says.
+    - ``pipeline/bubble``: the measured share of all ranks' time without computation, 0 to 1, from the first action of
+      the step to the last one, so without all-reduces that go on afterwards;
+    - ``pipeline/bubble_simulated``: that of the same schedule, simulated with the measured costs, where sends count as
+      computation and all micro-batches take equally long. The difference to the measured one is not the schedule's
+      fault. With replicas it is the mean, each with its own costs;
+    - ``pipeline/reduction_overlap``, with replicas (that hold their parameters whole): the share of the time of
+      all-reduces that passes before the last action ends on any rank; the rest makes the step longer;
+    - ``pipeline/live_activations/rank0`` and so on: the most activations of virtual stages that the rank held at once;
+    - ``pipeline/live_activations_simulated/rank0`` and so on: the same, by the schedule.
 
     When training ends, rank 0 writes ``timeline.png`` and ``timeline.json`` (Chrome's trace format: open it in
-    chrome://tracing or Perfetto) of the last step and prints their paths. Their rows are replica after replica, and in
-    each stage after stage. The trace has all of them, the picture as many replicas as make 32 rows.
+    chrome://tracing or Perfetto) of the last step and prints their paths. They have a row for each stage of the first
+    replica, then of the second, and so on: the trace of all replicas, the picture of as many as fit into 32 rows.
 
-    Without this callback nothing is recorded and nothing spent. With it, an action takes half a microsecond longer, and
-    each logging takes an exchange of messages, half of it to align the clocks: 5 to 10 ms between two processes on CPU,
-    up to 60 ms where more of them compete for the cores.
+    Without this callback nothing is recorded, at no cost. With it, an action takes half a microsecond longer, and each
+    logging exchanges messages, half of them to align the clocks: 5 to 10 ms between two processes on CPU, up to 60 ms
+    where more processes compete for the cores.
 
     Args:
         dirpath: folder for the files; default: the Trainer's log folder.
-        filename: their name without ending.
-        every_n_steps: optimizer steps from one logging to the next; default: the Trainer's ``log_every_n_steps``.
+        filename: their name without extension.
+        every_n_steps: optimizer steps between logs; default: the Trainer's ``log_every_n_steps``.
 
     Raises:
         ValueError: `every_n_steps` is not a whole number from 1.
@@ -67,9 +66,9 @@ class PipelineTimeline(Callback):
         self.filename = filename
         self.every_n_steps = every_n_steps
         self.bubble: float | None = None
-        """The measured bubble of the last step that the ranks exchanged."""
+        """The measured bubble of the last step that was logged."""
         self.recorded: RecordedStep | None = None
-        """What this rank recorded of the last step, on its own clock."""
+        """This rank's recording of the last step, on its own clock."""
         self._last_step = 0
         self._recording: RecordedStep | None = None
 
@@ -95,7 +94,7 @@ class PipelineTimeline(Callback):
         assert strategy.pipeline is not None and self._recording is not None
         self.recorded = self._recording
         self.recorded.peak_live = strategy.pipeline.peak_live
-        # Batches whose gradients accumulate are not steps.
+        # Batches within an accumulation window are no optimizer steps.
         step, is_step = trainer.global_step, trainer.global_step != self._last_step
         self._last_step = step
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -129,7 +128,7 @@ class PipelineTimeline(Callback):
     def _exchange(
         self, strategy: PipelineStrategy, own: RecordedStep
     ) -> tuple[list[list[RecordedStep]], dict[str, float]]:
-        """What the ranks recorded, by replica and stage, and the metrics. All ranks must call it."""
+        """All ranks' recordings, by replica and stage, and the metrics. All ranks must call it."""
         assert strategy.pipeline is not None
         recorded = gather_recordings(own, strategy.transport, strategy.replicas)
         metrics = timeline_metrics(recorded, strategy.pipeline.placement)
@@ -150,13 +149,13 @@ def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequ
     """The numbers that `PipelineTimeline` logs, by name.
 
     Args:
-        recorded: what each rank recorded, by replica and by stage.
-        placement: for each virtual stage, the stage that holds it.
+        recorded: each rank's recording, by replica and stage.
+        placement: the rank in the pipeline of each virtual stage.
     """
     pipelines = [[rank.actions for rank in pipeline] for pipeline in recorded]
     timeline = [row for pipeline in pipelines for row in pipeline]
     reductions = [rank.reductions for pipeline in recorded for rank in pipeline]
-    # Replicas may differ in speed, and in the schedule that "auto" chose.
+    # Replicas may differ in speed, and in the schedule that "auto" has chosen.
     simulations = [
         measured_costs([pipeline], placement).simulate(recorded_schedule(pipeline, placement)) for pipeline in pipelines
     ]
@@ -174,7 +173,7 @@ def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequ
 
 
 def write_chrome_trace(recorded: Sequence[Sequence[RecordedStep]], path: Path) -> Path:
-    """Write what all ranks did, with times in seconds, by replica and stage. Returns `path`."""
+    """Write a trace of all ranks' recordings. Returns `path`."""
     ranks = [rank for pipeline in recorded for rank in pipeline]
     return save_chrome_trace(
         [rank.actions for rank in ranks],
@@ -185,7 +184,7 @@ def write_chrome_trace(recorded: Sequence[Sequence[RecordedStep]], path: Path) -
 
 
 def draw_timeline(recorded: Sequence[Sequence[RecordedStep]], path: Path) -> Path | None:
-    """Draw what the ranks of the first replicas did. Returns `path`, or None where matplotlib is not installed."""
+    """Draw the recordings of the first replicas. Returns `path`, or None where matplotlib is not installed."""
     num_shown = max(1, MAX_ROWS // len(recorded[0]))
     shown = [rank for pipeline in recorded[:num_shown] for rank in pipeline]
     title = "last training step"
@@ -206,7 +205,7 @@ def draw_timeline(recorded: Sequence[Sequence[RecordedStep]], path: Path) -> Pat
 
 
 def _labels(recorded: Sequence[Sequence[RecordedStep]]) -> list[str]:
-    """The ranks' names, replica after replica."""
+    """The names of the rows."""
     if len(recorded) == 1:
         return [f"rank {rank.rank}" for rank in recorded[0]]
     return [
@@ -217,6 +216,6 @@ def _labels(recorded: Sequence[Sequence[RecordedStep]]) -> list[str]:
 
 
 def _stages(rank: RecordedStep) -> str:
-    """``"stage 1"``, or ``"stages 1, 3"`` where a rank holds several virtual ones."""
+    """``"stage 1"``, or ``"stages 1, 3"`` of a rank with several virtual stages."""
     stages = sorted({action.stage for action, _, _ in rank.actions})
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"

@@ -1,6 +1,6 @@
-"""Benchmarks the best simulated plans for some steps and keeps the fastest.
+"""Runs the plans that are expected to be the best for some steps, and keeps the fastest.
 
-Before that a step is recorded in the stages of each, on one rank. Every rank still holds the whole module then.
+Before that one rank records a step in the stages of each plan. Every rank still holds the whole module then.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from .outputs import backward_of
 from .schedule_choice import Schedules
 
 _SEEDS = (0, 1, 2, 3)
-"""A step that leaves out layers at random may pass over a stage once, and seldom every time."""
+"""A step that drops layers at random may skip a stage with one seed, but hardly with all."""
 
 MOST = 4
-"""Plans to try."""
+"""Most plans to try."""
 NEAR = 0.15
-"""By which share of a step another plan may be expected to be slower than the first one, and be tried."""
+"""Plans are tried that are expected to be slower than the best by at most this share of a step."""
 BUDGET_S = 4.5
-"""For all trials together, or so."""
+"""For all trials together, roughly."""
 _MIN_STEPS, _MAX_STEPS = 3, 8
-"""Of each plan that count."""
+"""Timed steps of each plan."""
 _WARM_UP = 2.5
-"""What a plan's first two steps take, in steps: shapes are learnt in one, buffers made in the other."""
+"""What a plan's first two steps take, in steps: one learns shapes, the other makes buffers."""
 LEAST = _WARM_UP + _MIN_STEPS
-"""What trying a plan takes at least, in steps."""
+"""What trying a plan takes, in steps."""
 
 
 def choose_plan(
@@ -63,12 +63,12 @@ def choose_plan(
     everybody: Callable[[Callable[[], Any]], Any],
     limit: float,
 ) -> StagePlan:
-    """The plan to take. All ranks of the pipeline must call it.
+    """The plan to use. All ranks of the pipeline must call it.
 
     Args:
-        ranked: on the first rank, the plans that are expected to be the best.
-        times: seconds of steps of some plans (`TrialSteps.times`).
-        everybody: gives all ranks what the first one makes of a function.
+        ranked: gives plans on the first rank, those that are expected to be the best first.
+        times: measures seconds of steps of some plans (`TrialSteps.times`).
+        everybody: calls a function on the first rank, and gives all ranks its result.
         limit: bytes that a device has.
     """
 
@@ -84,10 +84,10 @@ def choose_plan(
 
 
 def worth_trying(module: nn.Module, plans: Sequence[StagePlan], limit: float) -> list[StagePlan]:
-    """Those of some plans, the best first, that may be the best, and can be tried.
+    """Those of some plans, the best first, that may turn out the fastest and can be tried.
 
     Args:
-        limit: bytes that a device has; plans need room beside the whole module.
+        limit: bytes that a device has; plans need room next to the whole module.
     """
     if not plans[0].is_measured:
         return []
@@ -102,16 +102,16 @@ def worth_trying(module: nn.Module, plans: Sequence[StagePlan], limit: float) ->
         if is_near and needed <= left and whole + max(plan.peak_bytes) <= limit:
             chosen.append(plan)
             left -= needed
-        elif not chosen:  # others say nothing without the first one
+        elif not chosen:  # without the first one there is nothing to compare the others with
             break
     return chosen[:MOST]
 
 
 def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> StagePlan:
-    """The plan that was the fastest, as it was when it was tried; the first one of those that were.
+    """The plan that ran fastest, with its measured time; on a tie the first one.
 
     Args:
-        times: seconds of each plan's steps, which took turns with those of the others, without sums over replicas.
+        times: seconds of each plan's steps, without sums over replicas.
     """
     took = [median(own) + plan.reduction_seconds for plan, own in zip(plans, times, strict=True)]
     seconds = min(took)
@@ -119,12 +119,12 @@ def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> 
 
 
 class TrialSteps:
-    """Runs a training step without an update, and without a trace (`without_side_effects`, as its user sees to).
+    """Runs training steps without updates. The caller keeps them from leaving traces (`without_side_effects`).
 
     Args:
         step: the user's, from a micro-batch to its loss.
         batch: of a step, on the first rank.
-        schedules_of: the schedules of a plan.
+        schedules_of: gives the schedules of a plan.
     """
 
     def __init__(
@@ -152,16 +152,16 @@ class TrialSteps:
         )
 
     def times(self, plans: Sequence[StagePlan]) -> list[list[float]]:
-        """Seconds of steps of each plan, the slowest rank's. The plans take turns, so that what else the machine does
-        meets all of them; three in any case, and more in the time that there is. All ranks of the pipeline must call
-        it."""
+        """Seconds of steps of each plan on the slowest rank. The plans take turns, so that other load on the machine
+        slows all of them. All ranks of the pipeline must call it."""
         with gradients_apart(self._module), ExitStack() as patched:
             tried = [self._pipeline(plan) for plan in plans]
             for pipeline in tried:
                 patched.enter_context(pipeline.recorder.patched())
                 self._seconds(pipeline)
             needed = sum(map(self._seconds, tried))
-            count = max(_MIN_STEPS, min(_MAX_STEPS, int(BUDGET_S / needed - _WARM_UP)))  # the same on all ranks
+            # `needed` is the slowest rank's, so the count is the same on all.
+            count = max(_MIN_STEPS, min(_MAX_STEPS, int(BUDGET_S / needed - _WARM_UP)))
             rounds = [[self._seconds(pipeline) for pipeline in tried] for _ in range(count)]
         return [list(times) for times in zip(*rounds, strict=True)]
 
@@ -181,7 +181,7 @@ class TrialSteps:
         )
 
     def _transport_along(self, placement: Sequence[int]) -> Transport:
-        """The one that the pipeline would have: virtual stages send to ranks that others do not."""
+        """The transport that the plan's pipeline would have: virtual stages need further routes."""
         own = self._transport
         topology = own.topology.along(placement)
         if topology == own.topology:
@@ -195,7 +195,7 @@ class TrialSteps:
         if self._transport.stage == 0:
             own = tree.replace(self._batch, Tensor.clone)  # which the step may write into
             microbatches = microbatches_of(own, pipeline.num_microbatches, self._module)
-        # What a step writes into buffers is on the ranks that the plan has for them, and the next plan has others.
+        # A step writes into buffers on the ranks that this plan gives them, and the next plan gives them others.
         with left_as_it_was(self._module):
             self._synchronize()
             began = time.perf_counter()
@@ -216,7 +216,7 @@ def fault_of_cut(
     """What goes wrong when the step is recorded in the plan's stages; empty if nothing does.
 
     Args:
-        goes_back: the data may go back to an earlier stage.
+        goes_back: data may return to an earlier stage.
     """
     num_stages = len(plan.stages)
     used: set[int] = set()
@@ -230,7 +230,7 @@ def fault_of_cut(
             used.update(event.visit % num_stages for event in holding)
             if len(used) == num_stages:
                 return ""
-    except Exception as error:  # whatever a user's code makes of tensors that are not there
+    except Exception as error:  # the user's code may fail on placeholders in any way
         return f"{type(error).__name__}: {error}"
     return f"no module runs on stage {min(set(range(num_stages)) - used)}"
 
@@ -244,7 +244,7 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
     given, layout = tree.flatten(microbatch)
     state = Microbatch(0, Structure("trial", layout, []), layout, 1, 1.0, 1, True, 0)
     data = _OnOneRank(state, tensors, num_stages, draws)
-    # What one recording leaves on the module, as a metric's sums, is nothing to the next.
+    # One recording must not leave anything on the module for the next, such as a metric's sums.
     with left_as_it_was(module), torch.set_grad_enabled(module.training), draws.kept():
         recording = Recording(recorder, recorder.beginning("trial", 0), data, lambda number: draws.seed(seed, number))
         state.recording = recording
@@ -254,7 +254,7 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
 
 
 class _OnOneRank:
-    """Gives a recording data of a module that is whole here."""
+    """Gives a recording its data, from a module that is whole on this rank."""
 
     def __init__(self, state: Microbatch, tensors: ModuleTensors, num_stages: int, draws: Draws) -> None:
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""Validates options and modules: what cannot work under a pipeline is refused with the way out."""
+"""Refuses options and modules that cannot work in a pipeline, with the way out."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ ALIKE = (
     "loss_reduction",
     "output_broadcast",
 )
-"""Those that all ranks have to be given alike, beside the schedule."""
+"""Options that all ranks must agree on; the schedule is another."""
 
 
 def data_parallel_of(data_parallel: str, *, opt_shard: bool) -> str:
-    """What the two options for sharding over replicas come to.
+    """The `data_parallel` that both options for sharding over replicas ask for.
 
     Raises:
-        ValueError: no such way, or `opt_shard` beside "fsdp".
+        ValueError: unknown, or `opt_shard` with "fsdp".
     """
     if data_parallel not in DATA_PARALLEL:
         raise ValueError(f'data_parallel is "replicate", "zero1" or "fsdp", got {data_parallel!r}')
@@ -60,7 +60,7 @@ def data_parallel_of(data_parallel: str, *, opt_shard: bool) -> str:
 
 
 def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
-    """Raise for values that are none of those a `PipelineStrategy` takes, or do not go together.
+    """Raise for options with impossible values, or that do not go together.
 
     Raises:
         ValueError: names the value and the way out.
@@ -119,10 +119,10 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
 
 
 def check_tensors_are_whole(module: LightningModule, tensor_parallel_size: int) -> None:
-    """Before a module is to be cut automatically.
+    """Check that a module can be cut automatically.
 
     Raises:
-        ValueError: one rank alone cannot measure a step, since it has parts of the tensors only.
+        ValueError: one rank cannot measure a step by itself, as it has only slices of the tensors.
     """
     if tensor_parallel_size > 1:
         raise ValueError(
@@ -132,10 +132,10 @@ def check_tensors_are_whole(module: LightningModule, tensor_parallel_size: int) 
 
 
 def check_one_replica(topology: Topology) -> Topology:
-    """`topology`, where tensors are split.
+    """`topology`, which tensor parallelism allows one replica only.
 
     Raises:
-        ValueError: it has several replicas.
+        ValueError: it has several.
     """
     if topology.data_parallel_size > 1:
         size, stages = topology.tensor_parallel_size, topology.num_stages
@@ -148,7 +148,7 @@ def check_one_replica(topology: Topology) -> Topology:
 
 
 def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tensor_parallel: bool) -> None:
-    """Raise where parameters are, or will be, in slices that something cannot handle.
+    """Raise where a callback or an option does not go with parameters in slices.
 
     Raises:
         ValueError: with the way out.
@@ -167,16 +167,16 @@ def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tenso
         )
 
 
-def check_precision(precision: Precision, *, is_alone: bool) -> None:
-    """Raise for a precision whose sharding or conversion the pipeline does not do.
+def check_precision(precision: Precision, *, is_single_process: bool) -> None:
+    """Raise for a precision plugin that the pipeline does not support.
 
     Args:
-        is_alone: there is one process, which takes any that leaves the backward to Lightning.
+        is_single_process: which supports any plugin without a backward of its own.
 
     Raises:
         ValueError: with the way out.
     """
-    if is_alone and type(precision).backward is Precision.backward:
+    if is_single_process and type(precision).backward is Precision.backward:
         return
     if type(precision) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
         raise ValueError(
@@ -186,7 +186,7 @@ def check_precision(precision: Precision, *, is_alone: bool) -> None:
 
 
 PREFIX = "LIGHTNING_PIPELINE_"
-_OTHERS = ("LAUNCHER",)  # that are no options
+_OTHERS = ("LAUNCHER",)  # variables that are no options
 
 
 def options_in_environment(strategy: type, given_by_trainer: tuple[str, ...]) -> dict[str, Any]:

@@ -59,9 +59,7 @@ def ownership_of(module: Tied, num_stages: int, stage: int) -> Ownership:
 
 
 def settled(layout: OptimizerLayout, ownership: Ownership, transport) -> StageOptimizers:
-    optimizers = StageOptimizers([layout], transport)
-    optimizers.settle(ownership)
-    return optimizers
+    return StageOptimizers([layout], ownership, transport)
 
 
 def clipped_by_torch(seed: int, norm_type: float, max_norm: float, mixed: bool) -> tuple[torch.Tensor, Tied]:
