@@ -80,7 +80,7 @@ class Checkpoints:
     @property
     def _is_writer(self) -> bool:
         """Whether this rank's pipeline writes checkpoints, which would be the same on all."""
-        return self._session.connections.topology.pipeline == 0
+        return self._session.topology.pipeline == 0
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Checkpoints:
         if not self._is_writer:
             help_to_gather(module)
             return {}
-        return gather_module_state(module, self._session.ownership, self._session.connections.transport)
+        return gather_module_state(module, self._session.ownership, self._session.transport)
 
     def gather_module(self) -> LightningModule | None:
         """`PipelineStrategy.gather_module`."""
@@ -122,7 +122,7 @@ class Checkpoints:
             self._save_folder(checkpoint, path, storage_options)
         elif self._is_writer:
             session = self._session
-            checkpoint = filled_from_owners(checkpoint, session.ownership, session.connections.transport)
+            checkpoint = filled_from_owners(checkpoint, session.ownership, session.transport)
             plain(checkpoint, path, storage_options=storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:

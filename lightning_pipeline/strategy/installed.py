@@ -46,7 +46,7 @@ def installed(session: Session) -> ExitStack:
         backwards_met(strategy.precision_plugin, session.go_back, override)
         if not session.is_single_process:
             _let_many_agree(session, override)
-            stack.enter_context(shared_statistics(module, session.connections.replicas))
+            stack.enter_context(shared_statistics(module, session.replicas))
         if not session.gets_batches:
             skip_before_transfer(module, override)
         if not strategy.output_broadcast and pipeline.rank != pipeline.last_rank:
@@ -57,7 +57,7 @@ def installed(session: Session) -> ExitStack:
 def _let_many_agree(session: Session, override: Override) -> None:
     """Changes for several processes, which have to act alike."""
     trainer, strategy, optimizers = session.module.trainer, session.strategy, session.optimizers
-    plugin, replicas = strategy.precision_plugin, session.connections.replicas
+    plugin, replicas = strategy.precision_plugin, session.replicas
 
     def clip(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         with session.stages.aside():
@@ -67,9 +67,9 @@ def _let_many_agree(session: Session, override: Override) -> None:
     override(plugin, "clip_grad_by_norm", InPlaceOf(plugin.clip_grad_by_norm, by_norm))
     override(plugin, "clip_grad_by_value", InPlaceOf(plugin.clip_grad_by_value, by_value))
     call_before_update(plugin, optimizers.before_update, override)
-    measure_replicas(trainer, session.connections.topology.data_parallel_size)
+    measure_replicas(trainer, session.topology.data_parallel_size)
     validate_by_first_clock(trainer, strategy.broadcast, override)
     session.signals.install(override)
     if (scaler := getattr(plugin, "scaler", None)) is not None:
-        agree_on_overflow(scaler, session.connections.device, override)
+        agree_on_overflow(scaler, session.device, override)
     sync_over(session.module, replicas.group if replicas is not None else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,14 @@ from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.host_memory import available_bytes
 from lightning_pipeline.runtime.tensor_meta import conform
 
-from .._lightning import LightningModule, rank_zero_warn
+from .._lightning import rank_zero_warn
 from ..checkpoint.state import copies_of
 from ..checkpoint.weights import Weights, load_weights
-from .connections import Connections
 from .lightning_private import note_device
 from .partitioner import Cut
+
+if TYPE_CHECKING:
+    from .session import Session
 
 _CRC_BYTES = 4096
 _NONE, _PARTS, _MEMORY, _SLICES = range(4)
@@ -55,7 +57,7 @@ class LocalModule:
     """A rank's part of a module: creates or reads its tensors, moves them, and releases those that only others use.
 
     Args:
-        module: whole, or in parts where an earlier run has left it so.
+        session: its module is whole, or in parts where an earlier run has left it so.
         placement: the rank in the pipeline of each virtual stage.
         sharded: shards parameters over replicas; None keeps them whole.
 
@@ -69,17 +71,16 @@ class LocalModule:
 
     def __init__(
         self,
-        module: LightningModule,
+        session: Session,
         cut: Cut,
         placement: Sequence[int],
-        connections: Connections,
         sharded: FullySharded | None,
     ) -> None:
-        self._module = module
-        self._device = connections.device
-        self._transport = connections.transport
-        self._replicas = connections.replicas
-        self._tensor_group = connections.tensor_group
+        self._module = module = session.module
+        self._device = session.device
+        self._transport = session.transport
+        self._replicas = session.replicas
+        self._tensor_group = session.tensor_group
         self._came_in_parts = any(tensor.is_meta for _, tensor in named_tensors(module))
         if sharded is not None:
             sharded.adopt(module)
@@ -87,7 +88,7 @@ class LocalModule:
         self.calls = KeyedCalls(module, cut.stages)
         self.tensors = ModuleTensors(module, cut.stages)
         certain = certain_stages(self.leaves, cut.stages.num_stages) if cut.is_final else {}
-        self.placement = ParameterMap(module, placement, connections.topology.stage_rank, certain)
+        self.placement = ParameterMap(module, placement, session.topology.stage_rank, certain)
         self.placement.find_present(module, self._transport)
         self._update_ownership()
 

@@ -36,24 +36,22 @@ class LocalStages:
     """
 
     def __init__(self, session: Session, cut: Cut, schedules: Schedules) -> None:
-        module, connections, strategy = session.module, session.connections, session.strategy
-        topology, transport, replicas = connections.topology, connections.transport, connections.replicas
+        module, strategy = session.module, session.strategy
+        device, transport, replicas = session.device, session.transport, session.replicas
         self._module = module
         self._cut = cut
-        self._tensor_group = connections.tensor_group
+        self._tensor_group = session.tensor_group
         self._is_single_process = session.is_single_process
         self._on_released = lambda: session.optimizers.settle(self.local.ownership)
         self._is_settled = False
         self._sharded: FullySharded | None = None
         if strategy.data_parallel == "fsdp" and replicas is not None:
-            self._sharded = FullySharded(
-                replicas, connections.device.type, gradients_mean=strategy.gradients_mean
-            )
-        self.local: LocalModule = LocalModule(module, cut, schedules.placement, connections, self._sharded)
+            self._sharded = FullySharded(replicas, device.type, gradients_mean=strategy.gradients_mean)
+        self.local: LocalModule = LocalModule(session, cut, schedules.placement, self._sharded)
         self.pipeline = Pipeline(
-            rank=topology.stage_rank,
+            rank=session.topology.stage_rank,
             placement=schedules.placement,
-            device=connections.device,
+            device=device,
             transport=transport,
             tensors=self.local.tensors,
             calls=self.local.calls,
@@ -64,7 +62,7 @@ class LocalStages:
         )
         self.owner_computes: OwnerComputes | None = None
         if transport is not None:
-            direct = DirectTransport(transport, connections.device)
+            direct = DirectTransport(transport, device)
             self.owner_computes = OwnerComputes(module, self.pipeline.recorder, transport, direct)
         self.gradients: Gradients = Gradients(
             module,

@@ -49,7 +49,7 @@ class ManualStep:
         stages, module = self._session.stages, self._module
         if (scaler := getattr(self._plugin, "scaler", None)) is not None:
             # A scaler creates its scale at the first call, and ranks without a loss would not call it.
-            scaler.scale(torch.zeros((), device=self._session.connections.device))
+            scaler.scale(torch.zeros((), device=self._session.device))
         work = StepTask(
             kind=("train", module.training),
             step=self._run_microbatch,

@@ -48,26 +48,23 @@ class PipelineRebalance(Callback):
         strategy = pipeline_of(trainer)
         self._spans = None
         is_due = trainer.global_step >= self.first_step and len(self._steps) < self.num_steps
-        if strategy is None or strategy.pipeline is None or not is_due:
-            return
-        self._spans = []
-        strategy.observers.add(self._note)
+        if strategy is not None and is_due:
+            self._spans = []
+            strategy.observers.add(self._spans.append)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         strategy = pipeline_of(trainer)
-        if self._spans is None or strategy is None or strategy.pipeline is None:
+        if self._spans is None or strategy is None:
             return
-        pipeline = strategy.pipeline
-        strategy.observers.discard(self._note)
+        pipeline, transport = strategy.session.pipeline, strategy.session.transport
+        strategy.observers.discard(self._spans.append)
         if is_usual(self._spans, pipeline):
             self._steps.append(self._spans)
-        self._spans = None
         if len(self._steps) < self.num_steps or self.rebalance is not None or pipeline.num_ranks == 1:
             return
-        transport = strategy.transport
         timelines = [gather_spans(spans, transport) for spans in self._steps]
 
         def decide() -> Rebalance:
@@ -84,7 +81,3 @@ class PipelineRebalance(Callback):
             decide, lambda found: transport.broadcast_object(found, 0, "a better cut"), decides=pipeline.rank == 0
         )
         rank_zero_info(f"PipelineRebalance: {self.rebalance}")
-
-    def _note(self, span: Span) -> None:
-        if self._spans is not None:
-            self._spans.append(span)

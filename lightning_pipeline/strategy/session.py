@@ -21,6 +21,7 @@ from lightning_pipeline.partition.stage_config import read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.log import is_logging, logger
 from lightning_pipeline.runtime.replicas import Replicas
+from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import LightningModule, TrainerFn
@@ -28,7 +29,6 @@ from ..accelerators.rank_table_environment import warn_of_placement
 from ..checkpoint.optimizer_layout import OptimizerLayout
 from ..checkpoint.state import copies_of
 from . import validation
-from .connections import Connections
 from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader
 from .hooks import knows_no_others, look_at_batches
 from .installed import installed
@@ -58,7 +58,11 @@ class Session:
         config: the keys of stage_config; empty to find the cut automatically.
 
     Attributes:
-        connections: to the other ranks.
+        device: this rank's.
+        topology: the ranks of the run, and this rank's place.
+        transport: to the other stages; None with one stage.
+        replicas: the ranks that run the same stages on other samples; None if there are none.
+        tensor_group: the ranks among which this stage's tensors are split; None if they are whole.
         stages: this rank's, under the present cut.
         runner: runs steps on them.
         optimizers: those of the last fit, if any.
@@ -68,7 +72,9 @@ class Session:
         is_over: a run has failed, so the next one needs new connections.
     """
 
-    connections: Connections
+    topology: Topology
+    transport: Transport | None
+    replicas: Replicas | None
     stages: LocalStages
     runner: StageRunner
     advisor: Advisor | None
@@ -89,6 +95,8 @@ class Session:
         self.is_over = False
         self.signals = Signals(module, has_replicas=replicas > 1)
         self.strategy = strategy
+        self.device = strategy.root_device
+        self.tensor_group = strategy.tensor_group
         self.is_single_process = strategy.world_size == 1
         self._shares_batches = False  # every rank gets the batches, not only the first stage
         self._installed = ExitStack()
@@ -97,7 +105,7 @@ class Session:
         cut = self.partitioner.at_start()
         self._seed = strategy.broadcast(torch.initial_seed())
         self._apply(cut)
-        self.optimizers = StageOptimizers((), self.ownership, self.connections.transport)
+        self.optimizers = StageOptimizers((), self.ownership, self.transport)
         self.stages.local.make(strategy.weights, self._seed)
 
     @property
@@ -126,18 +134,18 @@ class Session:
         if strategy.schedule_choice.is_auto:
             self.advisor = Advisor(**sizes, max_live_microbatches=strategy.max_live_microbatches)
         schedules = self.advisor.first if self.advisor is not None else strategy.schedule_choice.bind(**sizes)
-        topology = strategy.topology_of(self.num_stages).along(schedules.placement)
-        device = strategy.root_device
+        self.topology = strategy.topology_of(self.num_stages).along(schedules.placement)
         if not self.is_single_process:
             warn_of_placement(self.num_stages)
-        if device.type == "cpu":
+        if self.device.type == "cpu":
             keep_freed_memory()
-        transport = None
+        self.transport = None
         if self.num_stages > 1:
             store = dist.distributed_c10d._get_default_store()
-            transport = Transport.shared(topology, device, strategy.timeout, store, strategy.peers.notice)
-        replicas = Replicas.shared(topology, strategy.timeout)
-        self.connections = Connections(topology, device, transport, replicas, strategy.tensor_group)
+            self.transport = Transport.shared(
+                self.topology, self.device, strategy.timeout, store, strategy.peers.notice
+            )
+        self.replicas = Replicas.shared(self.topology, strategy.timeout)
         self.stages = LocalStages(self, cut, schedules)
         self.runner = StageRunner(self, self._seed)
         if is_logging():
@@ -145,13 +153,13 @@ class Session:
             self._log(cut)
 
     def _log(self, cut: Cut) -> None:
-        topology = self.connections.topology
+        topology = self.topology
         logger.debug("stages begin with %s", dict(cut.stages.exact) or "the step; there is one, or they are found next")
         logger.debug(
             "is stage %d of replica %d, on %s; %d micro-batches by schedule %s, virtual stages on ranks %s",
             topology.stage_rank,
             topology.replica,
-            self.connections.device,
+            self.device,
             cut.num_microbatches,
             self.strategy.schedule_choice.label,
             topology.placement,
@@ -160,7 +168,7 @@ class Session:
     def _cut_before_step(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Find the cut of a module without a stage_config, before its first step. All ranks must call it."""
         is_whole = self.partitioner.is_whole
-        cut = self.partitioner.before_step(name, arguments, self.connections.transport)
+        cut = self.partitioner.before_step(name, arguments, self.transport)
         if cut is None:
             return
         module, before = self.module, self.stages
@@ -188,8 +196,8 @@ class Session:
         self.optimizers = StageOptimizers(
             [OptimizerLayout(optimizer, self.module) for optimizer in self.strategy.optimizers],
             self.ownership,
-            self.connections.transport,
-            shards_over=self.connections.replicas if self.strategy.data_parallel == "zero1" else None,
+            self.transport,
+            shards_over=self.replicas if self.strategy.data_parallel == "zero1" else None,
             has_slices=self.stages.has_slices,
         )
 
@@ -215,25 +223,24 @@ class Session:
     def close(self) -> None:
         """After a failure: close connections, which wakes up the ranks that wait for this one."""
         self.is_over = True
-        if self.connections.replicas is not None:
-            self.connections.replicas.close()
+        if self.replicas is not None:
+            self.replicas.close()
 
     # -- data -------------------------------------------------------------------------------------------------------
 
     @property
     def gets_batches(self) -> bool:
         """Whether this rank has the data of batches, not only their specs."""
-        return self.connections.topology.is_first_stage or self._shares_batches
+        return self.topology.is_first_stage or self._shares_batches
 
     def shared_loader(self, loader: object) -> SharedLoader:
         """A loader through which the stages share batches: the first stage reads them, the others follow."""
         # Replicas wait for one another only in training.
-        replicas = self.connections.replicas if self.module.trainer.training else None
+        replicas = self.replicas if self.module.trainer.training else None
         options: dict[str, Any] = {"whole": self._shares_batches, "lending": self._lending}
-        transport = self.connections.transport
-        if transport is None or self.connections.topology.is_first_stage:
-            return AnnouncedLoader(loader, transport, replicas, **options)
-        return FollowingLoader(loader, transport, **options)
+        if self.transport is None or self.topology.is_first_stage:
+            return AnnouncedLoader(loader, self.transport, replicas, **options)
+        return FollowingLoader(loader, self.transport, **options)
 
     def _lending(self) -> Lending | None:
         owner_computes = self.stages.owner_computes
@@ -245,7 +252,7 @@ class Session:
         if not isinstance(batch, Iterator) or is_whole:
             return batch, *others
         taken, *OneBatch.place = next(batch)
-        return OneBatch(self.strategy.batch_to_device(taken, self.connections.device)), *others
+        return OneBatch(self.strategy.batch_to_device(taken, self.device)), *others
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -270,7 +277,7 @@ class Session:
                 return ManualStep(self, arguments[1:]).run(microbatches)
             advising: AbstractContextManager[None] = nullcontext()
             if self.advisor is not None:
-                advising = self.advisor.watching(self.pipeline, self.connections.transport)
+                advising = self.advisor.watching(self.pipeline, self.transport)
             with advising:
                 result = self.runner.train(arguments[1:], microbatches, is_last=is_last)
         return SKIPPED if result is None else result

@@ -38,11 +38,11 @@ from .session import FromSession, Session
 class SessionStrategy(ProcessStrategy):
     """Adapts the methods that Lightning calls on a strategy to `Session`, `Checkpoints` and `Peers`."""
 
-    topology = FromSession[Topology | None](lambda session: session.connections.topology, None)
+    topology = FromSession[Topology | None](lambda session: session.topology, None)
     """Which rank holds which stage of which replica. Like most of the following it is None before set-up."""
-    transport = FromSession[Transport | None](lambda session: session.connections.transport, None)
+    transport = FromSession[Transport | None](lambda session: session.transport, None)
     """The connection between the stages; None with one stage."""
-    replicas = FromSession[Replicas | None](lambda session: session.connections.replicas, None)
+    replicas = FromSession[Replicas | None](lambda session: session.replicas, None)
     """The ranks that run this rank's stages on other samples; None if there are none."""
     ownership = FromSession[Ownership | None](lambda session: session.ownership, None)
     """Which stages hold each parameter and buffer."""
@@ -140,7 +140,7 @@ class SessionStrategy(ProcessStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        topology = self.session.connections.topology
+        topology = self.session.topology
         return {"num_replicas": topology.data_parallel_size, "rank": topology.replica}
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class SessionStrategy(ProcessStrategy):
 
     def _begin_evaluation(self, kind: str, num_batches: list[int | float]) -> None:
         session = self.session
-        self.peers.agree_once(kind, evaluation_of(kind, num_batches, session.connections.topology.replica))
+        self.peers.agree_once(kind, evaluation_of(kind, num_batches, session.topology.replica))
         session.signals.pause(True)
         session.stages.gather_parameters()
 

@@ -21,9 +21,9 @@ from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
-from .._lightning import Callback, LightningModule, LightningOptimizer, is_overridden, rank_zero_warn
+from .._lightning import LightningModule, LightningOptimizer, is_overridden, rank_zero_warn
 from ..checkpoint.optimizer_layout import OptimizerLayout
-from .hooks import knows_no_others
+from .hooks import has_hook, knows_no_others
 from .shared_updates import OptimizerShards, WholeUpdates
 
 _NO_GRADIENT = -1.0  # no norm is negative, and NaN stays free for gradients that are
@@ -200,11 +200,10 @@ def zeroed_unseen(module: LightningModule) -> set[nn.Parameter]:
 
     Empty where a hook of the module or a callback, or an optimizer's own `zero_grad`, could see them.
     """
-    optimizers, callbacks = module.trainer.optimizers, module.trainer.callbacks  # type: ignore[attr-defined]
+    optimizers = module.trainer.optimizers
     if (
         is_overridden("optimizer_zero_grad", module)
-        or is_overridden("on_before_zero_grad", module)
-        or any(is_overridden("on_before_zero_grad", callback, Callback) for callback in callbacks)
+        or has_hook("on_before_zero_grad", module)
         or any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
     ):
         return set()

@@ -41,19 +41,19 @@ class StageRunner:
     """
 
     def __init__(self, session: Session, seed: int) -> None:
-        connections, strategy = session.connections, session.strategy
+        strategy = session.strategy
         self.peak_live: int = 0
         self._module = session.module
         self._stages = session.stages
-        self._connections = connections
+        self._session = session
         self._signals = session.signals
         self._mean = strategy.loss_reduction == "mean"
         self._output_broadcast = strategy.output_broadcast
         # A single process takes a batch whole that does not tell how to split it, unless it was asked to.
-        self._must_split = connections.topology.world_size > 1 or strategy.num_microbatches is not None
-        self._seed = mix(seed, connections.topology.replica) if connections.replicas is not None else seed
+        self._must_split = not session.is_single_process or strategy.num_microbatches is not None
+        self._seed = mix(seed, session.topology.replica) if session.replicas is not None else seed
         self._logged = LoggedValues(session.module)
-        self._draws = Draws(connections.device)
+        self._draws = Draws(session.device)
         self._has_looked_at_loss = not self._mean
         self._has_shown_summary = False
 
@@ -63,8 +63,8 @@ class StageRunner:
             return None
         if isinstance(batch, Iterator) and not isinstance(batch, OneBatch):  # the step takes batches itself
             return [batch]
-        if self._connections.tensor_group is not None:
-            batch = self._connections.tensor_group.same(batch)
+        if self._session.tensor_group is not None:
+            batch = self._session.tensor_group.same(batch)
         try:
             return microbatches_of(batch, self._stages.pipeline.num_microbatches, self._module)
         except ValueError:
@@ -135,7 +135,7 @@ class StageRunner:
         if is_skipped_by_all:
             return None
         if not losses:  # other replicas have some, with whose gradients this one updates, too
-            return torch.zeros((), device=self._connections.device)
+            return torch.zeros((), device=self._session.device)
         loss = self.loss_of_batch(*map(list, zip(*losses, strict=True))).to(torch.float32)
         extra = _without_loss([state.result for state in states], sizes)
         return {"loss": loss, **extra} if extra else loss
@@ -237,15 +237,14 @@ class StageRunner:
         """Log the micro-batches' values, as one process does for its whole batch."""
         logged = [state.logged for state in states]
         if len({digest for *_, digest, _ in numbers}) > 1:  # as of times: the first rank's numbers count
-            transport = self._connections.transport
-            assert transport is not None  # there are several ranks
-            take_numbers(logged, transport.broadcast_object(numbers_in(logged), 0, "logged numbers"))
+            assert self._session.transport is not None  # there are several stages
+            take_numbers(logged, self._session.transport.broadcast_object(numbers_in(logged), 0, "logged numbers"))
         self._logged.log(logged, self._module.log)
 
     def _heed_signals(self, numbers: list[list[float]], *, training: bool, has_loss: bool = True) -> bool:
         """Act on the signals of all ranks. Returns whether the training step of any replica has a loss."""
         signals = merge(noted for *_, noted in numbers)
-        replicas = self._connections.replicas
+        replicas = self._session.replicas
         if replicas is not None and training:  # in evaluation they may have unequally many batches, and do not meet
             gathered = replicas.gather_numbers(float(has_loss), signals)
             has_loss = any(found for found, _ in gathered)
@@ -273,7 +272,7 @@ class StageRunner:
         if self._has_shown_summary:
             return
         self._has_shown_summary = True
-        rank_zero_info(summary_of(self._connections.topology, sizes, accumulate))
+        rank_zero_info(summary_of(self._session.topology, sizes, accumulate))
         if sizes is not None and (batch_norms := batch_norms_of(self._module, sizes)):
             rank_zero_info(batch_norms)
 

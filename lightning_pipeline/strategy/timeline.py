@@ -15,7 +15,8 @@ from lightning_pipeline.schedules import idle_share, measured_costs, recorded_sc
 from lightning_pipeline.schedules.timeline import overlapped_share, save_chrome_trace, save_picture
 
 from .._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
-from .pipeline import PipelineStrategy, pipeline_of
+from .pipeline import pipeline_of
+from .session import Session
 
 MAX_ROWS = 32
 """Ranks in a picture: as many replicas as that allows, and at least one."""
@@ -70,7 +71,7 @@ class PipelineTimeline(Callback):
         self.recorded: RecordedStep | None = None
         """This rank's recording of the last step, on its own clock."""
         self._last_step = 0
-        self._recording: RecordedStep | None = None
+        self._recording = RecordedStep(0)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,15 +92,14 @@ class PipelineTimeline(Callback):
         strategy = pipeline_of(trainer)
         if strategy is None:
             return
-        assert strategy.pipeline is not None and self._recording is not None
         self.recorded = self._recording
-        self.recorded.peak_live = strategy.pipeline.peak_live
+        self.recorded.peak_live = strategy.session.pipeline.peak_live
         # Batches within an accumulation window are no optimizer steps.
         step, is_step = trainer.global_step, trainer.global_step != self._last_step
         self._last_step = step
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if is_step and every and step % every == 0 and self.recorded.actions:
-            _, metrics = self._exchange(strategy, self.recorded)
+            _, metrics = self._exchange(strategy.session, self.recorded)
             pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
     @override
@@ -113,25 +113,20 @@ class PipelineTimeline(Callback):
         dirpath = Path(strategy.broadcast(self.dirpath or trainer.log_dir or trainer.default_root_dir))
         if self.recorded is None or not self.recorded.actions:
             return
-        recorded, metrics = self._exchange(strategy, self.recorded)
+        recorded, metrics = self._exchange(strategy.session, self.recorded)
         if trainer.is_global_zero:
             self._write(recorded, dirpath, metrics["pipeline/bubble_simulated"])
 
     def _note_action(self, span: Span) -> None:
-        if self._recording is not None:
-            self._recording.actions.append(span)
+        self._recording.actions.append(span)
 
     def _note_reduction(self, bucket: int, start: float, end: float) -> None:
-        if self._recording is not None:
-            self._recording.note_reduction(bucket, start, end)
+        self._recording.note_reduction(bucket, start, end)
 
-    def _exchange(
-        self, strategy: PipelineStrategy, own: RecordedStep
-    ) -> tuple[list[list[RecordedStep]], dict[str, float]]:
+    def _exchange(self, session: Session, own: RecordedStep) -> tuple[list[list[RecordedStep]], dict[str, float]]:
         """All ranks' recordings, by replica and stage, and the metrics. All ranks must call it."""
-        assert strategy.pipeline is not None
-        recorded = gather_recordings(own, strategy.transport, strategy.replicas)
-        metrics = timeline_metrics(recorded, strategy.pipeline.placement)
+        recorded = gather_recordings(own, session.transport, session.replicas)
+        metrics = timeline_metrics(recorded, session.pipeline.placement)
         self.bubble = metrics["pipeline/bubble"]
         return recorded, metrics
 
