@@ -102,11 +102,13 @@ class Replicas:
     def _others(self) -> str:
         return ranks(rank for rank in self.topology.data_ranks if rank != self.topology.rank)
 
-    def close(self) -> None:
-        """Drop the groups, which wakes up ranks that wait in them. Never raises."""
-        for group in (self.group, self.control_group):
-            if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
-                dist.destroy_process_group(group)
+    @classmethod
+    def close_all(cls) -> None:
+        """After a failure: drop all groups of this process, which wakes up ranks that wait in them. Never raises."""
+        for replicas in cls._shared:
+            for group in (replicas.group, replicas.control_group):
+                if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+                    dist.destroy_process_group(group)
 
     def _new_group(self, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
         """The ranks that hold the same as this one, as a group; every rank of the world makes all such groups."""

@@ -175,12 +175,14 @@ def _step(
             return (elsewhere or function)(closure, **kwargs)
 
         def perform(run_closures: Callable[[], Any] | None) -> Any:
+            if run_closures is None:
+                return function(None, **kwargs)
+
             def run() -> Any:
-                assert run_closures is not None
                 with aside():
                     return run_closures()
 
-            return function(None if run_closures is None else run, **kwargs)
+            return function(run, **kwargs)
 
         return step.meet(SyncPoint(what, perform, closure))
 

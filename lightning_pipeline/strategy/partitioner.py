@@ -169,11 +169,10 @@ class Partitioner:
             ValueError: the step cannot be cut into so many stages, or no cut fits the memory.
         """
         is_training = name == "training_step"
-        if not self._is_open or (self._is_cut_for_evaluation and not is_training):
+        if transport is None or not self._is_open or (self._is_cut_for_evaluation and not is_training):
             return None
         if not is_training and self._module.trainer.state.fn == TrainerFn.FITTING:
             return None
-        assert transport is not None  # there are several stages
         began = time.perf_counter()
         plan = self._found(name, arguments, transport)
         self._is_cut_for_evaluation = True

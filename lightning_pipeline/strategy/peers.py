@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib.metadata import version
 
@@ -14,29 +14,16 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.failure import FailureNotice
+from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.store import BoundedStore
 
 from .._lightning import NAMES, LightningModule, Trainer
 
 SETTINGS = (
-    "num_nodes",
-    "precision",
-    "max_epochs",
-    "min_epochs",
-    "max_steps",
-    "min_steps",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "num_sanity_val_steps",
-    "val_check_interval",
-    "check_val_every_n_epoch",
-    "overfit_batches",
-    "reload_dataloaders_every_n_epochs",
+    *("num_nodes", "precision", "max_epochs", "min_epochs", "max_steps", "min_steps", "accumulate_grad_batches"),
+    *("gradient_clip_val", "gradient_clip_algorithm", "num_sanity_val_steps", "val_check_interval"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
+    *("check_val_every_n_epoch", "reload_dataloaders_every_n_epochs"),
 )
 """Arguments of a Trainer that decide what its loops do, and so which messages ranks wait for."""
 
@@ -144,15 +131,11 @@ class Peers:
             self._started.add(kind)
             self.agree(f"the start of {kind}", facts, way_out=way_out)
 
-    def fail(self, error: BaseException, disconnect: Callable[[], None]) -> None:
-        """End the run on this rank: tell the others why, and wake up those that wait for it. Never raises.
-
-        Args:
-            disconnect: closes connections that the notice does not know of.
-        """
+    def fail(self, error: BaseException) -> None:
+        """End the run on this rank: tell the others why, and wake up those that wait for it. Never raises."""
         self.has_failed = True
         self.notice.publish(error)  # before connections close and wake others up
-        disconnect()
+        Replicas.close_all()
         self.notice.fail(error)
         if self._agreement is not None:
             self._agreement.decline(error)

@@ -108,38 +108,43 @@ class ScheduleChoice:
             ScheduleError: the schedule is unsound, or not one for these counts.
         """
         full = self._full(num_stages, num_virtual_stages, num_microbatches)
-        if not self.name:
-            _require(full, self.label, num_stages, num_virtual_stages, num_microbatches)
+        if self.name:
+            check(full)
+            return Schedules(fuse(full), full.name, num_stages, num_virtual_stages)
+        _require(full, self.label, num_stages, num_virtual_stages, num_microbatches)
         check(full)
-        if not self.name:
-            return Schedules(full, "", num_stages, num_virtual_stages)
-        return Schedules(fuse(full), full.name, num_stages, num_virtual_stages)
+        return Schedules(full, "", num_stages, num_virtual_stages)
 
     def _full(self, num_stages: int, num_virtual_stages: int, num_microbatches: int) -> Schedule:
+        if self.fixed is not None:
+            return self.fixed
+        if self.function is not None:
+            return self._called(self.function, num_stages, num_virtual_stages, num_microbatches)
         if self.name == "zbv" and num_virtual_stages != 2 and num_stages > 1:
             raise ScheduleError(
                 f"zbv lays 2 virtual stages on each device, so {num_stages} devices take {2 * num_stages}, and "
                 f"stage_config makes {num_stages * num_virtual_stages}; cut the model into {2 * num_stages}, or choose "
                 f"interleaved_zero_bubble"
             )
-        if self.name:
-            # On one device nothing is cut, and every schedule is the same.
-            name = self.name if num_stages > 1 else "1f1b"
-            return build(name, num_stages, num_microbatches, num_virtual_stages)
-        if self.fixed is not None:
-            return self.fixed
-        assert self.function is not None
-        keywords = {}
-        if "num_virtual_stages" in inspect.signature(self.function).parameters:
-            keywords["num_virtual_stages"] = num_virtual_stages
+        # On one device nothing is cut, and every schedule is the same.
+        name = self.name if num_stages > 1 else "1f1b"
+        return build(name, num_stages, num_microbatches, num_virtual_stages)
+
+    def _called(
+        self, function: Callable[..., Any], num_stages: int, num_virtual_stages: int, num_microbatches: int
+    ) -> Schedule:
+        """The schedule that the user's function gives."""
+        parameters = inspect.signature(function)
+        takes_virtual = "num_virtual_stages" in parameters.parameters
+        keywords = {"num_virtual_stages": num_virtual_stages} if takes_virtual else {}
         try:
-            inspect.signature(self.function).bind(num_stages, num_microbatches, **keywords)
+            parameters.bind(num_stages, num_microbatches, **keywords)
         except TypeError as error:
             raise ValueError(
                 f"the schedule {self.label!r} cannot be called as (num_stages, num_microbatches): {error}; give its "
                 f"other parameters defaults, or bind them with functools.partial"
             ) from None
-        made = self.function(num_stages, num_microbatches, **keywords)
+        made = function(num_stages, num_microbatches, **keywords)
         return as_schedule(made, name=self.label, num_microbatches=num_microbatches).compute()
 
 

@@ -220,12 +220,6 @@ class Session:
         if self.stages.owner_computes is not None:
             self.stages.owner_computes.make_whole(num_processes)
 
-    def close(self) -> None:
-        """After a failure: close connections, which wakes up the ranks that wait for this one."""
-        self.is_over = True
-        if self.replicas is not None:
-            self.replicas.close()
-
     # -- data -------------------------------------------------------------------------------------------------------
 
     @property

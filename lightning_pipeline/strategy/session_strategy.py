@@ -304,8 +304,11 @@ class SessionStrategy(ProcessStrategy):
     @override
     @apart
     def on_exception(self, exception: BaseException) -> None:
-        if not self.peers.has_failed and not self.ends_all_ranks(exception):
-            self.peers.fail(exception, disconnect=self._session.close if self._session is not None else lambda: None)
+        if self.peers.has_failed or self.ends_all_ranks(exception):
+            return
+        if self._session is not None:
+            self._session.is_over = True
+        self.peers.fail(exception)
 
     @override
     def teardown(self) -> None:
