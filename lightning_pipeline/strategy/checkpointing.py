@@ -172,7 +172,7 @@ class Checkpoints:
             if not isinstance(error, PeerFailedError):
                 log.warning(
                     f"No checkpoint is saved: {type(error).__name__} ended rank {strategy.global_rank} alone, and the "
-                    f"other stages' weights are not at hand. Go on from the last checkpoint that training saved."
+                    f"other stages' weights are not available. Resume from the last checkpoint that training saved."
                 )
             raise error
 

@@ -201,9 +201,9 @@ def sample_batch(loader: Any) -> Any:
     dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"the module is cut before its first batch comes, as it is not to be whole on a rank, and a sample of its "
-            f"data cannot be read from {type(loader).__name__}: name the first module of each later stage in "
-            f"stage_config (lightning-pipeline plan finds it), or train from a DataLoader with a map-style dataset"
+            f"the module is cut before its first batch, as it does not fit on one rank, but {type(loader).__name__} "
+            f"cannot give a sample of the data: name the first module of each later stage in stage_config "
+            f"(lightning-pipeline plan finds it), or train from a DataLoader with a map-style dataset"
         )
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])
@@ -223,8 +223,8 @@ def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:
         ended = [str(replica) for replica, flag in enumerate(more) if not flag]
         raise RuntimeError(
             f"the data of replica{'s' * (len(ended) > 1)} {' and '.join(ended)} ended after {number} batches, and "
-            f"others have more; give all replicas as many: with a DistributedSampler (Lightning adds one to a "
-            f"map-style dataset), an iterable dataset that is cut evenly, or limit_train_batches={number}"
+            f"others have more; give all replicas equally many: with a DistributedSampler (Lightning adds one to a "
+            f"map-style dataset), an iterable dataset that is split evenly, or limit_train_batches={number}"
         )
 
 

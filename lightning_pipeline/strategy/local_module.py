@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 _CRC_BYTES = 4096
 _NONE, _PARTS, _MEMORY, _SLICES = range(4)
 _OBSTACLES = {
-    _PARTS: "it came in parts, or without data",
-    _MEMORY: "all of it does not fit into the memory of every rank",
+    _PARTS: "it was in parts or without data before",
+    _MEMORY: "the whole module does not fit into the memory of every rank",
     _SLICES: "FSDP or tensor parallelism has split its tensors",
 }
 """Why the module stays in parts after a run."""

@@ -163,6 +163,6 @@ class LocalStages:
                 names = [repr(name) for name, own in self._cut.stages.exact.items() if own == stage]
                 rank_zero_warn(
                     f"{stage_term(placement)} {stage} is never reached by the first training step: nothing ran on it, "
-                    f"and stage_config gives it {', '.join(names) or 'no module'}. Where this is not to change later, "
-                    f"name the first module there that the step calls"
+                    f"and stage_config gives it {', '.join(names) or 'no module'}. Unless later steps reach it, name "
+                    f"the first module there that the step calls"
                 )

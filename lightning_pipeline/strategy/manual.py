@@ -265,9 +265,8 @@ def meet_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
     if args or any(value is not None and value is not False for value in kwargs.values()):
         given = ", ".join([*(type(arg).__name__ for arg in args), *kwargs])
         raise NotImplementedError(
-            f"manual_backward is given {given} beside the loss ({users_line()}), and in a pipeline it takes "
-            f"retain_graph alone: make the loss a single number, and take torch.autograd.grad for gradients with a "
-            f"graph of their own"
+            f"manual_backward is given {given} beside the loss ({users_line()}), but in a pipeline it takes only "
+            f"retain_graph: make the loss a single number, and use torch.autograd.grad for gradients of gradients"
         )
     if not loss.requires_grad:
         raise RuntimeError(

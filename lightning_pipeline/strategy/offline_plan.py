@@ -127,8 +127,8 @@ def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timelin
     config = read_stage_config(module, own.stage_config if own is not None else None)
     if not config:
         raise ValueError(
-            f"{type(module).__name__} has no stage_config, so there is no telling which stage the timeline's times are "
-            f"of: pin the cut of that run (strategy.plan.save(path), stage_config=path)"
+            f"{type(module).__name__} has no stage_config, so the stages of the timeline are unknown: pin the cut of "
+            f"that run (strategy.plan.save(path), stage_config=path)"
         )
     placement = [0] * (1 + max(action.stage for row in timeline for action, _, _ in row))
     for rank, row in enumerate(timeline):
@@ -154,8 +154,8 @@ def _optimizers(made: ScriptRun) -> list[Optimizer]:
         return configured_optimizers(made.module)
     except Exception as error:  # a scheduler may ask the Trainer for the number of steps, for example
         rank_zero_warn(
-            f"{type(made.module).__name__}.configure_optimizers does not run outside of a training "
-            f"({type(error).__name__}: {error}), so the memory is counted with AdamW's state"
+            f"{type(made.module).__name__}.configure_optimizers does not run outside of training "
+            f"({type(error).__name__}: {error}), so memory is estimated with AdamW's state"
         )
         return []
 

@@ -99,7 +99,7 @@ def _combine_mappings(results: list[Mapping[Any, Any]], sizes: list[int]) -> Any
     else:
         raise ValueError(
             f"the step returned dictionaries with the keys {[list(result) for result in results]} for its "
-            f"micro-batches: return the same keys for each, or none that two have in common"
+            f"micro-batches: return the same keys for each, or keys that no two of them share"
         )
     return values if type(first) is dict else _like(first, values)
 
@@ -143,7 +143,7 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
     except RuntimeError:
         raise ValueError(
             f"the micro-batches' outputs have shapes {[tuple(t.shape) for t in tensors]} and cannot be concatenated; "
-            f"pad them in the step to one length, or return a list with one entry a sample"
+            f"pad them in the step to one length, or return a list with one entry per sample"
         ) from None
 
 
@@ -160,13 +160,13 @@ def _first(values: list[Any]) -> Any:
     if has_tensors or isinstance(first, Iterator):
         raise ValueError(
             f"the step returned a {type(first).__name__} for each of its {len(values)} micro-batches, and these cannot "
-            f"be put together: return tensors, or lists with one entry a sample, alone or in dictionaries, tuples or "
+            f"be combined: return tensors, or lists with one entry per sample, alone or in dictionaries, tuples or "
             f"dataclasses"
         )
     if not all(_is_equal(value, first) for value in values):
         warnings.warn(
-            f"the step returned a {type(first).__name__} that differs from micro-batch to micro-batch, and that of the "
-            f"first one is taken: return a tensor or a list with one entry a sample, or a float, which is averaged",
+            f"the step returned a {type(first).__name__} that differs from micro-batch to micro-batch; the first one's "
+            f"is used. Return a tensor, a list with one entry per sample, or a float, which is averaged",
             stacklevel=2,
         )
     return first

@@ -327,8 +327,8 @@ def session_for(strategy: PipelineStrategy, module: LightningModule, before: Ses
     told, replicas = strategy.told_replicas, strategy.topology_of(num_stages).data_parallel_size
     if told not in (None, replicas):
         raise ValueError(
-            f"a hook that sets data up was told of {told} replicas (trainer.world_size), and stage_config, which came "
-            f"after it, makes {replicas}: give PipelineStrategy num_stages={num_stages}"
+            f"a hook that sets up data was told of {told} replicas (trainer.world_size), but the stage_config that was "
+            f"made later results in {replicas}: give PipelineStrategy num_stages={num_stages}"
         )
     return Session(strategy, module, config, num_stages)
 

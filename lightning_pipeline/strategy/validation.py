@@ -82,7 +82,7 @@ def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
     if asked.max_live_microbatches is not None and not choice.is_auto:
         raise ValueError(
             f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto", which chooses; '
-            f"{choice.label!r} holds what it holds"
+            f"with {choice.label!r} it is given"
         )
 
 
@@ -106,15 +106,14 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelPruning):
             raise ValueError(
-                f"{type(callback).__name__} renames parameters in the middle of the run (weight becomes weight_orig), "
-                f"and stages hold them by their names: prune with torch.nn.utils.prune on one device, and train what "
-                f"is left here"
+                f"{type(callback).__name__} renames parameters during the run (weight becomes weight_orig), but stages "
+                f"hold them by name: prune with torch.nn.utils.prune on one device, and train the result here"
             )
         if isinstance(callback, BatchSizeFinder):
             raise ValueError(
                 f"{type(callback).__name__} (which Tuner.scale_batch_size uses, too) tries batches until a device is "
-                f"full, and of a pipeline's devices one is so before the others: choose batch_size, or raise "
-                f"num_microbatches until one of them fits, or let `lightning-pipeline plan --memory` say what fits"
+                f"full, but the devices of a pipeline are not full at once: choose batch_size, or raise "
+                f"num_microbatches until it fits, or let `lightning-pipeline plan --memory` tell what fits"
             )
 
 
@@ -127,7 +126,7 @@ def check_tensors_are_whole(module: LightningModule, tensor_parallel_size: int) 
     if tensor_parallel_size > 1:
         raise ValueError(
             f"{type(module).__name__} has no stage_config, and with tensor_parallel_size={tensor_parallel_size} no "
-            f"rank can run a step by itself to find out where to cut: name the first module of each later stage"
+            f"rank can run a step by itself to find where to cut: name the first module of each later stage"
         )
 
 
@@ -141,7 +140,7 @@ def check_one_replica(topology: Topology) -> Topology:
         size, stages = topology.tensor_parallel_size, topology.num_stages
         raise ValueError(
             f"tensor_parallel_size={size} and num_stages={stages} on {topology.world_size} devices make "
-            f"{topology.data_parallel_size} replicas, and split tensors go with one for now: use "
+            f"{topology.data_parallel_size} replicas, but tensor parallelism supports one only: use "
             f"devices={stages * size}, or tensor_parallel_size=1"
         )
     return topology
@@ -207,7 +206,7 @@ def options_in_environment(strategy: type, given_by_trainer: tuple[str, ...]) ->
         if name.lower() not in options:
             close = difflib.get_close_matches(name.lower(), options, 1) or options
             raise ValueError(
-                f"{variable}={value} is set, and PipelineStrategy has no option {name.lower()!r}: unset it, or did you "
+                f"{variable}={value} is set, but PipelineStrategy has no option {name.lower()!r}: unset it, or did you "
                 f"mean {', '.join(f'{PREFIX}{each.upper()}' for each in close)}?"
             )
         found[name.lower()] = yaml.safe_load(value)
