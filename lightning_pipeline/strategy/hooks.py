@@ -31,7 +31,7 @@ _HARMLESS = tuple(
 """Lightning's callbacks that touch no parameters, or leave it to the strategy."""
 
 
-def apart(method: Callable[P, R]) -> Callable[P, R]:
+def on_local_tensors(method: Callable[P, R]) -> Callable[P, R]:
     """Decorates a method of the strategy that hooks may call: it works on this rank's tensors as they are."""
 
     @functools.wraps(method)
@@ -60,7 +60,7 @@ _PASSING_ON = (f"{NAMES.pytorch}.", "lightning_pipeline.")
 """Packages whose callbacks do not look at batches, prediction writers excepted."""
 
 
-def look_at_batches(module: LightningModule, trainer: Trainer) -> bool:
+def has_batch_hooks(module: LightningModule, trainer: Trainer) -> bool:
     """Whether any of the user's hooks gets batches, so that every rank needs their data."""
     data: Any = getattr(trainer, "datamodule", None)
     if any(is_overridden(hook, module) for hook in (*_TRANSFERS, *_WITH_BATCHES)):
@@ -85,7 +85,7 @@ def has_hook(name: str, module: LightningModule) -> bool:
     return is_overridden(name, module) or any(is_overridden(name, callback, Callback) for callback in callbacks)
 
 
-def knows_no_others(optimizer: Optimizer) -> bool:
+def is_plain_optimizer(optimizer: Optimizer) -> bool:
     """Whether an optimizer is torch's own, which skips parameters without gradients, and has no hooks."""
     cls = type(optimizer)
     if isinstance(optimizer, LBFGS):  # which takes them all for one vector

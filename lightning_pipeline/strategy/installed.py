@@ -43,7 +43,7 @@ def installed(session: Session) -> ExitStack:
             owner_computes.states.optimizers = session.optimizers.optimizers
             owner_computes.states.are_shared_out = session.optimizers.are_shared_out
             stack.enter_context(pipeline.recorder.patched())
-        backwards_met(strategy.precision_plugin, session.go_back, override)
+        backwards_met(strategy.precision_plugin, session.run_backward, override)
         if not session.is_single_process:
             _let_many_agree(session, override)
             stack.enter_context(shared_statistics(module, session.replicas))

@@ -101,7 +101,7 @@ class LocalModule:
             unguard(module)
         guard_state_dict(self._module)
 
-    def take_in_new(self) -> bool:
+    def note_new_tensors(self) -> bool:
         """Note tensors that the module has been given during the run. Returns whether there are any."""
         is_new = self.placement.take_in(self._module)
         if is_new:

@@ -58,7 +58,7 @@ class LocalStages:
             holders=self.local.holders,
             schedule=schedules,
             num_microbatches=cut.num_microbatches,
-            on_module_changed=self._take_in_new,
+            on_module_changed=self._note_new_tensors,
         )
         self.owner_computes: OwnerComputes | None = None
         if transport is not None:
@@ -134,7 +134,7 @@ class LocalStages:
         self.pipeline.note_release()
         self.gradients.settle(self.local.ownership)
 
-    def take_in_uses(self, *, training: bool) -> None:
+    def note_uses(self, *, training: bool) -> None:
         """After a step, which has shown who uses what: release what this rank turned out not to need."""
         uses = self.pipeline.take_uses()
         is_new = self.local.placement.add(uses) if uses else False
@@ -148,8 +148,8 @@ class LocalStages:
             self.release_remote()
             self._on_released()
 
-    def _take_in_new(self) -> None:
-        if self.local.take_in_new():
+    def _note_new_tensors(self) -> None:
+        if self.local.note_new_tensors():
             self.gradients.settle(self.local.ownership)
             self._on_released()
 

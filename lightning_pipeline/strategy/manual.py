@@ -225,11 +225,11 @@ def _backwards_given_to(take: Callable[..., None], *, in_step: bool = False) -> 
         torch.Tensor.backward, torch.autograd.backward = of_tensor, of_tensors  # type: ignore[method-assign]
 
 
-def backwards_met(plugin: Precision, go_back: Callable[..., None], override: Override) -> None:
+def backwards_met(plugin: Precision, other_backward: Callable[..., None], override: Override) -> None:
     """Let micro-batches meet where their step calls manual_backward, which calls the precision plugin.
 
     Args:
-        go_back: called for other backwards, with the plugin's own function and its arguments.
+        other_backward: called for other backwards, with the plugin's own function and its arguments.
     """
     before, backward, after = plugin.pre_backward, plugin.backward, plugin.post_backward
 
@@ -240,7 +240,7 @@ def backwards_met(plugin: Precision, go_back: Callable[..., None], override: Ove
         loss: Tensor, module: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
         if running_step() is None:
-            go_back(backward, loss, module, optimizer, *args, **kwargs)
+            other_backward(backward, loss, module, optimizer, *args, **kwargs)
         else:
             meet_backward(loss, *args, **kwargs)
 

@@ -113,7 +113,7 @@ class ManualStep:
         self._gradients.begin(first=True, complete=True)
 
     def after_backward(self, losses: Sequence[Tensor | None]) -> None:
-        self._session.stages.take_in_uses(training=True)
+        self._session.stages.note_uses(training=True)
         self._gradients.finish()
         if self.needs_losses and (loss := self.closure_value(losses)) is not None:
             self._plugin.pre_backward(loss, self._module)

@@ -110,7 +110,7 @@ class Peers:
         self._agreement: Agreement | None = None
         self._started: set[str] = set()
 
-    def watch_over(self, store: BoundedStore, rank: int, world_size: int, timeout: timedelta) -> None:
+    def watch(self, store: BoundedStore, rank: int, world_size: int, timeout: timedelta) -> None:
         """From now on, tell the ranks of one another's failures, and let them agree.
 
         Args:

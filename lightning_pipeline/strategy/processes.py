@@ -29,7 +29,7 @@ from ..accelerators.single_npu import fit_to_device
 from .launcher import ForkLauncher, PipelineLauncher
 from .lightning_private import connect_processes, wait_for_data_within
 from .peers import Peers, settings_of, versions
-from .summary import is_for_set_up
+from .summary import is_asked_by_setup_hook
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -128,27 +128,27 @@ class ProcessStrategy(ParallelStrategy):
             fit_to_device(precision_plugin, self.accelerator.name())
         self._precision_plugin = precision_plugin
 
-    # Hooks of the user's that set data up see the number of replicas instead of processes (`is_for_set_up`).
+    # Hooks of the user's that set data up see the number of replicas instead of processes (`is_asked_by_setup_hook`).
 
     @property
     @override
     def world_size(self) -> int:
         """Number of processes; of replicas, to hooks that set data up."""
         size = 1 if self.is_single_process else super().world_size
-        return self._num_replicas(size) if size > 1 and is_for_set_up("world_size") else size
+        return self._num_replicas(size) if size > 1 and is_asked_by_setup_hook("world_size") else size
 
     @property
     def num_processes(self) -> int:
         """Number of processes on this machine; of replicas, to hooks that set data up."""
         number = len(self.parallel_devices) if self.parallel_devices is not None else 0
-        return self._num_replicas_here(number) if number > 1 and is_for_set_up("num_processes") else number
+        return self._num_replicas_here(number) if number > 1 and is_asked_by_setup_hook("num_processes") else number
 
     @property
     @override
     def parallel_devices(self) -> list[torch.device] | None:
         """Those of this machine's processes; one for each replica, to ``trainer.num_devices`` in such a hook."""
         devices = self._parallel_devices
-        if devices is not None and len(devices) > 1 and is_for_set_up("device_ids", "num_devices"):
+        if devices is not None and len(devices) > 1 and is_asked_by_setup_hook("device_ids", "num_devices"):
             return devices[: self._num_replicas_here(len(devices))]
         return devices
 
@@ -198,7 +198,7 @@ class ProcessStrategy(ParallelStrategy):
             backends.backend_for(self.root_device, self.process_group_backend)  # raises where there is none
             return
         store = self._meet()
-        self.peers.watch_over(store, self.global_rank, self.world_size, self.timeout)
+        self.peers.watch(store, self.global_rank, self.world_size, self.timeout)
         if isinstance(self._launcher, PipelineLauncher):
             self._launcher.tell_of_failures(self.peers.notice.report)
         trainer = self.module.trainer

@@ -30,7 +30,7 @@ from ..checkpoint.optimizer_layout import OptimizerLayout
 from ..checkpoint.state import copies_of
 from . import validation
 from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader
-from .hooks import knows_no_others, look_at_batches
+from .hooks import has_batch_hooks, is_plain_optimizer
 from .installed import installed
 from .lightning_private import SKIPPED
 from .local_module import take_initial_values
@@ -188,8 +188,8 @@ class Session:
 
     def begin(self) -> None:
         """At the start of a run, before loaders are set up."""
-        self.signals.forget()
-        self._shares_batches = not self.is_single_process and look_at_batches(self.module, self.module.trainer)
+        self.signals.reset()
+        self._shares_batches = not self.is_single_process and has_batch_hooks(self.module, self.module.trainer)
 
     def take_optimizers(self) -> None:
         """Take over the optimizers of a fit, which were made over the whole module."""
@@ -290,10 +290,10 @@ class Session:
                 return plain(*microbatches, *arguments[1:])
         return self.runner.evaluate(name, arguments[1:], microbatches)
 
-    def go_back(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def run_backward(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """In place of a precision plugin's backward: the schedule has run it, so its gradients only have to appear."""
         if self._whole_batch is not None:
-            with self._whole_batch.going_back():
+            with self._whole_batch.running_backward():
                 backward(loss, *args, **kwargs)
             return
         with self.stages.aside():
@@ -304,7 +304,7 @@ class Session:
     def updating(self, optimizer: Optimizer) -> Generator[None, None, None]:
         """Around an optimizer's update."""
         # An optimizer that is not torch's own may use all parameters at once, as for a norm.
-        is_plain = knows_no_others(inner(optimizer))
+        is_plain = is_plain_optimizer(inner(optimizer))
         with self.stages.aside() if is_plain else self.stages.entered(shows_states=False):
             yield
         self.optimizers.after_update(optimizer)

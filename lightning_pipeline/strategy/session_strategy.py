@@ -26,7 +26,7 @@ from ..checkpoint.files import AtomicCheckpointIO
 from . import validation
 from .checkpointing import Checkpoints
 from .dataloading import has_length
-from .hooks import apart
+from .hooks import on_local_tensors
 from .lightning_private import checkpoint_io_or, leave_module_uncompiled, leave_modules_unnamed
 from .measure import after_batch
 from .peers import EVEN, evaluation_of, training_of
@@ -120,7 +120,7 @@ class SessionStrategy(ProcessStrategy):
     # -- data -----------------------------------------------------------------------------------------------------
 
     @override
-    @apart
+    @on_local_tensors
     def process_dataloader(self, dataloader: object) -> object:
         if self.is_single_process:
             return dataloader
@@ -131,7 +131,7 @@ class SessionStrategy(ProcessStrategy):
         return self.session.shared_loader(dataloader)
 
     @override
-    @apart
+    @on_local_tensors
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._session is not None and not self._session.gets_batches:
             return batch
@@ -154,44 +154,44 @@ class SessionStrategy(ProcessStrategy):
         self.peers.agree_once("training", training_of(self.module.trainer), way_out=EVEN)
 
     @override
-    @apart
+    @on_local_tensors
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Cut the module before the step, as an optimizer's update may run around it."""
         if batch is not None:  # or the step takes it from a dataloader_iter
             self.session.cut_before_training((batch, *after_batch(self.module, batch_idx)))
 
     @override
-    @apart
+    @on_local_tensors
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.session.train(super().training_step, (*args, *kwargs.values()), is_last=not self._accumulating)
 
     @override
-    @apart
+    @on_local_tensors
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.session.evaluate("validation_step", super().validation_step, (*args, *kwargs.values()))
 
     @override
-    @apart
+    @on_local_tensors
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.session.evaluate("test_step", super().test_step, (*args, *kwargs.values()))
 
     @override
-    @apart
+    @on_local_tensors
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.session.evaluate("predict_step", super().predict_step, (*args, *kwargs.values()))
 
     @override
-    @apart
+    @on_local_tensors
     def on_validation_start(self) -> None:
         self._begin_evaluation("validation", self.module.trainer.num_val_batches)
 
     @override
-    @apart
+    @on_local_tensors
     def on_test_start(self) -> None:
         self._begin_evaluation("test", self.module.trainer.num_test_batches)
 
     @override
-    @apart
+    @on_local_tensors
     def on_predict_start(self) -> None:
         self._begin_evaluation("prediction", self.module.trainer.num_predict_batches)
 
@@ -202,7 +202,7 @@ class SessionStrategy(ProcessStrategy):
         session.stages.gather_parameters()
 
     @override
-    @apart
+    @on_local_tensors
     def on_validation_end(self) -> None:
         self.session.stages.release_parameters()
         self.session.signals.pause(False)
@@ -229,7 +229,7 @@ class SessionStrategy(ProcessStrategy):
         finally:
             self._accumulating = False
 
-    @apart
+    @on_local_tensors
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients, over stages and replicas; each shared parameter counts once.
 
@@ -239,7 +239,7 @@ class SessionStrategy(ProcessStrategy):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    @apart
+    @on_local_tensors
     def gather_module(self) -> LightningModule | None:
         """On rank 0 a copy of the module with all weights, on the CPU, to save or export; None elsewhere.
 
@@ -258,40 +258,40 @@ class SessionStrategy(ProcessStrategy):
         self._checkpoint_io = io
 
     @override
-    @apart
+    @on_local_tensors
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self._checkpoints.module_state(super().lightning_module_state_dict)
 
     @override
-    @apart
+    @on_local_tensors
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
 
     @override
-    @apart
+    @on_local_tensors
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
 
     @override
-    @apart
+    @on_local_tensors
     def remove_checkpoint(self, filepath: str | Path) -> None:
         self._checkpoints.background.wait()  # it may still be written
         super().remove_checkpoint(filepath)
 
     @override
-    @apart
+    @on_local_tensors
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
 
     @override
-    @apart
+    @on_local_tensors
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._checkpoints.load_module(super().load_model_state_dict, checkpoint, strict=strict)
 
     @override
-    @apart
+    @on_local_tensors
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizers(super().load_optimizer_state_dict, checkpoint)
 
@@ -302,7 +302,7 @@ class SessionStrategy(ProcessStrategy):
         return self._session is not None and self._session.signals.ends_all(error)
 
     @override
-    @apart
+    @on_local_tensors
     def on_exception(self, exception: BaseException) -> None:
         if self.peers.has_failed or self.ends_all_ranks(exception):
             return

@@ -52,7 +52,7 @@ class Signals:
         replace_signal_handlers(trainer, override, terminate=self._note_termination, requeue=self._note_requeue)
         call_before_each_batch(trainer, self._before_batch, override)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """At the start of a run: drop what arrived in an earlier one."""
         self._noted, self._all_stop, self._requeue_next = 0, False, False
 
@@ -61,7 +61,7 @@ class Signals:
         """What has arrived on this rank, for the exchange after a step."""
         return float(self._noted)
 
-    def heed(self, noted: float, *, by_all: bool) -> None:
+    def act_on(self, noted: float, *, by_all: bool) -> None:
         """After a step: act on what the ranks that ran it have received.
 
         Args:

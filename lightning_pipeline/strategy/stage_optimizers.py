@@ -23,7 +23,7 @@ from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import LightningModule, LightningOptimizer, is_overridden, rank_zero_warn
 from ..checkpoint.optimizer_layout import OptimizerLayout
-from .hooks import has_hook, knows_no_others
+from .hooks import has_hook, is_plain_optimizer
 from .shared_updates import OptimizerShards, WholeUpdates
 
 _NO_GRADIENT = -1.0  # no norm is negative, and NaN stays free for gradients that are
@@ -178,7 +178,7 @@ def _check_can_be_shared_out(layout: OptimizerLayout, *, by_parameter: bool) -> 
         raise ValueError(
             f"{name} updates all parameters as one vector, of which replicas cannot have parts each: leave {asked} out"
         )
-    if by_parameter and not knows_no_others(layout.optimizer):
+    if by_parameter and not is_plain_optimizer(layout.optimizer):
         rank_zero_warn(
             f"with {asked} each replica updates some of the parameters, and finds no gradients at the others: if "
             f"{name}, or a hook on its step, takes them together, as for a norm of all, leave {asked} out"

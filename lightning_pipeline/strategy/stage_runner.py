@@ -126,11 +126,11 @@ class StageRunner:
         self.peak_live = max(self.peak_live, self._stages.pipeline.peak_live)
         self.show_summary(sizes, accumulate)
         losses = [(state.loss.detach(), state.num_samples) for state in states if state.loss is not None]
-        is_skipped_by_all = not self._heed_signals(numbers, training=True, has_loss=bool(losses))
+        is_skipped_by_all = not self._act_on_signals(numbers, training=True, has_loss=bool(losses))
         if any(is_sum for is_sum, *_ in numbers):
             self._warn_of_sum()
         self._log(states, numbers)
-        self._stages.take_in_uses(training=True)
+        self._stages.note_uses(training=True)
         gradients.finish()
         if is_skipped_by_all:
             return None
@@ -182,9 +182,9 @@ class StageRunner:
     def finish(self, states: list[Microbatch], numbers: list[list[float]], *, training: bool) -> None:
         """After `run`: act on signals, log, and release what only other stages use."""
         if numbers:
-            self._heed_signals(numbers, training=training)
+            self._act_on_signals(numbers, training=training)
         self._log(states, numbers)
-        self._stages.take_in_uses(training=training)
+        self._stages.note_uses(training=training)
 
     def _step_function(
         self, name: str, args: tuple[Any, ...], *, has_loss: bool = False
@@ -241,7 +241,7 @@ class StageRunner:
             take_numbers(logged, self._session.transport.broadcast_object(numbers_in(logged), 0, "logged numbers"))
         self._logged.log(logged, self._module.log)
 
-    def _heed_signals(self, numbers: list[list[float]], *, training: bool, has_loss: bool = True) -> bool:
+    def _act_on_signals(self, numbers: list[list[float]], *, training: bool, has_loss: bool = True) -> bool:
         """Act on the signals of all ranks. Returns whether the training step of any replica has a loss."""
         signals = merge(noted for *_, noted in numbers)
         replicas = self._session.replicas
@@ -249,7 +249,7 @@ class StageRunner:
             gathered = replicas.gather_numbers(float(has_loss), signals)
             has_loss = any(found for found, _ in gathered)
             signals = merge(noted for _, noted in gathered)
-        self._signals.heed(signals, by_all=training or replicas is None)
+        self._signals.act_on(signals, by_all=training or replicas is None)
         return has_loss
 
     def scaled_share(self, loss: Tensor, state: Microbatch, accumulate: int) -> Tensor:

@@ -60,7 +60,7 @@ _SETTING_UP = frozenset(("prepare_data", "setup", "configure_optimizers", *_LOAD
 _OWN = (*PACKAGES, "lightning_pipeline")
 
 
-def is_for_set_up(*ways: str) -> bool:
+def is_asked_by_setup_hook(*ways: str) -> bool:
     """Whether the user's code asks for a property of the strategy in one of the hooks that set data up.
 
     Args:

@@ -36,18 +36,18 @@ class WholeBatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around the user's step."""
-        with self._told(is_forward=True), self._draws.kept(), self._counted.running():
+        with self._observed(is_forward=True), self._draws.kept(), self._counted.running():
             yield
 
     @contextmanager
-    def going_back(self) -> Iterator[None]:
+    def running_backward(self) -> Iterator[None]:
         """Around its backward, in which hooks may draw random numbers."""
-        with self._told(is_forward=False), self._draws.kept():
+        with self._observed(is_forward=False), self._draws.kept():
             self._draws.seed(self._seed, self._counted.number)
             yield
 
     @contextmanager
-    def _told(self, *, is_forward: bool) -> Iterator[None]:
+    def _observed(self, *, is_forward: bool) -> Iterator[None]:
         if self._observe is None:  # without a look at the clock: users' tests may patch it and count the calls
             yield
             return
