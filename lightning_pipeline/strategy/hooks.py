@@ -108,6 +108,7 @@ def _running(module: LightningModule, outside: OwnerComputes) -> Iterator[None]:
     """Around a hook. Values that it logs are made whole on every rank, as they are read when no hook runs."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        # Lightning adds logged values up later, outside of hooks, where nothing fetches what other ranks hold.
         if isinstance(value, Tensor) and (type(value) is Placeholder or holders_of(value) is not None):
             [value] = outside.whole([value.detach()], f"log({name!r})")
             value = value.clone()

@@ -35,19 +35,21 @@ def installed(session: Session) -> ExitStack:
     silence_sync_warning()
     with ExitStack() as stack:
         override: Override = stack.enter_context(overridden())
+        # Lightning gets a step's result when its backward has already run, so backward only publishes gradients.
+        backwards_met(strategy.precision_plugin, session.run_backward, override)
         let_steps_be_skipped(trainer, override)
         stack.enter_context(fast_paths_open())
         if owner_computes is not None:
+            # Hooks and callbacks see a module of which this rank holds a part.
             stack.enter_context(compare_parameters_by_identity())
             follow_hooks(module, owner_computes, override)
             owner_computes.states.optimizers = session.optimizers.optimizers
             owner_computes.states.are_shared_out = session.optimizers.are_shared_out
             stack.enter_context(pipeline.recorder.patched())
-        backwards_met(strategy.precision_plugin, session.run_backward, override)
         if not session.is_single_process:
             _let_many_agree(session, override)
             stack.enter_context(shared_statistics(module, session.replicas))
-        if not session.gets_batches:
+        if not session.gets_batches:  # their tensors are on the meta device
             skip_before_transfer(module, override)
         if not strategy.output_broadcast and pipeline.rank != pipeline.last_rank:
             silence_writers(trainer, override)
@@ -63,6 +65,7 @@ def _let_many_agree(session: Session, override: Override) -> None:
         with session.stages.aside():
             function(*args, **kwargs)
 
+    # A norm over all stages takes all ranks, while Lightning would clip this rank's parameters by their own norm.
     by_norm, by_value = partial(clip, optimizers.clip_by_norm), partial(clip, optimizers.clip_by_value)
     override(plugin, "clip_grad_by_norm", InPlaceOf(plugin.clip_grad_by_norm, by_norm))
     override(plugin, "clip_grad_by_value", InPlaceOf(plugin.clip_grad_by_value, by_value))

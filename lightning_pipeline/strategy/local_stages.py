@@ -44,6 +44,7 @@ class LocalStages:
         self._is_single_process = session.is_single_process
         self._on_released = lambda: session.optimizers.settle(self.local.ownership)
         self._is_settled = False
+        # Before the local module, which hands over to it what an earlier run has sharded.
         self._sharded: FullySharded | None = None
         if strategy.data_parallel == "fsdp" and replicas is not None:
             self._sharded = FullySharded(replicas, device.type, gradients_mean=strategy.gradients_mean)
@@ -79,6 +80,7 @@ class LocalStages:
     def take_over(self, other: LocalStages) -> None:
         """Go on from the stages of an earlier cut, whose hooks may be running."""
         self.pipeline.observe = other.pipeline.observe
+        # A hook around this keeps the object that it has entered, so that one lives on with the new state.
         if self.owner_computes is not None and other.owner_computes is not None:
             other.owner_computes.take_over(self.owner_computes)
             self.owner_computes = other.owner_computes
@@ -136,6 +138,8 @@ class LocalStages:
 
     def note_uses(self, *, training: bool) -> None:
         """After a step, which has shown who uses what: release what this rank turned out not to need."""
+        # Until a training step has run, nobody knows which rank uses which tensor, and ranks hold more than they need.
+        # Evaluation may use less than training does, so it only adds.
         uses = self.pipeline.take_uses()
         is_new = self.local.placement.add(uses) if uses else False
         if self._is_single_process or not training:
@@ -144,7 +148,7 @@ class LocalStages:
             self._warn_of_unreached()
             self._is_settled = True
             self.local.placement.settle()
-            self.local.agree()
+            self.local.agree()  # replicas with other samples may have used other modules
             self.release_remote()
             self._on_released()
 

@@ -51,6 +51,7 @@ def batch_calls_met(
     def clips(function: Callable[..., Any]) -> Callable[..., Any]:
         return _once(f"torch.nn.utils.{function.__name__}", function, inside)
 
+    # Both a LightningOptimizer and torch's optimizer in it are covered: users reach the inner one, too.
     with overridden() as override, _clipping_by(clips), _backwards_given_to(meet_backward, in_step=True):
         for kind, owner, name, what in _calls(module):
             function = getattr(owner, name)

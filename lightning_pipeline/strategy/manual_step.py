@@ -73,6 +73,7 @@ class ManualStep:
     def _update(self, optimizer: Optimizer, do: Callable[[Closure | None], Any], closure: Closure | None) -> Any:
         """An update that the user calls on torch's own optimizer, not on Lightning's."""
 
+        # Gradients are final after the closure, which the optimizer calls itself.
         def closed() -> Any:
             loss = None if closure is None else closure()
             self._session.optimizers.before_update(optimizer)
@@ -118,7 +119,8 @@ class ManualStep:
         if self.needs_losses and (loss := self.closure_value(losses)) is not None:
             self._plugin.pre_backward(loss, self._module)
         self._session.stages.publish_gradients()
-        self._plugin.post_backward(torch.zeros(()), self._module)  # for its hooks
+        # Lightning's own calls of both return at once within a step (`backwards_met`), so their hooks run here.
+        self._plugin.post_backward(torch.zeros(()), self._module)
 
     def closure_value(self, values: Sequence[Tensor | None]) -> Tensor | None:
         found = [value for value in values if value is not None]

@@ -169,6 +169,7 @@ class Partitioner:
             ValueError: the step cannot be cut into so many stages, or no cut fits the memory.
         """
         is_training = name == "training_step"
+        # A fit's sanity check would find the cut for evaluation, only to cut again for training right after.
         if transport is None or not self._is_open or (self._is_cut_for_evaluation and not is_training):
             return None
         if not is_training and self._module.trainer.state.fn == TrainerFn.FITTING:
@@ -208,6 +209,7 @@ class Partitioner:
                 f"{type(module).__name__} does not fit one device and has no stage_config, and where to cut it is "
                 f"found for training only: name the first module of each later stage, or fit it first"
             )
+        # The module is on the meta device or too big, so nothing can be measured: costs follow from the operations.
         with without_side_effects(self._module, self._device):
             batch = sample_batch(training_loader(trainer))
             count = self._counts(batch)[-1]

@@ -62,6 +62,7 @@ def sync_over(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
     This outlasts the run, as the process group does: a metric that is computed later must not count every stage.
     """
     world = id(dist.group.WORLD)
+    # Partials and `InPlaceOf`, as metrics are copied and pickled with their functions.
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.process_group is None:
             available, gather = map(_original, (metric.distributed_available_fn, metric.dist_sync_fn))

@@ -307,7 +307,7 @@ class Advisor:
         spans: list[Span] = []
         with observed(pipeline, spans.append):
             yield
-        usual = is_usual(spans, pipeline)
+        usual = is_usual(spans, pipeline)  # a small batch or a new structure is recorded again
         self._done += usual
         self._recording = usual and turn >= SKIPPED
         if self._recording:
@@ -316,6 +316,7 @@ class Advisor:
 
     def _choose(self, pipeline: Pipeline, transport: Transport | None) -> None:
         timelines = [gather_spans(spans, transport) for spans in self._steps]
+        # What a step takes outside of its schedule is the same under all of them, so it is measured and added.
         inside = [end - begin for begin, end in map(extent, timelines)]
         around = statistics.median(map(operator.sub, self._intervals, inside))
         if transport is not None:

@@ -86,7 +86,7 @@ class Session:
         validation.check_slices(
             module, trainer, fsdp=strategy.data_parallel == "fsdp", tensor_parallel=strategy.tensor_parallel_size > 1
         )
-        if strategy.world_size > 1:
+        if strategy.world_size > 1:  # each rank has built the module by itself
             take_initial_values(module, copies_of(module, trainer), strategy.broadcast)
         if trainer.state.fn == TrainerFn.FITTING:
             convert_batch_norms(module, strategy._layer_sync, strategy.root_device, num_replicas=replicas)
@@ -130,6 +130,7 @@ class Session:
             "num_virtual_stages": cut.stages.num_stages // self.num_stages,
             "num_microbatches": cut.num_microbatches,
         }
+        # First the schedule: it places the virtual stages, and the routes of the transport follow from that.
         self.advisor = None
         if strategy.schedule_choice.is_auto:
             self.advisor = Advisor(**sizes, max_live_microbatches=strategy.max_live_microbatches)
@@ -139,6 +140,7 @@ class Session:
             warn_of_placement(self.num_stages)
         if self.device.type == "cpu":
             keep_freed_memory()
+        # Connections belong to the process: an earlier session with the same topology has left them open.
         self.transport = None
         if self.num_stages > 1:
             store = dist.distributed_c10d._get_default_store()
@@ -177,7 +179,7 @@ class Session:
         self._apply(cut)
         self.stages.take_over(before)
         self.optimizers.settle(self.ownership)
-        self.install()
+        self.install()  # anew, as what was installed refers to the stages before
 
     def cut_before_training(self, arguments: tuple[Any, ...]) -> None:
         """Before a training step and the update around it."""
@@ -189,6 +191,7 @@ class Session:
     def begin(self) -> None:
         """At the start of a run, before loaders are set up."""
         self.signals.reset()
+        # Hooks run on all ranks as in one process, so if any of them sees a batch, every rank must have its data.
         self._shares_batches = not self.is_single_process and has_batch_hooks(self.module, self.module.trainer)
 
     def take_optimizers(self) -> None:
@@ -258,12 +261,13 @@ class Session:
             is_last: the batch ends an accumulation window.
         """
         arguments = self._with_batch(*arguments)
-        self.cut_before_training(arguments)
+        self.cut_before_training(arguments)  # again, as a dataloader_iter has only now given the batch
         microbatches = self.runner.split(arguments[0])
         self._whole_batch = None
         self.stages.gradients.observe_buckets = self.strategy.observe_buckets
         with observed(self.pipeline, *self.strategy.observers):
             if self._is_whole(microbatches):
+                # Backward is Lightning's own then, which `run_backward` has to know.
                 self._whole_batch = self.runner.whole_training_batch()
                 with self._whole_batch.running():
                     return plain(*microbatches, *arguments[1:])

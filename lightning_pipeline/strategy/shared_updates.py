@@ -68,6 +68,7 @@ class OptimizerShards:
 
         All replicas must call it, for the same parameters.
         """
+        # Replica after replica, as rank 0 is to hold no more than the state of these parameters.
         own = {name: value for name, value in state.items() if self.is_kept(name)}
         if self._own != 0:
             send_tree(own, self._replicas, 0)
@@ -111,7 +112,7 @@ class WholeUpdates:
                     gathered = nn.Parameter(whole(parameter))
                     gathered.grad = whole(parameter.grad)
                     self._gathered[parameter] = gathered  # type: ignore[index]
-        self._exchange(self._gathered)
+        self._exchange(self._gathered)  # in its groups and its state, by which it finds parameters
 
     def after_update(self) -> None:
         """Copy the updated values back into this replica's slices."""

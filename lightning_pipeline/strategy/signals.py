@@ -93,6 +93,7 @@ class Signals:
         return self._all_stop and isinstance(error, SIGTERMException)
 
     def _note_termination(self, signum: int, frame: Any) -> None:
+        # Once: the launcher passes the signal on to the processes that it has started.
         launcher = self._module.trainer.strategy.launcher
         if launcher is not None and not self._noted & TERMINATE:
             launcher.kill(signum)

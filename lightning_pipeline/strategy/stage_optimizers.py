@@ -238,6 +238,7 @@ def global_grad_norm(
     if transport is None and not any(isinstance(grad, DTensor) for _, grad in named_grads):
         return torch.nn.utils.get_total_norm([grad for _, grad in named_grads], norm_type)
     columns = {name: column for column, name in enumerate(dtypes)}
+    # One message with a fixed place for each parameter: stages need not know which gradients the others have.
     vector = torch.full((len(columns),), _NO_GRADIENT, dtype=torch.float64)
     if named_grads:
         norms = _norms([grad for _, grad in named_grads], float(norm_type))

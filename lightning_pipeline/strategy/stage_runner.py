@@ -51,6 +51,7 @@ class StageRunner:
         self._output_broadcast = strategy.output_broadcast
         # A single process takes a batch whole that does not tell how to split it, unless it was asked to.
         self._must_split = not session.is_single_process or strategy.num_microbatches is not None
+        # Replicas see other samples, and draw other random numbers for them.
         self._seed = mix(seed, session.topology.replica) if session.replicas is not None else seed
         self._logged = LoggedValues(session.module)
         self._draws = Draws(session.device)
@@ -106,6 +107,7 @@ class StageRunner:
 
         def loss_of(state: Microbatch, loss: Tensor) -> Tensor:
             nonlocal is_sum
+            # Once, as looking through the graph takes time, and on the rank that has the loss.
             if not self._has_looked_at_loss and state.num_microbatches > 1:
                 self._has_looked_at_loss = True
                 is_sum = is_sum_over_samples(loss, state.num_samples)
@@ -126,6 +128,7 @@ class StageRunner:
         self.peak_live = max(self.peak_live, self._stages.pipeline.peak_live)
         self.show_summary(sizes, accumulate)
         losses = [(state.loss.detach(), state.num_samples) for state in states if state.loss is not None]
+        # A replica whose step has no loss still takes part in the sums of gradients, and updates as the others do.
         is_skipped_by_all = not self._act_on_signals(numbers, training=True, has_loss=bool(losses))
         if any(is_sum for is_sum, *_ in numbers):
             self._warn_of_sum()
@@ -151,7 +154,7 @@ class StageRunner:
             kind=(name, self._module.training, *numbers[1:]),
             step=self._step_function(name, args),
             results_on=None if self._output_broadcast else pipeline.last_rank,
-            waits=name != "predict_step",  # the first stages go on with the next batch
+            waits=name != "predict_step",  # the first stages may go on with the next batch
             seed=self._evaluation_seed(name, numbers),
         )
         states, numbers_of_all = self.run(work, microbatches)

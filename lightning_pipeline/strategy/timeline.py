@@ -125,6 +125,7 @@ class PipelineTimeline(Callback):
 
     def _exchange(self, session: Session, own: RecordedStep) -> tuple[list[list[RecordedStep]], dict[str, float]]:
         """All ranks' recordings, by replica and stage, and the metrics. All ranks must call it."""
+        # All ranks log: metrics that callbacks monitor have to be the same everywhere.
         recorded = gather_recordings(own, session.transport, session.replicas)
         metrics = timeline_metrics(recorded, session.pipeline.placement)
         self.bubble = metrics["pipeline/bubble"]
