@@ -64,11 +64,7 @@ class PipelineLauncher(_SubprocessScriptLauncher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        """Whether it works in a notebook or at a prompt, which one process does.
-
-        Raises:
-            RuntimeError: it does not, with what to use instead.
-        """
+        """Whether it works in a notebook or at a prompt, as one process does; a RuntimeError tells what else to use."""
         if self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
             raise RuntimeError(
                 f"{self.num_processes * self.num_nodes} processes are started by running the script again, and a "
@@ -184,11 +180,7 @@ def hydra_command(local_rank: int) -> list[str]:
 
 
 def _check_script() -> None:
-    """Check that there is a script for the other processes to run.
-
-    Raises:
-        RuntimeError: there is none, and what runs here instead.
-    """
+    """Raise a RuntimeError if there is no script for the other processes to run."""
     import __main__
 
     script = sys.argv[0]

@@ -87,11 +87,7 @@ def data_sources(trainer: Trainer) -> list[Any]:
 
 
 def check_name(instance: object) -> None:
-    """Raise for an instance of a class of Lightning's other name.
-
-    Raises:
-        TypeError: with the import to change.
-    """
+    """Raise a TypeError for an instance of a class of Lightning's other name, with the import to change."""
     own = NAMES.pytorch
     other = (PYTORCH_LIGHTNING if own == LIGHTNING.pytorch else LIGHTNING).pytorch
     bases = [base for base in type(instance).__mro__ if base.__module__.startswith((f"{own}.", f"{other}."))]

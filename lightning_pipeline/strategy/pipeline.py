@@ -180,7 +180,9 @@ class PipelineStrategy(SessionStrategy):
         self._restores_late = self.told_replicas = None
         if self.tensor_parallel_size > 1:
             assert self.num_stages is not None  # or `check_arguments` has refused it
-            mesh = validation.check_one_replica(self.topology_of(self.num_stages)).mesh(self.root_device.type)
+            topology = self.topology_of(self.num_stages)
+            validation.check_one_replica(topology)
+            mesh = topology.mesh(self.root_device.type)
             note_mesh(self.module, mesh)
             self.tensor_group = TensorGroup(mesh["tensor_parallel"].get_group())
 

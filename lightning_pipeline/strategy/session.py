@@ -315,11 +315,7 @@ class Session:
 
 
 def session_for(strategy: PipelineStrategy, module: LightningModule, before: Session | None) -> Session:
-    """The session for a run: the one before if it is for the same module and stages, or a new one.
-
-    Raises:
-        ValueError: so many stages are not possible, or hooks were told of another number of replicas.
-    """
+    """The session for a run: the one before if it is for the same module and stages, or a new one."""
     config = read_stage_config(module, strategy.stage_config)
     num_stages = strategy.num_stages or num_stages_for(config, strategy.schedule_choice, strategy.world_size)
     # Ranks that cut the module differently would differ in all that follows.

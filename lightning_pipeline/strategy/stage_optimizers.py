@@ -167,11 +167,7 @@ class StageOptimizers:
 
 
 def _check_can_be_shared_out(layout: OptimizerLayout, *, by_parameter: bool) -> None:
-    """Raise, or warn, where an optimizer cannot update a part of the parameters on each replica.
-
-    Raises:
-        ValueError: with the way out.
-    """
+    """Raise a ValueError, or warn, where an optimizer cannot update a part of the parameters on each replica."""
     name = type(layout.optimizer).__name__
     asked = 'data_parallel="zero1"' if by_parameter else 'data_parallel="fsdp" or tensor parallelism'
     if layout.keeps_all:

@@ -47,11 +47,7 @@ ALIKE = (
 
 
 def data_parallel_of(data_parallel: str, *, opt_shard: bool) -> str:
-    """The `data_parallel` that both options for sharding over replicas ask for.
-
-    Raises:
-        ValueError: unknown, or `opt_shard` with "fsdp".
-    """
+    """The `data_parallel` that both options for sharding over replicas ask for; a ValueError if they contradict."""
     if data_parallel not in DATA_PARALLEL:
         raise ValueError(f'data_parallel is "replicate", "zero1" or "fsdp", got {data_parallel!r}')
     if opt_shard and data_parallel == "fsdp":
@@ -60,11 +56,7 @@ def data_parallel_of(data_parallel: str, *, opt_shard: bool) -> str:
 
 
 def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
-    """Raise for options with impossible values, or that do not go together.
-
-    Raises:
-        ValueError: names the value and the way out.
-    """
+    """Raise a ValueError for options with impossible values, or that do not go together."""
     if asked.loss_reduction not in ("mean", "sum"):
         raise ValueError(f'loss_reduction is "mean" or "sum", got {asked.loss_reduction!r}')
     if asked.start_method not in ("popen", "fork"):
@@ -94,11 +86,7 @@ def _check_count(name: str, value: int | str, most: int) -> None:
 
 
 def check_module(module: LightningModule, trainer: Trainer) -> None:
-    """Raise for a module or Trainer that a pipeline cannot run.
-
-    Raises:
-        TypeError, ValueError: with the way out.
-    """
+    """Raise a TypeError or ValueError for a module or Trainer that a pipeline cannot run."""
     for source in data_sources(trainer):
         check_name(source)
     if trainer.world_size == 1:
@@ -118,11 +106,7 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
 
 
 def check_tensors_are_whole(module: LightningModule, tensor_parallel_size: int) -> None:
-    """Check that a module can be cut automatically.
-
-    Raises:
-        ValueError: one rank cannot measure a step by itself, as it has only slices of the tensors.
-    """
+    """Raise a ValueError where a module cannot be cut automatically, as each rank has only slices of its tensors."""
     if tensor_parallel_size > 1:
         raise ValueError(
             f"{type(module).__name__} has no stage_config, and with tensor_parallel_size={tensor_parallel_size} no "
@@ -130,12 +114,8 @@ def check_tensors_are_whole(module: LightningModule, tensor_parallel_size: int) 
         )
 
 
-def check_one_replica(topology: Topology) -> Topology:
-    """`topology`, which tensor parallelism allows one replica only.
-
-    Raises:
-        ValueError: it has several.
-    """
+def check_one_replica(topology: Topology) -> None:
+    """Raise a ValueError if there are several replicas, which tensor parallelism does not support."""
     if topology.data_parallel_size > 1:
         size, stages = topology.tensor_parallel_size, topology.num_stages
         raise ValueError(
@@ -143,15 +123,10 @@ def check_one_replica(topology: Topology) -> Topology:
             f"{topology.data_parallel_size} replicas, but tensor parallelism supports one only: use "
             f"devices={stages * size}, or tensor_parallel_size=1"
         )
-    return topology
 
 
 def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tensor_parallel: bool) -> None:
-    """Raise where a callback or an option does not go with parameters in slices.
-
-    Raises:
-        ValueError: with the way out.
-    """
+    """Raise a ValueError where a callback or an option does not go with parameters in slices."""
     if fsdp and (copy := next(copies_of(module, trainer), None)) is not None:
         raise ValueError(
             f'a callback keeps a copy of {type(copy).__name__} for averaging, and data_parallel="fsdp" leaves no whole '
@@ -167,14 +142,8 @@ def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tenso
 
 
 def check_precision(precision: Precision, *, is_single_process: bool) -> None:
-    """Raise for a precision plugin that the pipeline does not support.
-
-    Args:
-        is_single_process: which supports any plugin without a backward of its own.
-
-    Raises:
-        ValueError: with the way out.
-    """
+    """Raise a ValueError for a precision plugin that the pipeline does not support. A single process supports any that
+    has no backward of its own."""
     if is_single_process and type(precision).backward is Precision.backward:
         return
     if type(precision) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
