@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from lightning_pipeline.engine.fully_sharded import FullySharded
 from lightning_pipeline.engine.gradients import Gradients
 from lightning_pipeline.engine.microbatch import Microbatch
@@ -112,10 +110,6 @@ class LocalStages:
         self.gradients.publish()
         if self._tensor_group is not None:
             place_gradients(self._module.parameters())
-
-    def shard(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Shard parameters over replicas, once it is known which. Returns the new parameter for each."""
-        return self.gradients.shard()
 
     def gather_parameters(self) -> None:
         """Gather sharded parameters for a whole loop: with unequally many batches replicas must not wait in steps."""

@@ -67,7 +67,7 @@ class ManualStep:
             self._runner.show_summary([state.num_samples for state in states], 1)
             self._runner.finish(states, numbers, training=True)
             result = result_of(states)
-        self._session.optimizers.replace(stages.shard())
+        self._session.optimizers.replace(stages.gradients.shard())
         return result
 
     def _update(self, optimizer: Optimizer, do: Callable[[Closure | None], Any], closure: Closure | None) -> Any:

@@ -302,7 +302,7 @@ class Session:
             return
         with self.stages.aside():
             self.stages.publish_gradients()
-            self.optimizers.replace(self.stages.shard())
+            self.optimizers.replace(self.stages.gradients.shard())
 
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Generator[None, None, None]:
