@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.accelerators.rank_table import RankTableError, is_this_host
+from lightning_pipeline.accelerators.rank_table import RankTableError
 from lightning_pipeline.accelerators.rank_table_environment import (
     RankTableEnvironment,
     check_processes,
@@ -74,7 +74,7 @@ def train_both(path: Path, port: int | None, **devices: int) -> list[dict[str, A
     for name in LAUNCHED:
         os.environ.pop(name, None)
     place = read_rank_table(path).rank(rank)
-    os.environ.update(RANK_TABLE_FILE=str(path), RANK_ID=str(rank), DEVICE_ID=str(place.device.device_id))
+    os.environ.update(RANK_TABLE_FILE=str(path), RANK_ID=str(rank), DEVICE_ID=str(place.device_id))
     if port is not None:
         os.environ.update(MASTER_PORT=str(port), RANK_SIZE=str(len(read_rank_table(path))))
     return [expected, train(**devices)]
@@ -248,13 +248,13 @@ def test_the_table_gives_a_device_its_rank(
     from_variables(monkeypatch, path, DEVICE_ID=device)
     assert RankTableEnvironment.detect()
     environment = RankTableEnvironment()
-    place = read_rank_table(path).rank(rank)
-    found = (environment.global_rank(), environment.local_rank(), environment.node_rank())
-    assert found == (rank, place.local_rank, place.node_rank)
+    table = read_rank_table(path)
+    assert environment.global_rank() == rank
+    assert (environment.node_rank(), environment.local_rank()) == table.node_and_local_rank(table.rank(rank))
     assert "with a DEVICE_ID of its own, or unset DEVICE_ID for Lightning" in environment.way_out
     with pytest.raises(RankTableError, match=r"devices=9 .*DEVICE_ID and RANK_TABLE_FILE are set, so this process is"):
         environment.validate_settings(9, 1)
-    from_variables(monkeypatch, path, RANK_SIZE=len(read_rank_table(path)))
+    from_variables(monkeypatch, path, RANK_SIZE=len(table))
     assert RankTableEnvironment().global_rank() == rank
     from_variables(monkeypatch, path, RANK_ID=rank)
     environment = RankTableEnvironment()
@@ -291,11 +291,13 @@ def test_a_device_that_has_no_rank(
 
 def test_a_host_is_known_with_its_domain_or_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node1.cluster")
-    [servers] = [make_table(*((name, [0]) for name in names)).servers for names in [("node1", "NODE1.cluster", "node")]]
-    assert [is_this_host(server) for server in servers] == [True, True, False]
+    assert make_table(*((name, [0]) for name in ("node1", "NODE1.cluster", "node"))).servers_here() == [
+        "node1",
+        "NODE1.cluster",
+    ]
     monkeypatch.setattr(socket, "gethostname", lambda: "node1")
-    servers = make_table(*((name, [0]) for name in ("node1.cluster", "node10", "1", "10.0.0.1"))).servers
-    assert [is_this_host(server) for server in servers] == [True, False, False, False]
+    names = ("node1.cluster", "node10", "1", "10.0.0.1")
+    assert make_table(*((name, [0]) for name in names)).servers_here() == ["node1.cluster"]
 
 
 def test_who_has_started_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -429,15 +431,15 @@ def test_torchruns_processes_on_the_wrong_server(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_tables_device_counted_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = make_table(("a", [4, 6])).rank(1)
-    assert visible_index(place) == 6
+    table = make_table(("a", [4, 6]))
+    assert visible_index(table, table.rank(1)) == 6
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4, 6")
-    assert visible_index(place) == 1
+    assert visible_index(table, table.rank(1)) == 1
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5")
     with pytest.raises(
         RankTableError, match=r"ASCEND_RT_VISIBLE_DEVICES=4,5 hides that device: unset it, or set it to 4,6"
     ):
-        visible_index(place)
+        visible_index(table, table.rank(1))
 
 
 def on_npus(folder: Path) -> dict[str, Any]:
