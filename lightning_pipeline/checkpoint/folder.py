@@ -10,10 +10,8 @@ A folder holds one Lightning checkpoint:
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch.distributed import checkpoint as dcp
 from lightning_pipeline.schedules.validation import shown
 
 from .check import check_optimizer_states
-from .files import TRUST_IT, publish, remove, unfinished
+from .files import TRUST_IT, replacing, written_to_disk
 from .folder_metadata import METADATA_FILE
 from .stored_tensors import ShardFiles, StoredTensor
 from .torch_files import CheckpointError, few, load_torch_file, reason_of
@@ -139,17 +137,15 @@ def replace_stored(checkpoint: Any) -> list[Tensor]:
 def write_meta(
     path: Path, checkpoint: dict[str, Any], sections: Sequence[str], parameter_names: Sequence[Sequence[str]]
 ) -> None:
-    """Write `meta.pt` of a checkpoint that has meta tensors where they are in shards."""
+    """Write a folder's `meta.pt`, of a checkpoint with meta tensors instead of those in shards."""
     content = {
         "format": FORMAT,
         "checkpoint": checkpoint,
         "sections": list(sections),
         "parameter_names": [list(names) for names in parameter_names],
     }
-    with (path / META_FILE).open("wb") as file:
+    with written_to_disk(path / META_FILE) as file:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def like_meta(tensor: Tensor, name: str = "") -> Tensor:
@@ -157,51 +153,37 @@ def like_meta(tensor: Tensor, name: str = "") -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What was done: into a folder or a file, so many tensors, so many bytes of them."""
-
-    into_folder: bool
-    num_tensors: int
-    num_bytes: int
-
-
-def convert_checkpoint(source: Path, destination: Path, *, weights_only: bool = True) -> Conversion:
-    """Write a folder as a plain Lightning file, or such a file as a folder. What the destination had before is lost.
+def convert_checkpoint(source: Path, destination: Path, *, weights_only: bool = True) -> list[Tensor]:
+    """Write a folder as a plain Lightning file, or such a file as a folder. Replaces what is at the destination.
 
     Args:
         source: a folder that ``save_distributed_checkpoint=True`` has written, or a ``.ckpt`` file.
         destination: where the other kind is written.
         weights_only: as for ``torch.load``: False also loads objects, which run code of their own.
 
+    Returns:
+        The tensors that were written, tied ones once.
+
     Raises:
-        FileNotFoundError: there is no source, or the folder is no checkpoint.
+        FileNotFoundError: the source does not exist, or is a folder and no checkpoint.
         CheckpointError: the source is damaged or not whole, no checkpoint, or has objects that ``weights_only``
             refuses.
     """
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist")
-    try:
-        if is_folder(source):
-            return _to_file(source, destination.absolute(), weights_only)
-        return _to_folder(source, destination.absolute(), weights_only)
-    finally:
-        remove(unfinished(destination.absolute()))
+    convert = _to_file if is_folder(source) else _to_folder
+    return convert(source, destination.absolute(), weights_only)
 
 
-def _to_file(source: Path, destination: Path, weights_only: bool) -> Conversion:
+def _to_file(source: Path, destination: Path, weights_only: bool) -> list[Tensor]:
     checkpoint = read_folder(source, weights_only, way_out=_CONVERT_IT)
     tensors = replace_stored(checkpoint)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with unfinished(destination).open("wb") as file:
+    with replacing(destination) as written, written_to_disk(written) as file:
         torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(destination)
-    return _summary(tensors, into_folder=False)
+    return tensors
 
 
-def _to_folder(source: Path, destination: Path, weights_only: bool) -> Conversion:
+def _to_folder(source: Path, destination: Path, weights_only: bool) -> list[Tensor]:
     checkpoint: Any = load_torch_file(source, weights_only=weights_only, way_out=_CONVERT_IT, mmap=True)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise CheckpointError(f"{source} is no checkpoint of Lightning's: it has no state_dict")
@@ -221,16 +203,9 @@ def _to_folder(source: Path, destination: Path, weights_only: bool) -> Conversio
         return stand_ins[memory]
 
     replace_tensors(tensor_places(checkpoint, ["state_dict"], names), take)
-    folder = unfinished(destination)
-    remove(folder)
-    folder.mkdir(parents=True)
-    write_meta(folder, checkpoint, ["state_dict"], names)
-    with warnings.catch_warnings():
+    with replacing(destination) as folder, warnings.catch_warnings():
+        folder.mkdir()
+        write_meta(folder, checkpoint, ["state_dict"], names)
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    publish(destination)
-    return _summary(list(tensors.values()), into_folder=True)
-
-
-def _summary(tensors: list[Tensor], *, into_folder: bool) -> Conversion:
-    return Conversion(into_folder, len(tensors), sum(tensor.nbytes for tensor in tensors))
+    return list(tensors.values())

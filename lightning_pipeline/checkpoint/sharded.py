@@ -6,12 +6,13 @@ import atexit
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,10 +26,12 @@ from lightning_pipeline.runtime.direct import map_tensors, to_cpu
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.groups import new_group
 
-from .files import publish, remove, system_error, unfinished
+from .files import replacing, system_error
 from .folder import like_meta, read_folder, replace_tensors, tensor_places, write_meta
 from .optimizer_layout import OptimizerLayout
 from .state import is_meta
+
+T = TypeVar("T")
 
 # -- what a rank holds ------------------------------------------------------------------------------------------------
 
@@ -68,51 +71,49 @@ def optimizer_state_in_parts(layout: OptimizerLayout, ownership: Ownership) -> d
 
 
 class BackgroundSave:
-    """The save that is underway, in a thread. There is one at a time."""
+    """The save that is under way, in a thread. There is one at a time."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._errors: list[BaseException] = []
+        self._outcome: Future[None] | None = None
 
     def start(self, save: Callable[[], None]) -> None:
         """Call `save` in a thread. The one before must have been waited for."""
-        assert self._thread is None
-        errors: list[BaseException] = []  # of this save: one that was abandoned may still end
+        assert self._outcome is None
+        outcome: Future[None] = Future()
+        self._outcome = outcome
 
         def run() -> None:
             try:
                 save()
+                outcome.set_result(None)
             except BaseException as error:
-                errors.append(error)
+                outcome.set_exception(error)
 
         # A daemon, as a save whose other ranks are gone would keep this process until its timeout; one that has not
-        # been abandoned is waited for.
-        self._errors = errors
-        self._thread = threading.Thread(target=run, name="pipeline-save", daemon=True)
-        self._thread.start()
+        # been abandoned is waited for at exit.
+        threading.Thread(target=run, name="pipeline-save", daemon=True).start()
         atexit.register(self.wait)
 
     def wait(self) -> None:
-        """Until it has ended; raises what it raised, once."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        errors = self._errors
-        self.abandon()
-        if errors:
-            raise errors[0]
+        """Wait until it has ended; raises what it raised, once."""
+        outcome = self._outcome
+        if outcome is not None:
+            try:
+                outcome.result()
+            finally:
+                self.abandon()
 
     def abandon(self) -> None:
         """Forget it, as after a failure of the run, whose error counts more than that of a save."""
         atexit.unregister(self.wait)
-        self._thread, self._errors = None, []
+        self._outcome = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderWriter:
-    """Writes checkpoints in parts. Every rank of the world has one.
+    """Writes checkpoint folders. Every rank of the world has one.
 
-    Parameters and optimizer state are the same on all replicas that hold them, which share the writing out; buffers are
+    Parameters and optimizer state are the same on all replicas that hold them, which divide the writing; buffers are
     those of the first replica.
 
     Args:
@@ -137,7 +138,7 @@ class FolderWriter:
 
         Raises:
             ValueError: the path is not on a local or mounted file system.
-            RuntimeError: it could not be written, with the reason, on all ranks.
+            RuntimeError: on all ranks, if it could not be written; the message gives the reason.
         """
         if "://" in str(path):
             raise ValueError(
@@ -148,25 +149,25 @@ class FolderWriter:
         sections: list[str] = self._from_rank_0(path, _sections(checkpoint))
         tensors, values = self._given(path, checkpoint, sections)
         states = [_descriptions(optimizer["state"]) for optimizer in checkpoint.get("optimizer_states", [])]
-        parts = self._on_rank_0_of_all(path, (values, states))
-        begin = partial(self._begin, path, checkpoint, sections, parts)
+        parts = self._gathered_on_rank_0(path, (values, states))
+        draft = ExitStack()  # on rank 0: left when the folder is complete, which gives it its name
+        begin = partial(self._begin, draft, path, checkpoint, sections, parts)
         if self.background is None:
-            self._write(path, begin, tensors)
+            self._write(path, draft, begin, tensors)
             return
-        self._do_on_rank_0(path, begin)  # what is not in shards may change too
+        folder = self._on_rank_0(path, begin)  # what is not in shards may change too
         tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self.background.start(partial(self._write, path, lambda: None, tensors))
+        self.background.start(partial(self._write, path, draft, lambda: folder, tensors))
 
-    def _write(self, path: Path, begin: Callable[[], None], tensors: dict[str, Tensor]) -> None:
-        try:
-            self._do_on_rank_0(path, begin)
-            self._write_shards(path, tensors)
-            self._do_on_rank_0(path, lambda: _finish(path))
-        except BaseException:
-            if dist.get_rank() == 0:
-                with suppress(OSError):  # others may write to it still; what stays, the next save removes
-                    remove(unfinished(path))
-            raise
+    def _write(self, path: Path, draft: ExitStack, begin: Callable[[], Path], tensors: dict[str, Tensor]) -> None:
+        def finish() -> None:
+            read_folder(folder, weights_only=False)  # files that other machines have written may not be there
+            draft.close()
+
+        with draft:
+            folder = self._on_rank_0(path, begin)
+            self._write_shards(path, folder, tensors)
+            self._on_rank_0(path, finish)
 
     def _given(
         self, path: Path, checkpoint: Mapping[str, Any], sections: Sequence[str]
@@ -212,8 +213,10 @@ class FolderWriter:
         }
         return {place: min(stages) for place, stages in holders.items() if stages}
 
-    def _begin(self, path: Path, checkpoint: dict[str, Any], sections: Sequence[str], parts: list[Any]) -> None:
-        """On rank 0: an empty folder with all that is not in shards."""
+    def _begin(
+        self, draft: ExitStack, path: Path, checkpoint: dict[str, Any], sections: Sequence[str], parts: list[Any]
+    ) -> Path:
+        """On rank 0: make a new folder, with all that is not in shards."""
         complete = dict(checkpoint)
         for section in sections:
             complete[section] = copy.copy(checkpoint[section])
@@ -227,13 +230,13 @@ class FolderWriter:
             ]
         names = self.parameter_names if "optimizer_states" in checkpoint else []
         replace_tensors(tensor_places(complete, sections, names), like_meta)
-        folder = unfinished(path)
-        remove(folder)
-        folder.mkdir(parents=True)
+        folder = draft.enter_context(replacing(path))
+        folder.mkdir()
         write_meta(folder, complete, sections, names)
+        return folder
 
-    def _write_shards(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        writer = _Writer(unfinished(path))
+    def _write_shards(self, path: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
+        writer = _Writer(folder)
         try:
             with waiting_for(f"all ranks to write the checkpoint {path}"):
                 dcp.save(tensors, storage_writer=writer, process_group=self.group)
@@ -249,24 +252,25 @@ class FolderWriter:
             dist.broadcast_object_list(values, 0, group=self.group)
         return values[0]
 
-    def _on_rank_0_of_all(self, path: Path, value: Any) -> list[Any]:
+    def _gathered_on_rank_0(self, path: Path, value: Any) -> list[Any]:
         """Every rank's value on rank 0, [] elsewhere."""
         values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         with waiting_for(f"all ranks' parts of the checkpoint {path}"):
             dist.gather_object(value, values, 0, group=self.group)
         return values or []
 
-    def _do_on_rank_0(self, path: Path, function: Callable[[], None]) -> None:
-        """Call it there, and raise everywhere what it raises."""
-        error: Exception | None = None
+    def _on_rank_0(self, path: Path, function: Callable[[], T]) -> T:
+        """What it returns there, on all ranks; if it raises, all ranks raise."""
+        result, error = None, None
         if dist.get_rank() == 0:
             try:
-                function()
+                result = function()
             except Exception as raised:
                 error = system_error(raised) or raised
-        reason = self._from_rank_0(path, repr(error) if error is not None else None)
+        result, reason = self._from_rank_0(path, (result, repr(error) if error is not None else None))
         if reason is not None:
             raise RuntimeError(f"could not write the checkpoint {path}: {reason}") from error
+        return result
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -279,12 +283,6 @@ class _Writer(dcp.FileSystemWriter):
             if (reason := system_error(error)) is None:
                 raise
             raise OSError(*reason.args) from error
-
-
-def _finish(path: Path) -> None:
-    """Check that all is there, as files of other machines may not be, and give the folder its name."""
-    read_folder(unfinished(path), weights_only=False)
-    publish(path)
 
 
 @lru_cache(maxsize=2)

@@ -43,14 +43,14 @@ def convert(
         from lightning_pipeline.checkpoint.torch_files import CheckpointError
 
         try:
-            done = convert_checkpoint(source, destination, weights_only=weights_only)
+            tensors = convert_checkpoint(source, destination, weights_only=weights_only)
         except CheckpointError as error:
             raise CommandError(str(error)) from error
     from rich.console import Console
     from rich.filesize import decimal
     from rich.markup import escape
 
-    kind = "folder" if done.into_folder else "file"
-    amount = f"{done.num_tensors} tensors, {decimal(done.num_bytes)}"
+    kind = "folder" if destination.is_dir() else "file"
+    amount = f"{len(tensors)} tensors, {decimal(sum(tensor.nbytes for tensor in tensors))}"
     text = f"Wrote the {kind} [bold]{escape(str(destination))}[/bold] from {escape(str(source))}: {amount}."
     Console(highlight=False).print(text, soft_wrap=True)

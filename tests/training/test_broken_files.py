@@ -148,7 +148,7 @@ def test_a_run_that_is_killed_in_a_write_goes_on_from_the_file_before(tmp_path: 
     assert ends[0].exit_code == -signal.SIGKILL
     assert ends[1].exit_code not in (0, None)
     leftovers = [path.name for path in tmp_path.iterdir() if path.name.endswith(SUFFIX)]
-    assert len(leftovers) == 1 and (tmp_path / leftovers[0]).stat().st_size > 0
+    assert len(leftovers) == 1 and (tmp_path / leftovers[0] / "content").stat().st_size > 0
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == KILLED_AT - 1
 
     check_resumed(launch(resumed, tmp_path, world=2))
