@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -216,18 +216,31 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return checkpoint
 
 
+def tensors_in(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors in nested dicts, lists and tuples, each with the keys and indices that lead to it."""
+    if isinstance(content, torch.Tensor):
+        yield path, content
+    elif isinstance(content, (dict, list, tuple)):
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from tensors_in(value, (*path, key))
+
+
+def entry_at(content: Any, path: tuple[Any, ...]) -> Any:
+    """What is at the end of a path of keys and indices."""
+    for key in path:
+        content = content[key]
+    return content
+
+
 def read_into_memory(tree: Any) -> None:
     """Give CPU tensors in nested dicts, lists and tuples memory of their own, instead of a file's mapped pages.
 
     A tensor that stays mapped keeps the disk space of a file that was replaced since, and on a network file system
     cannot be read any more.
     """
-    if isinstance(tree, torch.Tensor):
-        if tree.device.type == "cpu":
-            tree.data = tree.data.clone()
-    elif isinstance(tree, (dict, list, tuple)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            read_into_memory(value)
+    for _, tensor in tensors_in(tree):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
 
 
 def _local(path: str | Path) -> Path | None:

@@ -3,7 +3,7 @@
 A folder holds one Lightning checkpoint:
 
 - ``meta.pt``: the checkpoint as plain Lightning would write it, keys, order and positional ids included, with tensors
-  on the meta device in the places of those that are in shards. Tied tensors are one tensor.
+  on the meta device instead of those that are in shards. Tied tensors are one tensor.
 - torch.distributed.checkpoint's files (``.metadata``, ``*.distcp``): the tensors, by names such as
   ``state_dict.net.head.weight`` and ``optimizer_0.state.net.head.weight.exp_avg``; a tied tensor has its first name.
 """
@@ -22,7 +22,7 @@ from torch.distributed import checkpoint as dcp
 from lightning_pipeline.schedules.validation import shown
 
 from .check import check_optimizer_states
-from .files import TRUST_IT, replacing, written_to_disk
+from .files import TRUST_IT, entry_at, replacing, tensors_in, written_to_disk
 from .folder_metadata import METADATA_FILE
 from .stored_tensors import ShardFiles, StoredTensor
 from .torch_files import CheckpointError, few, load_torch_file, reason_of
@@ -31,7 +31,7 @@ META_FILE = "meta.pt"
 FORMAT = "lightning_pipeline checkpoint folder, version 1"
 _CONVERT_IT = "If you trust it, convert it with weights_only=False (--no-weights-only)"
 Place = tuple[dict[Any, Any], Any, str]
-"""A dict, a key in it, and the name in the shards of the tensor there."""
+"""A dict, the key of a tensor in it, and the tensor's name in the shards."""
 
 
 def is_folder(path: str | Path) -> bool:
@@ -42,29 +42,24 @@ def is_folder(path: str | Path) -> bool:
 def tensor_places(
     checkpoint: dict[str, Any], sections: Sequence[str], parameter_names: Sequence[Sequence[str]]
 ) -> Iterator[Place]:
-    """The places of a checkpoint whose tensors are in shards.
+    """The places in a checkpoint of the tensors that go into shards.
 
     Args:
-        checkpoint: Lightning's.
         sections: keys of the checkpoint with state dicts of the module: "state_dict", and what callbacks add.
         parameter_names: of each optimizer, by positional id.
     """
-    for section in sections:
-        state = checkpoint[section]
-        yield from ((state, key, f"{section}.{key}") for key, value in list(state.items()) if isinstance(value, Tensor))
-    for index, (optimizer, names) in enumerate(
-        zip(checkpoint.get("optimizer_states", []), parameter_names, strict=True)
-    ):
+    states = [(section, checkpoint[section]) for section in sections]
+    optimizers = zip(checkpoint.get("optimizer_states", []), parameter_names, strict=True)
+    for index, (optimizer, names) in enumerate(optimizers):
         for position, state in optimizer["state"].items():
             if isinstance(position, int):
-                before = f"optimizer_{index}.state.{names[position]}"
-                for key, value in list(state.items()):
-                    if isinstance(value, Tensor):
-                        yield state, key, f"{before}.{key}"
+                states.append((f"optimizer_{index}.state.{names[position]}", state))
+    for prefix, state in states:
+        yield from ((state, key, f"{prefix}.{key}") for key, value in list(state.items()) if isinstance(value, Tensor))
 
 
 def replace_tensors(places: Iterator[Place], new: Callable[[Tensor, str], Tensor]) -> None:
-    """Put ``new(tensor, name)`` in each place; one tensor in several places stays one."""
+    """Put ``new(tensor, name)`` in each place; a tensor in several places stays one."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for container, key, name in places:
         old = container[key]
@@ -74,10 +69,10 @@ def replace_tensors(places: Iterator[Place], new: Callable[[Tensor, str], Tensor
 
 
 def read_folder(path: str | Path, weights_only: bool | None = None, *, way_out: str = TRUST_IT) -> dict[str, Any]:
-    """The checkpoint of a folder, whose tensors are read when they are used.
+    """The checkpoint in a folder, with tensors that are read when they are used.
 
     Args:
-        weights_only: as for ``torch.load``. Unless it is False, nothing of the folder can run code.
+        weights_only: as for ``torch.load``. Unless it is False, nothing in the folder can run code.
         way_out: a sentence for the message if it has objects, on how to load it all the same.
 
     Raises:
@@ -115,22 +110,13 @@ def read_folder(path: str | Path, weights_only: bool | None = None, *, way_out: 
 
 
 def replace_stored(checkpoint: Any) -> list[Tensor]:
-    """Read all tensors of what `read_folder` gave into it, tied ones once. Returns them."""
+    """Read all tensors of a checkpoint that `read_folder` gave, in their places. Returns them, tied ones once."""
     read: dict[int, Tensor] = {}
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, StoredTensor):
-            if id(value) not in read:
-                read[id(value)] = value.read()
-            return read[id(value)]
-        if isinstance(value, dict):
-            for key, item in list(value.items()):
-                value[key] = visit(item)
-        elif isinstance(value, list):
-            value[:] = map(visit, value)
-        return value
-
-    visit(checkpoint)
+    for path, tensor in list(tensors_in(checkpoint)):
+        if isinstance(tensor, StoredTensor):
+            if id(tensor) not in read:
+                read[id(tensor)] = tensor.read()
+            entry_at(checkpoint, path[:-1])[path[-1]] = read[id(tensor)]
     return list(read.values())
 
 
@@ -188,7 +174,7 @@ def _to_folder(source: Path, destination: Path, weights_only: bool) -> list[Tens
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise CheckpointError(f"{source} is no checkpoint of Lightning's: it has no state_dict")
     check_optimizer_states(checkpoint.get("optimizer_states", []), str(source))
-    # A file has no names of parameters in its optimizer states: positions do as well.
+    # A file does not name the parameters of its optimizer states: positions serve as names.
     names = [
         [str(position) for position in range(sum(len(group["params"]) for group in optimizer["param_groups"]))]
         for optimizer in checkpoint.get("optimizer_states", [])

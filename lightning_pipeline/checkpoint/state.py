@@ -34,6 +34,7 @@ from lightning_pipeline.runtime.direct import recv_tree, send_tree, to_cpu
 from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import LightningModule, Trainer
+from .files import entry_at, tensors_in
 from .stored_tensors import StoredTensor
 
 K = TypeVar("K")
@@ -212,32 +213,19 @@ def filled_from_owners(checkpoint: dict[str, Any], ownership: Ownership, transpo
         return checkpoint
     missing = []
     if ownership.stage == 0:
-        for path, tensor in _tensors(checkpoint):
+        for path, tensor in tensors_in(checkpoint):
             if type(tensor) is Placeholder:
                 stages = holders_of(tensor) or ownership.holders.get(str(path[-1]), (0,))
                 missing.append((path, stages[0]))
     requests = transport.broadcast_object(missing, 0, "names of missing checkpoint entries")
-
-    def entry(path: tuple[Any, ...]) -> Any:
-        return functools.reduce(lambda content, key: content[key], path, checkpoint)
-
-    found = _fetch(requests, entry, ownership, transport)
+    found = _fetch(requests, functools.partial(entry_at, checkpoint), ownership, transport)
     if ownership.stage == 0:
         # A tensor's note of who holds it is of no use in a file: `detach` leaves it out.
         noted = {
-            path: tensor.detach() for path, tensor in _tensors(checkpoint) if path not in found and holders_of(tensor)
+            path: tensor.detach() for path, tensor in tensors_in(checkpoint) if path not in found and holders_of(tensor)
         }
         checkpoint = _with(checkpoint, (), {**noted, **found})
     return checkpoint
-
-
-def _tensors(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Tensor]]:
-    """The tensors in nested dictionaries, lists and tuples, each with its keys."""
-    if isinstance(content, Tensor):
-        return [(path, content)]
-    is_list = type(content) in (list, tuple)
-    items = content.items() if isinstance(content, dict) else enumerate(content) if is_list else ()
-    return [found for key, value in items for found in _tensors(value, (*path, key))]
 
 
 def _with(content: Any, path: tuple[Any, ...], new: dict[tuple[Any, ...], Tensor]) -> Any:
@@ -251,7 +239,8 @@ def _with(content: Any, path: tuple[Any, ...], new: dict[tuple[Any, ...], Tensor
         for key, value in content.items():
             made[key] = _with(value, (*path, key), new)
         return made
-    return type(content)([_with(value, (*path, index), new) for index, value in enumerate(content)])
+    values = [_with(value, (*path, index), new) for index, value in enumerate(content)]
+    return content._make(values) if hasattr(content, "_make") else type(content)(values)
 
 
 # -- a whole module ---------------------------------------------------------------------------------------------------
