@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def module_state_in_parts(module: nn.Module) -> dict[str, Any]:
-    """``module.state_dict()`` with all keys on every rank, where tensors of other stages are on the meta device.
+    """``module.state_dict()`` with all keys on every rank; tensors of other stages are on the meta device.
 
     Tied entries are one tensor.
     """
@@ -120,8 +120,8 @@ class FolderWriter:
         parameter_names: of each optimizer, by positional id.
         is_writer: this rank's pipeline is the first.
         group: all ranks, over a backend for host memory.
-        background: where to write the shards while the caller goes on, with a group that nobody else uses; None to
-            return when all is written.
+        background: writes the shards while the caller goes on, with a group that nobody else uses; None to return when
+            all is written.
     """
 
     module: nn.Module
@@ -150,29 +150,20 @@ class FolderWriter:
         tensors, values = self._given(path, checkpoint, sections)
         states = [_descriptions(optimizer["state"]) for optimizer in checkpoint.get("optimizer_states", [])]
         parts = self._gathered_on_rank_0(path, (values, states))
-        draft = ExitStack()  # on rank 0: left when the folder is complete, which gives it its name
-        begin = partial(self._begin, draft, path, checkpoint, sections, parts)
+        with ExitStack() as draft:  # of rank 0
+            folder = self._on_rank_0(path, lambda: self._begin(draft, path, checkpoint, sections, parts))
+            if self.background is not None:  # meanwhile the tensors may change
+                tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            finish = partial(self._finish, draft.pop_all(), path, folder, tensors)
         if self.background is None:
-            self._write(path, draft, begin, tensors)
-            return
-        folder = self._on_rank_0(path, begin)  # what is not in shards may change too
-        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self.background.start(partial(self._write, path, draft, lambda: folder, tensors))
-
-    def _write(self, path: Path, draft: ExitStack, begin: Callable[[], Path], tensors: dict[str, Tensor]) -> None:
-        def finish() -> None:
-            read_folder(folder, weights_only=False)  # files that other machines have written may not be there
-            draft.close()
-
-        with draft:
-            folder = self._on_rank_0(path, begin)
-            self._write_shards(path, folder, tensors)
-            self._on_rank_0(path, finish)
+            finish()
+        else:
+            self.background.start(finish)
 
     def _given(
         self, path: Path, checkpoint: Mapping[str, Any], sections: Sequence[str]
     ) -> tuple[dict[str, Tensor], dict[tuple[str, str], Any]]:
-        """What this rank gives: tensors by name, a tied one by its first, and entries that are no tensors by place."""
+        """What this rank writes: tensors by name, tied ones by their first, and other entries by their place."""
         holders = self._holders_of_others(path, checkpoint, sections)
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         tensors: dict[str, Tensor] = {}
@@ -235,14 +226,21 @@ class FolderWriter:
         write_meta(folder, complete, sections, names)
         return folder
 
-    def _write_shards(self, path: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
-        writer = _Writer(folder)
-        try:
-            with waiting_for(f"all ranks to write the checkpoint {path}"):
-                dcp.save(tensors, storage_writer=writer, process_group=self.group)
-        except CheckpointException as error:
-            reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in sorted(error.failures.items()))
-            raise RuntimeError(f"could not write the checkpoint {path}: {reasons}") from error
+    def _finish(self, draft: ExitStack, path: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
+        """Write the shards, and give the folder its name."""
+
+        def publish() -> None:
+            read_folder(folder, weights_only=False)  # files that other machines have written may not be there
+            draft.close()
+
+        with draft:
+            try:
+                with waiting_for(f"all ranks to write the checkpoint {path}"):
+                    dcp.save(tensors, storage_writer=_Writer(folder), process_group=self.group)
+            except CheckpointException as error:
+                reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in sorted(error.failures.items()))
+                raise RuntimeError(f"could not write the checkpoint {path}: {reasons}") from error
+            self._on_rank_0(path, publish)
 
     # -- between the ranks --------------------------------------------------------------------------------------------
 
@@ -260,7 +258,7 @@ class FolderWriter:
         return values or []
 
     def _on_rank_0(self, path: Path, function: Callable[[], T]) -> T:
-        """What it returns there, on all ranks; if it raises, all ranks raise."""
+        """What the function returns on rank 0, on all ranks; if it raises there, all ranks raise."""
         result, error = None, None
         if dist.get_rank() == 0:
             try:
@@ -274,7 +272,7 @@ class FolderWriter:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Tells the other ranks why the system did not let it write."""
+    """Raises the system's error, such as a full disk, instead of torch's: the other ranks are told the reason."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -298,7 +296,7 @@ def host_group(world: dist.ProcessGroup, timeout: timedelta, *, own: bool = Fals
 
 
 def _sections(checkpoint: Mapping[str, Any]) -> list[str]:
-    """The keys of state dicts that ranks have in parts: the module's, and what callbacks keep beside it."""
+    """The keys of state dicts of which ranks have parts: the module's, and those of callbacks' copies."""
     return [
         key
         for key, value in checkpoint.items()
@@ -308,7 +306,7 @@ def _sections(checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 def _descriptions(states: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:
-    """Parameters' states with shapes for tensors. All ranks that hold slices of the same ones must call it."""
+    """Parameters' states with meta tensors. All ranks that hold slices of the same ones must call it."""
     return {
         position: {
             key: like_meta(value) if isinstance(value, Tensor) else to_cpu(map_tensors(value, whole))

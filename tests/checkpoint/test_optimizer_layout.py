@@ -197,14 +197,6 @@ def test_a_group_added_later_is_taken_in():
     assert [name for name, _ in layout.local_parameters()][2:] == ["layers.1.weight", "layers.1.bias"]
 
 
-def test_a_state_of_another_model_is_refused():
-    module = make()
-    layout = OptimizerLayout(torch.optim.SGD(groups_of(module), lr=0.1), module)
-    other = torch.optim.SGD(make().parameters(), lr=0.1).state_dict()
-    with pytest.raises(ValueError, match=r"has 1 groups with \[10\] parameters, but SGD has 2 with \[4, 6\]"):
-        layout.load_state(other)
-
-
 def test_a_tensor_outside_of_the_module_is_refused():
     stray = nn.Parameter(torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"tensors of shapes \[\(2, 5\)\] that are not parameters"):
