@@ -27,7 +27,6 @@ from lightning_pipeline.accelerators.rank_table import (
 Generation = Literal["910a", "a2", "a3"]
 
 RENUMBER = "`lightning-pipeline rank-table convert FILE --renumber` numbers them so"
-_HOW_TO_FIND_ADDRESS = "`hccn_tool -i DEVICE -ip -g` or /etc/hccn.conf on the server tells it"
 _NETWORKS = (range(4), range(4, 8))
 
 
@@ -55,8 +54,7 @@ def check_rank_table(table: RankTable, generation: Generation | None = None) -> 
     Args:
         generation: of the machines; None if it is not known.
     """
-    rules = (_rank_ids, _devices, _order, _addresses, _super_pods)
-    findings = [finding for rule in rules for finding in rule(table)]
+    findings = [RuleViolation(rule, message) for rule, check in _EVERYWHERE.items() for message in check(table)]
     findings += [*_atlas(table, generation), *_equal_counts(table)]
     return sorted(findings, key=lambda finding: not finding.is_error)
 
@@ -89,64 +87,51 @@ def generation_of(device_name: str) -> Generation | None:
 # -- everywhere -------------------------------------------------------------------------------------------------------
 
 
-def _rank_ids(table: RankTable) -> Iterator[RuleViolation]:
+def _rank_ids(table: RankTable) -> Iterator[str]:
     by_id = grouped(table.ranks, lambda rank: rank.rank_id)
     for rank_id, ranks in by_id.items():
         if len(ranks) > 1:
             where = ", ".join(f"{rank.server_id} device {rank.device_id}" for rank in ranks)
-            yield RuleViolation(
-                "rank ids",
-                f"rank_id {rank_id} is there {len(ranks)} times ({where}); each rank has one device; {RENUMBER}",
-            )
+            yield f"rank_id {rank_id} is there {len(ranks)} times ({where}); each rank has one device; {RENUMBER}"
     size = len(table)
     if missing := sorted(set(range(size)) - set(by_id)):
         beyond = [rank_id for rank_id in by_id if rank_id >= size]
         instead = f", and {listed(beyond)} instead" if beyond else ""
-        yield RuleViolation(
-            "rank ids",
-            f"{size} devices are ranks 0 to {size - 1}, but rank_id {listed(missing)} is missing{instead}; {RENUMBER}",
-        )
+        all_ids = f"{size} devices are ranks 0 to {size - 1}"
+        yield f"{all_ids}, but rank_id {listed(missing)} is missing{instead}; {RENUMBER}"
 
 
-def _devices(table: RankTable) -> Iterator[RuleViolation]:
+def _devices(table: RankTable) -> Iterator[str]:
     for (server_id, device_id), ranks in grouped(table.ranks, lambda rank: (rank.server_id, rank.device_id)).items():
         if len(ranks) > 1:
-            yield RuleViolation(
-                "devices",
-                f"ranks {listed(rank_ids(ranks))} share device {device_id} of server {server_id}; give each rank a "
-                "device_id of its own",
-            )
+            who = f"ranks {listed(rank_ids(ranks))}"
+            yield f"{who} share device {device_id} of server {server_id}; give each rank a device_id of its own"
 
 
-def _order(table: RankTable) -> Iterator[RuleViolation]:
-    """The ranks of a server follow one another, those of a super pod too, and servers are in the order of their ids."""
+def _order_of_ranks(table: RankTable) -> Iterator[str]:
+    """The ranks of a server follow one another, those of a super pod too."""
     if any(_rank_ids(table)):
         return
     blocks = [("server", server_id, ranks) for server_id, ranks in table.servers.items()]
     for pod, server_ids in table.super_pods.items():
         blocks.append(("super pod", pod, [rank for rank in table.ranks if rank.server_id in server_ids]))
-    split = [(kind, name, listed(rank_ids(ranks))) for kind, name, ranks in blocks if _has_gaps(ranks)]
-    for kind, name, numbers in split:
-        yield RuleViolation(
-            "order of ranks",
-            f"{kind} {name} has ranks {numbers}, and ranks between them are elsewhere; HCCL wants the ranks of a "
-            f"{kind} to follow one another; {RENUMBER}",
-        )
-    if split or table.super_pods:  # with super pods the order is that of the pods
+    for kind, name, ranks in blocks:
+        if ranks and ranks[-1].rank_id - ranks[0].rank_id + 1 > len(ranks):
+            yield (
+                f"{kind} {name} has ranks {listed(rank_ids(ranks))}, and ranks between them are elsewhere; HCCL wants "
+                f"the ranks of a {kind} to follow one another; {RENUMBER}"
+            )
+
+
+def _order_of_servers(table: RankTable) -> Iterator[str]:
+    """Ranks go through the servers in the order of their ids; with super pods, the order is that of the pods."""
+    if table.super_pods or any(_rank_ids(table)) or any(_order_of_ranks(table)):
         return
     names = list(table.servers)
     # "10.0.0.10" comes after "10.0.0.9" as an address and before it as text: either order will do.
     if names not in (sorted(names), sorted(names, key=server_key)):
         now = ", then ".join(f"{name} (ranks {listed(rank_ids(ranks))})" for name, ranks in table.servers.items())
-        yield RuleViolation(
-            "order of servers",
-            f"ranks go through the servers in another order than that of their server_id: {now}; {RENUMBER}",
-        )
-
-
-def _has_gaps(ranks: list[Rank]) -> bool:
-    """Whether the ranks, which are in order, do not follow one another."""
-    return bool(ranks) and ranks[-1].rank_id - ranks[0].rank_id + 1 > len(ranks)
+        yield f"ranks go through the servers in another order than that of their server_id: {now}; {RENUMBER}"
 
 
 def server_key(server_id: str) -> tuple[object, ...]:
@@ -156,28 +141,21 @@ def server_key(server_id: str) -> tuple[object, ...]:
     return tuple((0, len(n := part.lstrip("0")), n) if part[0] in "0123456789" else (1, 0, part) for part in parts)
 
 
-def _addresses(table: RankTable) -> Iterator[RuleViolation]:
+def _addresses(table: RankTable) -> Iterator[str]:
+    how = "`hccn_tool -i DEVICE -ip -g` or /etc/hccn.conf on the server tells it"
     addresses = grouped(table.ranks, lambda rank: _address(rank.device_ip))
     missing = rank_ids(rank for rank in table.ranks if not rank.device_ip)
     malformed = [rank for rank in addresses.pop(None, []) if rank.device_ip]
     if malformed:
         found = ", ".join(f'rank {rank.rank_id} has "{rank.device_ip}"' for rank in malformed)
-        yield RuleViolation(
-            "device addresses", f"device_ip has to be an IPv4 or IPv6 address: {found}; {_HOW_TO_FIND_ADDRESS}"
-        )
+        yield f"device_ip has to be an IPv4 or IPv6 address: {found}; {how}"
     for address, ranks in addresses.items():
         if len(ranks) > 1:
-            yield RuleViolation(
-                "device addresses",
-                f"ranks {listed(rank_ids(ranks))} have the same device_ip {address}; {_HOW_TO_FIND_ADDRESS}",
-            )
+            yield f"ranks {listed(rank_ids(ranks))} have the same device_ip {address}; {how}"
     # The devices of one super pod have links of their own.
     if missing and len(table.servers) > 1 and len(table.super_pods) != 1:
-        yield RuleViolation(
-            "device addresses",
-            f"ranks {listed(missing)} have no device_ip, through which devices of several servers reach one another; "
-            f"{_HOW_TO_FIND_ADDRESS}",
-        )
+        who = f"ranks {listed(missing)}"
+        yield f"{who} have no device_ip, through which devices of several servers reach one another; {how}"
 
 
 def _address(text: str) -> Any:
@@ -187,30 +165,33 @@ def _address(text: str) -> Any:
         return None
 
 
-def _super_pods(table: RankTable) -> Iterator[RuleViolation]:
+def _super_pods(table: RankTable) -> Iterator[str]:
     if not table.super_pods:
         return
     listings = Counter(server_id for server_ids in table.super_pods.values() for server_id in server_ids)
     for server_id in table.servers:
         if listings.pop(server_id, 0) != 1:
-            yield RuleViolation("super pods", f"server {server_id} has to be in one entry of super_pod_list")
+            yield f"server {server_id} has to be in one entry of super_pod_list"
     for server_id in listings:
-        yield RuleViolation("super pods", f'super_pod_list names server "{server_id}", which server_list does not have')
-    without = rank_ids(rank for rank in table.ranks if not rank.super_device_id)
-    if without:
-        yield RuleViolation(
-            "super pods",
-            f"ranks {listed(without)} have no super_device_id; `npu-smi info -t spod-info` shows it as SDID, or leave "
-            "super_pod_list out",
-        )
+        yield f'super_pod_list names server "{server_id}", which server_list does not have'
+    if without := rank_ids(rank for rank in table.ranks if not rank.super_device_id):
+        how = "`npu-smi info -t spod-info` shows it as SDID, or leave super_pod_list out"
+        yield f"ranks {listed(without)} have no super_device_id; {how}"
     for pod, server_ids in table.super_pods.items():
         inside = (rank for rank in table.ranks if rank.server_id in server_ids and rank.super_device_id)
         for super_device_id, ranks in grouped(inside, lambda rank: rank.super_device_id).items():
             if len(ranks) > 1:
-                yield RuleViolation(
-                    "super pods", f"super_device_id {super_device_id} is there {len(ranks)} times in super pod {pod}"
-                )
+                yield f"super_device_id {super_device_id} is there {len(ranks)} times in super pod {pod}"
 
+
+_EVERYWHERE = {
+    "rank ids": _rank_ids,
+    "devices": _devices,
+    "order of ranks": _order_of_ranks,
+    "order of servers": _order_of_servers,
+    "device addresses": _addresses,
+    "super pods": _super_pods,
+}
 
 # -- by generation ----------------------------------------------------------------------------------------------------
 
@@ -222,32 +203,28 @@ def _atlas(table: RankTable, generation: Generation | None) -> Iterator[RuleViol
         return
     is_error = generation == "910a"
     doubt = "" if is_error else " (A2 and A3 machines do not ask for it)"
+    atlas = "an Atlas training server (910A)"
     for server_id, ranks in table.servers.items():
         devices = device_ids(ranks)
         count = len(devices)
-        who = f"server {server_id} has {count} (devices {listed(devices)}, ranks {listed(rank_ids(ranks))})"
+        who = f"server {server_id} has {count} (devices {listed(devices)}, ranks {listed(rank_ids(ranks))}){doubt}"
         if any(device > 7 for device in devices):
-            yield RuleViolation("devices of a 910A server", f"its devices are 0-7: {who}")
+            rule, message = "devices of a 910A server", f"its devices are 0-7: {who}"
         elif len(table.servers) > 1 and count != 8:
-            yield RuleViolation(
-                "8n devices on several servers",
-                f"Atlas training servers (910A) that train together use all 8 devices of each: {who}{doubt}; use all, "
-                "or one server",
-                is_error,
-            )
+            rule = "8n devices on several servers"
+            message = f"{atlas} that trains with others uses all 8 devices: {who}; use all, or one server"
         elif count not in (1, 2, 4, 8):
-            yield RuleViolation(
-                "1, 2, 4 or 8 devices on one server",
-                f"an Atlas training server (910A) trains on 1, 2, 4 or 8 devices: {who}{doubt}; use such a count",
-                is_error,
-            )
+            rule = "1, 2, 4 or 8 devices on one server"
+            message = f"{atlas} trains on 1, 2, 4 or 8 devices: {who}; use such a count"
         elif count in (2, 4) and not any(set(devices) <= set(network) for network in _NETWORKS):
-            yield RuleViolation(
-                "networks 0-3 and 4-7",
-                f"devices 0-3 and 4-7 of an Atlas training server (910A) are two networks, and jobs of 2 or 4 devices "
-                f"stay in one: {who}{doubt}; take them all from 0-3 or all from 4-7",
-                is_error,
+            rule = "networks 0-3 and 4-7"
+            message = (
+                f"devices 0-3 and 4-7 of {atlas} are two networks, and jobs of 2 or 4 devices stay in one: {who}; take "
+                "them all from 0-3 or all from 4-7"
             )
+        else:
+            continue
+        yield RuleViolation(rule, message, is_error)
 
 
 def _equal_counts(table: RankTable) -> Iterator[RuleViolation]:

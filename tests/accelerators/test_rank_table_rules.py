@@ -127,7 +127,7 @@ ATLAS = {
     ),
     "four devices of one server": (
         make_table(("a", EIGHT), ("b", [0, 1, 2, 3])),
-        "8n devices on several servers: Atlas training servers (910A) that train together use all 8 devices of each: "
+        "8n devices on several servers: an Atlas training server (910A) that trains with others uses all 8 devices: "
         "server b has 4 (devices 0-3, ranks 8-11)",
     ),
 }
