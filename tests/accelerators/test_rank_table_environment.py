@@ -80,20 +80,39 @@ def train_both(path: Path, port: int | None, **devices: int) -> list[dict[str, A
     return [expected, train(**devices)]
 
 
-def train_one_server(path: Path) -> list[dict[str, Any]]:
-    return train_both(path, None, devices=2)
+def on_two_ranks(one_server: Path, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """Runs of a table of one server, of tables that do not fit, and, on one rank, of a table of NPUs."""
+    launched = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+    trained = train_both(one_server, None, devices=2)
+    dist.destroy_process_group()
+    for name in ("RANK_TABLE_FILE", "RANK_ID", "DEVICE_ID"):
+        del os.environ[name]
+    os.environ.update(launched)
+    disagreed = disagree(folder)
+    dist.destroy_process_group()
+    return trained, disagreed, on_npus(folder) if launched["LOCAL_RANK"] == "0" else {}
 
 
 def train_two_servers(path: Path, port: int) -> list[dict[str, Any]]:
     return train_both(path, port, devices=2, num_nodes=2)
 
 
-@pytest.mark.multiprocess
-def test_one_server_trains_as_lightnings_own_processes_do(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """What `on_two_ranks` gives, each by rank."""
     # Addresses of its own, so that the port that follows from the table is no other test's.
     table = make_table((f"10.0.{os.getpid() % 256}.{os.getpid() // 256 % 256}", [5, 3]))
-    path = write(tmp_path / "table.json", format_rank_table(table, "group_list"))
-    plain, found = zip(*launch(train_one_server, path, world=2), strict=True)
+    path = write(folder / "one_server.json", format_rank_table(table, "group_list"))
+    for rank, devices in enumerate(([0, 1], [0, 2])):
+        write(folder / f"{rank}.json", format_rank_table(make_table(("a", devices)), "v1.0"))
+    write(folder / "servers.json", format_rank_table(make_table(("127.0.0.1", [0]), ("127.0.0.2", [0])), "v1.0"))
+    trained, disagreed, npus = zip(*launch(on_two_ranks, path, folder, world=2), strict=True)
+    return list(trained), list(disagreed), list(npus)
+
+
+@pytest.mark.multiprocess
+def test_one_server_trains_as_lightnings_own_processes_do(two_ranks: Any) -> None:
+    plain, found = zip(*two_ranks[0], strict=True)
     for rank, ours in enumerate(reversed(found)):
         assert ours["place"] == [2, rank, rank, 0]
         assert (ours["stage"], ours["replica"], ours["is_zero"]) == (rank, 0, rank == 0)
@@ -136,12 +155,9 @@ def disagree(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.multiprocess
-def test_processes_that_do_not_fit_the_table_or_one_another(tmp_path: Path) -> None:
-    for rank, devices in enumerate(([0, 1], [0, 2])):
-        write(tmp_path / f"{rank}.json", format_rank_table(make_table(("a", devices)), "v1.0"))
-    write(tmp_path / "servers.json", format_rank_table(make_table(("127.0.0.1", [0]), ("127.0.0.2", [0])), "v1.0"))
-    first, second = launch(disagree, tmp_path, world=2)
-    digests = [read_rank_table(tmp_path / f"{rank}.json").digest for rank in (0, 1)]
+def test_processes_that_do_not_fit_the_table_or_one_another(two_ranks: Any, folder: Path) -> None:
+    first, second = two_ranks[1]
+    digests = [read_rank_table(folder / f"{rank}.json").digest for rank in (0, 1)]
     for found in (first, second):
         assert "rank table" in found["2"]
         assert all(digest in found["2"] for digest in digests)
@@ -476,8 +492,8 @@ def on_npus(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.multiprocess
-def test_npus_are_those_of_the_table(tmp_path: Path) -> None:
-    [found] = launch(on_npus, tmp_path, world=1)
+def test_npus_are_those_of_the_table(two_ranks: Any) -> None:
+    found, _ = two_ranks[2]
     assert found["device"] == "npu:4"
     assert found["cpu"] == "cpu"
     assert "networks 0-3 and 4-7" in found["first generation"]
