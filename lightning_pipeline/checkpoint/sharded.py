@@ -1,4 +1,10 @@
-"""Writes checkpoint folders from all ranks at once, each rank its own part."""
+"""Writes checkpoint folders from all ranks at once, each rank its own part.
+
+    all ranks    tell what they hold, so that one of them writes each entry
+    rank 0       makes a draft folder with meta.pt, which has all that is not in shards
+    all ranks    write their shards; with AsyncCheckpointIO from copies, in a thread, while training goes on
+    rank 0       checks that all files are there, and gives the folder its name
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.engine.fully_sharded import whole
-from lightning_pipeline.partition.ownership import Ownership, absent_state_expected, named_tensors
+from lightning_pipeline.partition.ownership import Ownership, absent_state_expected, names_of_tensors
 from lightning_pipeline.runtime.direct import map_tensors, to_cpu
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.groups import new_group
@@ -43,10 +49,9 @@ def module_state_in_parts(module: nn.Module) -> dict[str, Any]:
     """
     with absent_state_expected():
         state: dict[str, Any] = module.state_dict()
-    first: dict[int, str] = {}
-    for name, tensor in named_tensors(module):
-        if name in state and first.setdefault(id(tensor), name) != name:
-            state[name] = state[first[id(tensor)]]
+    for names in names_of_tensors(module):
+        saved = [name for name in names if name in state]
+        state.update((name, state[saved[0]]) for name in saved[1:])
     return state
 
 
