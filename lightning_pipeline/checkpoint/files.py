@@ -52,14 +52,14 @@ def replacing(path: Path) -> Generator[Path, None, None]:
     remove_leftovers(path.parent)
     draft, lock = _make_draft(path.parent)
     written = draft / "content"
-    with lock:
-        try:
-            yield written
-            _publish(written, path)
-        finally:
-            with suppress(OSError):  # other ranks may write to it still; what stays, the next save removes
-                remove(written)
-                shutil.rmtree(draft)
+    try:
+        yield written
+        _publish(written, path)
+    finally:
+        lock.close()
+        with suppress(OSError):  # other ranks may still write to it; the next save removes what stays
+            remove(written)
+            shutil.rmtree(draft)
 
 
 @contextmanager

@@ -41,12 +41,10 @@ app = typer.Typer(
 )
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A rank table of any format.")]
-Stages = Annotated[int | None, typer.Option("--stages", min=1, help="Show where this many stages sit.")]
+Stages = Annotated[int | None, typer.Option("--stages", min=1, help="Show where so many stages sit, and check it.")]
 Machine = Annotated[
     Generation | None,
-    typer.Option(
-        "--generation", help="What the servers are; what only 910A servers forbid is a warning where it is not known."
-    ),
+    typer.Option("--generation", help="Generation of the servers. Without it, what only 910A forbids is a warning."),
 ]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write there.", show_default="the terminal")
@@ -78,8 +76,8 @@ def make(
         list[str],
         typer.Argument(
             metavar="SERVER",
-            help="server_id of each server, best its address. With several servers, then = and the addresses of its "
-            "devices (10.0.0.1=192.168.1.1,192.168.1.2) or a copy of its hccn.conf (10.0.0.1=conf/hccn1.conf).",
+            help="server_id of each server, best its address. With several servers, followed by = and the addresses of "
+            "its devices (10.0.0.1=192.168.1.1,192.168.1.2) or a copy of its hccn.conf (10.0.0.1=conf/hccn1.conf).",
         ),
     ],
     devices: Annotated[
