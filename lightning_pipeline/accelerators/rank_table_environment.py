@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_pipeline.accelerators.availability import DEVICE, VISIBLE
 from lightning_pipeline.accelerators.rank_table import Rank, RankTable, RankTableError, device_ids, listed
-from lightning_pipeline.accelerators.rank_table_formats import MAX_DIGITS, is_number, read_rank_table
+from lightning_pipeline.accelerators.rank_table_formats import read_rank_table, whole_number
 from lightning_pipeline.accelerators.rank_table_rules import check_placement, generation_of, require_valid
 
 from .._lightning import ClusterEnvironment, LightningEnvironment, rank_zero_info, rank_zero_warn
@@ -312,8 +312,4 @@ def _check_ranks(table: RankTable, environment: ClusterEnvironment, path: str) -
 
 def _number(name: str) -> int | None:
     text = os.environ.get(name, "")
-    if text and not is_number(text):
-        raise RankTableError(
-            f"{name} has to be a whole number from 0, got {text[:40]!r} (of at most {MAX_DIGITS} digits)"
-        )
-    return int(text) if text else None
+    return whole_number(text, name) if text else None

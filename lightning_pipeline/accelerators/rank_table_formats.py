@@ -31,9 +31,13 @@ _SERVER = {"server_id", "device"}
 _DEVICE = {"device_id", "device_ip", "rank_id", "super_device_id"}
 
 
-def is_number(text: str) -> bool:
-    """Whether a text is a rank or the number of a device."""
-    return text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
+def whole_number(text: str, name: str) -> int:
+    """A rank or the number of a device, from the text of a field or variable of this name."""
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise RankTableError(
+            f"{name} has to be a whole number from 0, of at most {MAX_DIGITS} digits, got {_shown(text)}"
+        )
+    return int(text)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -174,13 +178,7 @@ class _Node:
         return value
 
     def number(self, name: str) -> int:
-        text = self.string(name)
-        if not is_number(text):
-            raise RankTableError(
-                f"{self._prefix}{name} has to be a whole number from 0 in quotes, got {_shown(text)} (of at most "
-                f"{MAX_DIGITS} digits)"
-            )
-        return int(text)
+        return whole_number(self.string(name), f"{self._prefix}{name}")
 
     def count(self, name: str, found: int, what: str) -> None:
         if self.number(name) != found:

@@ -13,16 +13,15 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
 
@@ -55,15 +54,6 @@ _CLASSES: dict[tuple[str, str], Any] = {
 }
 _StorageInfo = _CLASSES[_FILES, "_StorageInfo"]
 _PROPERTIES = (_CLASSES[_METADATA, "TensorProperties"], _CLASSES[_OLD, "TensorProperties"])
-_WITH_FIELDS = (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    _StorageInfo,
-)
 # Whatever protocols 2 to 5 need to make such objects, and for numbers, texts, lists, dicts and tuples.
 _OPCODES = (
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK"),
@@ -135,7 +125,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         made = self.stack[-1]
         if type(made) in _PROPERTIES:
             made.__setstate__(state)
-        elif type(made) in _WITH_FIELDS and type(state) is dict:
+        elif is_dataclass(type(made)) and type(state) is dict:
             vars(made).update(state)
         else:
             raise pickle.UnpicklingError(f"a {type(made).__name__} has no state")

@@ -101,10 +101,10 @@ def refused_classes(error: BaseException, path: Path | None = None) -> list[str]
     return sorted(names - _PLAIN) or sorted(names) or [first[1]]
 
 
-def few(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names, and how many more there are. Overlong names, as in damaged files, are shortened."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(name if len(name) < 200 else f"{name[:90]}...{name[-90:]}" for name in names[:most]) + more
+def few(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are. Overlong names, as in damaged files, are shortened."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name if len(name) < 200 else f"{name[:90]}...{name[-90:]}" for name in names[:3]) + more
 
 
 def _check_checksums(path: Path) -> None:
