@@ -175,9 +175,8 @@ class OptimizerLayout:
         """The states of the parameters that this stage owns, one by one, by positional id."""
         for index, name in enumerate(self.names):
             if ownership.is_owner(name):
-                part = collect({name: state[index]} if index in state else {})
-                if part:
-                    yield dict.fromkeys([index], *part.values())
+                part = collect({name: state[index]} if index in state else {}) or {}
+                yield from ({index: whole} for whole in part.values())
 
     def load_state(self, state_dict: dict[str, Any], is_kept: Callable[[str], bool] = lambda name: True) -> None:
         """Load this stage's part of a full state dict that fits (see ``check_optimizers``).
@@ -189,14 +188,13 @@ class OptimizerLayout:
         held = dict(self.local_parameters())
         saved_state = state_dict["state"]
         saved_ids = list(chain.from_iterable(group["params"] for group in saved_groups))
-        state: dict[Any, Any] = {
-            key: _in_memory(value) for key, value in saved_state.items() if key not in set(saved_ids)
-        }
-        for saved_id, name in zip(saved_ids, self.names, strict=True):
-            if saved_id in saved_state and self.keeps_all:
-                state[saved_id] = _in_memory(saved_state[saved_id])
-            elif saved_id in saved_state and name in held and is_kept(name):
-                state[saved_id] = self._sharded(saved_state[saved_id], held[name])
+        names = dict(zip(saved_ids, self.names, strict=True))
+        state: dict[Any, Any] = {}
+        for key, value in saved_state.items():
+            if key not in names or self.keeps_all:
+                state[key] = _in_memory(value)
+            elif names[key] in held and is_kept(names[key]):
+                state[key] = self._sharded(value, held[names[key]])
         groups = [dict(group) for group in saved_groups]
         read_into_memory(groups)
         self.optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
