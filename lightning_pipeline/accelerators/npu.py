@@ -60,11 +60,10 @@ def _numbers(devices: object, num_visible: int) -> list[int]:
     if isinstance(devices, str):
         with suppress(ValueError):
             is_list = "," in devices
-            parsed = [int(part) for part in devices.split(",") if part.strip()] if is_list else int(devices)
-    if devices == "auto" or (type(parsed) is int and parsed == -1):
-        return list(range(num_visible))
+            text = "-1" if devices.strip() == "auto" else devices
+            parsed = [int(part) for part in text.split(",") if part.strip()] if is_list else int(text)
     if type(parsed) is int:
-        return list(range(parsed))
+        return list(range(num_visible if parsed == -1 else parsed))
     if isinstance(parsed, (list, tuple)) and all(type(number) is int for number in parsed):
         return list(parsed)
     raise ValueError(f"devices={devices!r} is not understood: give {FORMS}")
