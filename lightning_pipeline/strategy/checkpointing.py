@@ -100,7 +100,7 @@ class CheckpointingStrategy(ProcessStrategy):
         if self.save_distributed_checkpoint:
             return module_state_in_parts(self._module)
         if self._is_replica:
-            help_to_gather(self._module)
+            help_to_gather(self._module, self._running.held.ownership)
             return {}
         return gather_module_state(self._module, self._running.held.ownership, self.transport)
 
