@@ -156,6 +156,12 @@ def every_module_can_be_walked() -> None:
     assert "lightning_pipeline.pytorch_lightning.strategy.pipeline" in names
 
 
+def works_with_both_imported() -> None:
+    both_take_each_others_strategies()
+    fabric_is_told_what_to_use()
+    every_module_can_be_walked()
+
+
 if __name__ == "__main__":
     passed = [in_a_fork(imports_neither_torch_nor_lightning), in_a_fork(needs_no_import)]
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -166,7 +172,5 @@ if __name__ == "__main__":
     passed += [in_a_fork(registers, order, "pytorch_lightning") for order in PYTORCH_LIGHTNING_ORDERS]
     passed.append(in_a_fork(registers_where_only_one_is_installed, "pytorch_lightning", "lightning"))
     passed.append(in_a_fork(registers_where_only_one_is_installed, "lightning.pytorch", "pytorch_lightning"))
-    passed.append(in_a_fork(both_take_each_others_strategies))
-    passed.append(in_a_fork(fabric_is_told_what_to_use))
-    passed.append(in_a_fork(every_module_can_be_walked))
+    passed.append(in_a_fork(works_with_both_imported))
     sys.exit(not all(passed))

@@ -1,4 +1,4 @@
-"""Detects whether an Ascend NPU is usable, and names what is missing if not."""
+"""Detects whether an Ascend NPU is usable; if not, names what is missing."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def npu_module() -> ModuleType:
 
 
 def is_installed() -> bool:
-    """Whether torch_npu is there, usable or not."""
+    """Whether torch_npu is installed, usable or not."""
     return hasattr(torch, DEVICE) or importlib.util.find_spec("torch_npu") is not None
 
 
 def why_unavailable() -> str | None:
-    """What is missing and how to get it; None where an NPU can be used. Imports torch_npu where it is installed."""
+    """What is missing and how to get it; None if an NPU can be used. Imports torch_npu if it is installed."""
     reason = _why_not_loaded()
     if reason is not None:
         return reason
@@ -52,7 +52,7 @@ def why_unavailable() -> str | None:
         if module.is_available() and module.device_count() > 0:
             return None
         found = "sees no NPU"
-    except Exception as error:  # a driver's complaint, whatever its type
+    except Exception as error:  # the driver's, of any type
         found = f"cannot ask the driver for NPUs ({_first_line(error)})"
     visible = os.environ.get(VISIBLE)
     masked = f"; {VISIBLE}={visible!r} has to name devices of this machine, in ascending order" if visible else ""
@@ -63,7 +63,7 @@ def why_unavailable() -> str | None:
 
 @functools.cache
 def _why_not_loaded() -> str | None:
-    """Why torch_npu is not imported, after trying once: a failed import leaves traces that a second would trip over."""
+    """Why torch_npu cannot be imported. Tries once: a failed import leaves traces that break the next one."""
     if not is_installed():
         wanted = _release(torch.__version__)
         return f"torch_npu is not installed: pip install 'torch-npu=={wanted}', the version for torch {wanted}; {_CANN}"
@@ -80,7 +80,7 @@ def _why_not_loaded() -> str | None:
         import torch_npu  # noqa: F401
     except Exception as error:
         if autoload is None:
-            os.environ.pop(_AUTOLOAD, None)  # which torch_npu sets first, and processes started from here inherit
+            os.environ.pop(_AUTOLOAD, None)  # torch_npu has set it, and child processes would inherit it
         else:
             os.environ[_AUTOLOAD] = autoload
         return f"torch_npu {version} is installed and cannot be loaded ({_first_line(error)}): {_way_out(error)}"
@@ -88,7 +88,7 @@ def _why_not_loaded() -> str | None:
 
 
 def _way_out(error: Exception) -> str:
-    if "accelerator" in str(error):  # torch_npu refuses a torch that is built for another one
+    if "accelerator" in str(error):  # this torch is built for another accelerator
         return "install torch's build for the CPU (https://download.pytorch.org/whl/cpu)"
     return f"{_CANN}; until then {_AUTOLOAD}=0 lets torch be imported without it"
 
@@ -101,7 +101,7 @@ def _version() -> str | None:
 
 
 def _release(version: str) -> str:
-    """``2.13.0`` of ``2.13.0+cpu`` or ``2.13.0.post1``, by which torch and torch_npu go together."""
+    """``2.13.0`` of ``2.13.0+cpu`` or ``2.13.0.post1``; those of torch and torch_npu have to be equal."""
     found = re.match(r"\d+\.\d+(\.\d+)?", version)
     return found.group() if found else version
 
@@ -110,15 +110,14 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-_AFTER_TORCH = 100  # torch's own kinds of storage have priorities up to 30
+_AFTER_TORCH = 100  # torch's own packages have priorities up to 30
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def read_files_of_npus() -> None:
-    """Let torch read tensors that were on an NPU where it does not know NPUs: into host memory, as Lightning does for
-    its own devices."""
-    torch.serialization.register_package(_AFTER_TORCH, lambda storage: None, _in_host_memory)
+    """Let torch load tensors that were saved from an NPU where there is none, into host memory."""
 
+    def restore(storage: Any, location: str) -> Any:
+        return storage if location.partition(":")[0] == DEVICE and not hasattr(torch, DEVICE) else None
 
-def _in_host_memory(storage: Any, location: str) -> Any:
-    return storage if location.partition(":")[0] == DEVICE and not hasattr(torch, DEVICE) else None
+    torch.serialization.register_package(_AFTER_TORCH, lambda storage: None, restore)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,23 +22,24 @@ from lightning_pipeline.accelerators.availability import (
 )
 
 from .._lightning import Accelerator, DDPStrategy, Trainer, rank_zero_warn
-from .lightning_private import silence_scaler_warning
+
+log = logging.getLogger(__name__)
 
 FORMS = 'a number of devices, a list of their numbers such as [0, 1] or "0,1", or -1 or "auto" for all'
 
 
 def parse_devices(devices: int | str | list[int] | tuple[int, ...], num_visible: int) -> list[int]:
-    """The numbers of the devices that are meant, ascending from 0 among the visible ones.
+    """The numbers of the devices that the Trainer's `devices` asks for.
 
-    ``2`` is the first two, ``"0,1"`` and ``[0, 1]`` name them, ``-1`` and ``"auto"`` are all. Numbers count what
-    ASCEND_RT_VISIBLE_DEVICES leaves visible. Where it leaves each process of torchrun one device, that one is number 0
-    in each of them, however many are asked for.
+    ``2`` is the first two, ``"0,1"`` and ``[0, 1]`` name them, ``-1`` and ``"auto"`` are all. Numbers count the devices
+    that ASCEND_RT_VISIBLE_DEVICES leaves visible, from 0. If it leaves each process of torchrun one device, that is
+    number 0 in every process, however many are asked for.
 
     Args:
-        num_visible: number of visible devices; 0 where no NPU can be used, and then numbers are not compared with it.
+        num_visible: number of visible devices; 0 if no NPU can be used, and then any number is accepted.
 
     Raises:
-        ValueError: `devices` has another form, or names a device twice, or one that is not there.
+        ValueError: `devices` has another form, or names a device twice, or one that does not exist.
     """
     numbers = _numbers(devices, num_visible)
     if not numbers or any(number < 0 for number in numbers):
@@ -53,52 +56,45 @@ def parse_devices(devices: int | str | list[int] | tuple[int, ...], num_visible:
 
 
 def _numbers(devices: object, num_visible: int) -> list[int]:
-    meant = _from_text(devices) if isinstance(devices, str) else devices
-    if type(meant) is int:
-        return list(range(num_visible if meant == -1 else meant))
-    if isinstance(meant, (list, tuple)) and all(type(number) is int for number in meant):
-        return list(meant)
+    parsed = devices
+    if isinstance(devices, str):
+        with suppress(ValueError):
+            is_list = "," in devices
+            text = "-1" if devices.strip() == "auto" else devices
+            parsed = [int(part) for part in text.split(",") if part.strip()] if is_list else int(text)
+    if type(parsed) is int:
+        return list(range(num_visible if parsed == -1 else parsed))
+    if isinstance(parsed, (list, tuple)) and all(type(number) is int for number in parsed):
+        return list(parsed)
     raise ValueError(f"devices={devices!r} is not understood: give {FORMS}")
-
-
-def _from_text(text: str) -> int | list[int] | str:
-    """What the text stands for, or the text where it stands for nothing."""
-    if text.strip() == "auto":
-        return -1
-    try:
-        return [int(part) for part in text.split(",") if part.strip()] if "," in text else int(text)
-    except ValueError:
-        return text
-
-
-log = logging.getLogger(__name__)
 
 
 class NPUAccelerator(Accelerator):
     """Ascend NPUs: ``Trainer(accelerator="npu")``, with strategy "pipeline", or "single_npu" on one device.
 
     torch_npu is imported when an NPU is asked for, not before. Lightning's ``accelerator="auto"`` has a list of its own
-    and never chooses NPUs: name them.
+    and never chooses NPUs.
 
     Args:
-        required: raise at once where no NPU can be used, and say why. ``accelerator="npu"`` sets it, as the Trainer
-            itself would only say that the accelerator is not available.
+        required: raise at once if no NPU can be used, and say why. ``accelerator="npu"`` sets it, as the Trainer itself
+            would only say that the accelerator is not available.
 
     Raises:
         NPUUnavailableError: no NPU can be used; the message says what to install or set.
     """
 
     def __init__(self, *, required: bool = False) -> None:
-        silence_scaler_warning()
+        # Whatever the accelerator, Lightning first makes a loss scaler for CUDA, which `fit_to_device` replaces.
+        warnings.filterwarnings("ignore", message=r"torch\.cuda\.amp\.GradScaler is enabled, but CUDA is not available")
         if required and (reason := why_unavailable()) is not None:
             raise NPUUnavailableError(reason)
 
     @override
     def setup_device(self, device: torch.device) -> None:
-        """Make `device` this process's.
+        """Make `device` the device of this process.
 
         Raises:
-            ValueError: a device of another kind.
+            ValueError: it is not an NPU.
             RuntimeError: the process was forked from one that had used an NPU.
         """
         if device.type != DEVICE:
@@ -117,33 +113,32 @@ class NPUAccelerator(Accelerator):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Before training, validation, test or prediction.
+        """Called before training, validation, test or prediction.
 
         Raises:
-            ValueError: the strategy is one that needs CUDA.
+            ValueError: the strategy needs CUDA.
         """
-        # DDPStrategy makes CUDA streams. Where they are there all the same, somebody has mapped CUDA's names to NPUs.
+        # DDPStrategy makes CUDA streams. If CUDA is available all the same, torch_npu has mapped its names to NPUs.
         if isinstance(trainer.strategy, DDPStrategy) and not torch.cuda.is_available():
             raise ValueError(
                 "DDPStrategy works on CUDA's streams, which NPUs do not have: strategy=PipelineStrategy(num_stages=1) "
                 "trains one replica on each device"
             )
         log.info(f"LOCAL_RANK: {trainer.local_rank} - {VISIBLE}: {os.environ.get(VISIBLE, 'all')}")
-        self._free_memory()
+        npu_module().empty_cache()
 
     @override
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Figures of torch_npu's memory allocator by name, bytes or counts: what `DeviceStatsMonitor` logs."""
+        """Statistics of torch_npu's memory allocator (bytes or counts) by name, for `DeviceStatsMonitor`."""
         return dict(npu_module().memory_stats(device))
 
     @override
     def teardown(self) -> None:
-        self._free_memory()
+        npu_module().empty_cache()
 
     @staticmethod
     @override
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Numbers of the devices that the Trainer's `devices` means, among the visible ones (see `devices`)."""
         return parse_devices(devices, NPUAccelerator.auto_device_count())
 
     @staticmethod
@@ -161,7 +156,7 @@ class NPUAccelerator(Accelerator):
     @staticmethod
     @override
     def is_available() -> bool:
-        """Whether an NPU can be used; a torch_npu that is installed and cannot is as good as none, and logs why."""
+        """Whether an NPU can be used; if torch_npu is installed and unusable, logs why."""
         reason = why_unavailable()
         if reason is not None and is_installed():
             log.warning(reason)
@@ -172,13 +167,9 @@ class NPUAccelerator(Accelerator):
     def name() -> str:
         return DEVICE
 
-    @staticmethod
-    def _free_memory() -> None:
-        npu_module().empty_cache()
-
 
 def warn_of_unused_npus(device: torch.device) -> None:
-    """``accelerator="auto"`` is no choice of the user's, and does not look for NPUs. Does not import torch_npu."""
+    """Warn if ``accelerator="auto"`` has chosen the CPU beside an NPU. Does not import torch_npu."""
     if device.type == "cpu" and hasattr(torch, DEVICE) and why_unavailable() is None:
         rank_zero_warn(
             'NPUs are available and not used: accelerator="auto" never chooses them; pass Trainer(accelerator="npu")'

@@ -14,13 +14,19 @@ from typing_extensions import override
 from lightning_pipeline.accelerators.availability import DEVICE
 from lightning_pipeline.partition.rng import add_random_state, free_memory, restore_random_state
 
-from .._lightning import Accelerator, CheckpointIO, MixedPrecision, Precision, SingleDeviceStrategy
-from .lightning_private import choose_strategy_of_one_device
+from .._lightning import (
+    Accelerator,
+    CheckpointIO,
+    MixedPrecision,
+    Precision,
+    SingleDeviceStrategy,
+    _AcceleratorConnector,
+)
 from .npu import NPUAccelerator
 
 
 def fit_to_device(plugin: Precision | None, device_type: str) -> None:
-    """Lightning makes mixed precision for CUDA on any accelerator but its own; let `plugin` serve `device_type`."""
+    """Make a precision plugin serve `device_type`: for accelerators not its own, Lightning makes it for CUDA."""
     if isinstance(plugin, MixedPrecision) and plugin.device == "cuda" != device_type:
         plugin.device = device_type
         if plugin.scaler is not None:
@@ -28,8 +34,9 @@ def fit_to_device(plugin: Precision | None, device_type: str) -> None:
 
 
 def _scaler(device_type: str) -> torch.amp.GradScaler:
-    """The device's own scaler, where it has one. Earlier Ascend devices have no infinities, and torch_npu's scaler
-    reads their overflow flag instead.
+    """The device's own loss scaler, if it has one, else torch's.
+
+    Earlier Ascend devices have no infinities; torch_npu's scaler reads their overflow flag instead.
     """
     own: Any = getattr(torch.get_device_module(device_type), "amp", None)
     if not hasattr(own, "GradScaler"):
@@ -37,17 +44,17 @@ def _scaler(device_type: str) -> torch.amp.GradScaler:
     scaler = own.GradScaler()
     load = scaler.load_state_dict
 
-    def load_of_any_device(state: dict[str, Any]) -> None:
-        load({"dynamic": True, **state} if state else state)  # a key that only torch_npu's scaler has, and needs
+    def load_state_dict(state: dict[str, Any]) -> None:
+        load({"dynamic": True, **state} if state else state)  # a key that only torch_npu's scaler saves, and needs
 
-    vars(scaler)["load_state_dict"] = load_of_any_device
+    vars(scaler)["load_state_dict"] = load_state_dict
     return scaler
 
 
 class SingleNPUStrategy(SingleDeviceStrategy):
     """Everything on one NPU; the default of ``Trainer(accelerator="npu", devices=1)``.
 
-    Checkpoints hold tensors of the CPU, so they load where there is no NPU.
+    Checkpoints hold CPU tensors, so they load on machines without an NPU.
 
     Args:
         device: ``"npu:1"``, or a number; default: the first one that the Trainer was given.
@@ -66,12 +73,12 @@ class SingleNPUStrategy(SingleDeviceStrategy):
         self._given = device
         self._before_check: dict[str, Any] = {}
         self.parallel_devices: list[torch.device] | None = None
-        """The Trainer's, which it sets on strategies that have this attribute."""
+        """Set by the Trainer, as on all strategies that have this attribute."""
 
     @property
     @override
     def root_device(self) -> torch.device:
-        if self._given is not None:  # made when it is used: torch does not know the name before torch_npu is there
+        if self._given is not None:  # not made earlier: torch knows the name "npu" once torch_npu is imported
             return torch.device(DEVICE, self._given) if isinstance(self._given, int) else torch.device(self._given)
         return self.parallel_devices[0] if self.parallel_devices else torch.device(DEVICE, 0)
 
@@ -112,7 +119,7 @@ class SingleNPUStrategy(SingleDeviceStrategy):
         super().load_optimizer_state_dict(checkpoint)
         restore_random_state(checkpoint, self.root_device)
 
-    # Lightning lets the validation before training draw random numbers without a trace, on the CPU and CUDA only.
+    # Lightning restores the random state after the sanity check, but only that of the CPU and CUDA.
 
     @override
     def on_validation_start(self) -> None:
@@ -126,4 +133,24 @@ class SingleNPUStrategy(SingleDeviceStrategy):
         restore_random_state(self._before_check, self.root_device)
 
 
-choose_strategy_of_one_device(NPUAccelerator, SingleNPUStrategy)
+def _choose_single_npu_by_default() -> None:
+    """Let ``Trainer(accelerator="npu", devices=1)`` take SingleNPUStrategy.
+
+    For any accelerator but its own, Lightning silently takes the CPU. It decides in a private method of an object that
+    lives within the Trainer's constructor, so the class is patched. Read in Lightning 2.6.
+    """
+    choose = getattr(_AcceleratorConnector, "_choose_strategy", None)
+    if choose is None or getattr(choose, "chooses_npu", False):
+        return
+
+    def choose_strategy(self: Any) -> Any:
+        chosen = choose(self)
+        if isinstance(self.accelerator, NPUAccelerator) and type(chosen) is SingleDeviceStrategy:
+            return SingleNPUStrategy(self._parallel_devices[0])
+        return chosen
+
+    choose_strategy.chooses_npu = True  # type: ignore[attr-defined]
+    _AcceleratorConnector._choose_strategy = choose_strategy  # type: ignore[method-assign]
+
+
+_choose_single_npu_by_default()

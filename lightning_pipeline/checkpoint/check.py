@@ -31,31 +31,30 @@ OTHER_SHAPES = "of other shapes"
 def with_one_outcome(action: Callable[[], T]) -> T:
     """What `action` returns; if it fails on any rank, it fails on all. Every rank must call it.
 
-    For what ends well on one rank and not on another, such as reading a file of which each node has a copy.
+    For what can fail on some ranks only, such as reading a file of which each node has a copy.
 
     Raises:
-        CheckpointError: names the rank on which it failed. A rank on which it failed raises that error itself.
+        CheckpointError: names the rank on which it failed. That rank raises the error itself.
     """
     failure: Exception | None = None
     try:
         result = action()
     except Exception as error:
         failure = error
-    told = [f"{type(failure).__name__}: {failure}" if failure is not None else ""]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        own, told = told[0], [""] * dist.get_world_size()
+        failures: list[str] = [""] * dist.get_world_size()
         with waiting_for("whether other ranks could load the checkpoint"):
-            dist.all_gather_object(told, own)
+            dist.all_gather_object(failures, f"{type(failure).__name__}: {failure}" if failure is not None else "")
+        if failure is None and any(failures):
+            rank, message = next((rank, message) for rank, message in enumerate(failures) if message)
+            raise CheckpointError(f"rank {rank} cannot load the checkpoint: {message}")
     if failure is not None:
         raise failure
-    for rank, message in enumerate(told):
-        if message:
-            raise CheckpointError(f"rank {rank} cannot load the checkpoint: {message}")
     return result
 
 
 def check_format(checkpoint: Any, path: str | Path) -> None:
-    """Raise CheckpointError if what a file holds is not what a Trainer saves."""
+    """Raise CheckpointError if the content of a file is not what a Trainer saves."""
     found = f"a {type(checkpoint).__name__}"
     if isinstance(checkpoint, Mapping):
         if {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
@@ -74,10 +73,7 @@ def check_format(checkpoint: Any, path: str | Path) -> None:
 
 
 def check_optimizer_states(states: Any, name: str) -> None:
-    """Raise CheckpointError if a checkpoint's "optimizer_states" cannot be taken apart.
-
-    What is in a file is not always what was saved: bits flip, and programs write files of their own.
-    """
+    """Raise CheckpointError if a checkpoint's "optimizer_states" are no state dicts, as in a damaged file."""
     if not isinstance(states, list) or not all(map(_is_optimizer_state, states)):
         raise CheckpointError(f"{name} is damaged, or none of a Trainer's: its optimizer_states are no state dicts")
 
@@ -112,9 +108,9 @@ def check_checkpoint(
     Shapes are those of the whole model, known on every stage, so the outcome is the same on all.
 
     Args:
-        goes_on: training is to go on, and not only weights are loaded.
-        strict: every name in the module is to be in the checkpoint, and the other way round.
-        path: names the file in messages.
+        strict: the module and the checkpoint have to have the same names.
+        goes_on: training is resumed, and not only weights are loaded.
+        path: the file's name for messages.
 
     Raises:
         CheckpointError: names some of the entries that do not fit, with both values, and the way out.
@@ -129,9 +125,9 @@ def check_checkpoint(
 
 
 def _check_weights(checkpoint: Mapping[str, Any], module: LightningModule, strict: bool, name: str) -> None:
-    """Load with all that torch and the user's hooks do but the copies."""
+    """Do all that torch and the user's hooks do to load weights, except for the copies."""
     saved = checkpoint["state_dict"]
-    # Other entries than tensors go to set_extra_state, which may take them apart.
+    # Entries that are no tensors go to set_extra_state, which may change them.
     state = OrderedDict((key, v if isinstance(v, Tensor) else copy.deepcopy(v)) for key, v in saved.items())
     if hasattr(saved, "_metadata"):
         state._metadata = saved._metadata  # type: ignore[attr-defined]
@@ -141,20 +137,20 @@ def _check_weights(checkpoint: Mapping[str, Any], module: LightningModule, stric
     except RuntimeError as error:
         with absent_state_expected():
             differences = _differences(saved, module.state_dict(), strict)
-        told = [f"{len(keys)} of its entries are {what}: {few(keys)}" for what, keys in differences.items() if keys]
+        found = [f"{len(keys)} of its entries are {what}: {few(keys)}" for what, keys in differences.items() if keys]
         way_out = "make the module with the arguments that the checkpoint was made with"
         if arguments := _differing_arguments(checkpoint, module):
             way_out += f" ({arguments})"
         if strict and not differences[OTHER_SHAPES]:
             way_out += ", or set its strict_loading to False to load what both have"
         raise CheckpointError(
-            f"{name} is of another model than this {type(module).__name__}: {'; '.join(told) or error}. Nothing was "
+            f"{name} is of another model than this {type(module).__name__}: {'; '.join(found) or error}. Nothing was "
             f"loaded: {way_out}"
         ) from error
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Leaves out what would be copied into a module's parameters and buffers."""
+    """Skips copies into a module's parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -167,7 +163,7 @@ class _WithoutCopies(TorchFunctionMode):
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> dict[str, list[str]]:
-    """What a checkpoint's entries are that a module's are not, to the entries."""
+    """The entries of a checkpoint that do not fit a module, by what is wrong with them."""
     shapes = [
         f"{key} {tuple(saved[key].shape)} in the file, {tuple(value.shape)} in the module"
         for key, value in own.items()
@@ -181,7 +177,7 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], strict: bool)
 
 
 def _differing_arguments(checkpoint: Mapping[str, Any], module: LightningModule) -> str:
-    """The hyperparameters of a checkpoint that a module was made without."""
+    """The hyperparameters of which a checkpoint has other values than a module."""
     saved = checkpoint.get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     plain = (bool, int, float, str, type(None))
     return ", ".join(
@@ -201,7 +197,7 @@ def check_optimizers(
     """Raise if loading a checkpoint's states of optimizers would fail half-way. Changes nothing.
 
     Args:
-        layouts: the optimizers that are to go on, with the groups that callbacks have added.
+        layouts: the optimizers that load the states, with the groups that callbacks have added.
 
     Raises:
         CheckpointError: as `check_checkpoint`.
@@ -239,7 +235,7 @@ def _problem_of_state(layout: OptimizerLayout, state: Mapping[str, Any], shapes:
         return f"is in another order ({few(strangers)})"
     is_torchs = optimizer.__module__.startswith("torch.optim") and optimizer is not torch.optim.Adafactor
     if layout.keeps_all or not is_torchs:
-        return ""  # may keep what has other shapes than its parameters
+        return ""  # its state may have other shapes than its parameters
     others = [
         f"{key} of {name} is {tuple(value.shape)} there, and the parameter is {shapes[name]}"
         for name, number in zip(layout.names, chain.from_iterable(saved), strict=True)
@@ -250,9 +246,9 @@ def _problem_of_state(layout: OptimizerLayout, state: Mapping[str, Any], shapes:
 
 
 def _name_in_folder(state: Mapping[str, Any]) -> str:
-    """The parameter whose state this is, as far as a folder tells; "" if it does not.
+    """The parameter whose state this is, from the names in a checkpoint folder; "" if they do not tell.
 
-    Positions alone would give parameters each other's state without a word.
+    By positions alone, parameters could silently get each other's state.
     """
     for key, value in state.items():
         if isinstance(value, StoredTensor):

@@ -6,9 +6,8 @@ import ctypes
 import errno
 import os
 import shutil
-import uuid
-import zlib
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -29,70 +28,77 @@ except ImportError:  # not on Windows: there, what a killed process left is not 
 # Not the target's own name with an ending: Lightning finds "last" by the name's start and ".ckpt", and takes any name
 # with "hpc_ckpt_" in it for a checkpoint, whose number is all of its digits.
 PREFIX, SUFFIX = ".checkpoint-", ".partial"
+_LOCK = "lock"
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
+# -- writing ----------------------------------------------------------------------------------------------------------
+
 
 @contextmanager
-def replacing(path: Path) -> Generator[IO[bytes], None, None]:
-    """A new file that takes the place of `path` at the end of the block, whole and on the disk.
+def replacing(path: Path) -> Generator[Path, None, None]:
+    """A place for a file or folder that takes the name `path` at the end of the block.
 
-    Until then, and after an error in the block, `path` is what it was. What is written lies in the same folder, under
-    a name of its own; what killed processes left of theirs is removed first.
+    Until then, and after an error in the block, `path` is what it was; a process that is killed at any moment leaves
+    the old or the new under the name, whole. The place is in a draft folder beside `path`, which the process locks:
+    the system ends the lock with the process, so the next writer can tell what a killed one has left, and removes it.
 
     Raises:
-        OSError: the system's, if the file cannot be written.
+        OSError: the system's.
     """
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
-    file = _create(path.parent)
+    draft, lock = _make_draft(path.parent)
+    written = draft / "content"
     try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)  # before the file is closed, which ends its lock
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(file.name)
-        raise
-    sync_folder(path.parent)
+        yield written
+        _publish(written, path)
+    finally:
+        lock.close()
+        with suppress(OSError):  # other ranks may still write to it; the next save removes what stays
+            remove(written)
+            shutil.rmtree(draft)
+
+
+@contextmanager
+def written_to_disk(path: Path) -> Generator[IO[bytes], None, None]:
+    """A new file, of which all is on the disk at the end of the block."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished files of processes that are gone.
-
-    A process that writes holds a lock on its file, which the system takes from a process that ends in any way. Where
-    the file system has no locks, nothing is removed.
-    """
+    """Remove the drafts of processes that are gone. Where the file system has no locks, nothing is removed."""
     for leftover in folder.glob(f"{PREFIX}*{SUFFIX}"):
-        with suppress(OSError), leftover.open("r+b") as file:
+        with suppress(OSError), (leftover / _LOCK).open("r+b") as lock:
             if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                leftover.unlink()
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(leftover)
 
 
-def sync_folder(folder: Path) -> None:
-    """Let a rename in it survive a power cut as well. Not every file system can."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def remove(path: Path) -> None:
+    """Remove a file, a link or a whole folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
-def _create(folder: Path) -> IO[bytes]:
-    """A new file with an unused name, open and locked."""
+def _make_draft(folder: Path) -> tuple[Path, IO[bytes]]:
     while True:
-        file = open(folder / f"{PREFIX}{uuid.uuid4().hex}{SUFFIX}", "xb")  # noqa: SIM115 - the caller closes it
-        if _lock(file) and os.fstat(file.fileno()).st_nlink > 0:
-            return file
-        file.close()  # another save took it for a leftover, between its creation and the lock
+        draft = Path(tempfile.mkdtemp(prefix=PREFIX, suffix=SUFFIX, dir=folder))
+        lock = (draft / _LOCK).open("wb")
+        if _lock(lock) and os.fstat(lock.fileno()).st_nlink > 0:
+            return draft, lock
+        lock.close()  # another save took it for a leftover, between its creation and the lock
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Whether the file is locked now, or cannot be locked by anybody."""
+    """Whether the file is locked now, or the file system has no locks."""
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,49 +109,36 @@ def _lock(file: IO[bytes]) -> bool:
     return True
 
 
-def unfinished(path: Path) -> Path:
-    """Where to write what is to be at `path`: beside it, under a name that nothing takes for a checkpoint.
-
-    It is the same for the same path, so that the next attempt finds what a killed one has left.
-    """
-    return path.with_name(f".unfinished-{zlib.crc32(path.name.encode()):08x}")
-
-
-def publish(path: Path) -> None:
-    """Give what is at `unfinished(path)` its name, and remove what had the name before.
-
-    A process killed at any moment leaves the one or the other whole under the name. That takes a swap, as a folder
-    cannot be renamed over another one; where the system or the file system has none, there is an instant between two
-    renames.
-    """
-    written = unfinished(path)
-    if written.is_dir():  # whoever wrote a file has synchronised it
-        sync_folder(written)
-    if os.path.lexists(path):
+def _publish(written: Path, path: Path) -> None:
+    """Give what was written its name. What had the name before goes, or is left in the draft."""
+    if written.is_dir():
+        _sync_folder(written)
+    if os.path.lexists(path) and (written.is_dir() or path.is_dir()):  # which a rename does not replace
         _swap(written, path)
-        remove(written)
     else:
-        written.rename(path)
-    sync_folder(path.parent)
+        written.replace(path)
+    _sync_folder(path.parent)
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a link or a whole folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        path.unlink()
-
-
-def _swap(one: Path, other: Path) -> None:
+def _swap(written: Path, path: Path) -> None:
+    """At once where the system and the file system can; elsewhere there is an instant without either."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
-    if renameat2 is None or renameat2(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) != 0:
-        aside = one.with_name(f"{one.name}-replaced")
-        remove(aside)
-        other.rename(aside)
-        one.rename(other)
-        aside.rename(one)
+    if renameat2 is None or renameat2(_AT_FDCWD, bytes(written), _AT_FDCWD, bytes(path), _RENAME_EXCHANGE) != 0:
+        path.rename(written.with_name("replaced"))
+        written.rename(path)
 
+
+def _sync_folder(folder: Path) -> None:
+    """Let a rename in it survive a power cut as well. Not every file system can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# -- plain files ------------------------------------------------------------------------------------------------------
 
 COPIED_BY_LOADING = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
 """Entries of a checkpoint whose tensors are copied on loading; the last two are Lightning's WeightAveraging's."""
@@ -158,16 +151,16 @@ TRUST_IT = (
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's ``.ckpt`` files, written and read with care; what is not on a local disk goes Lightning's way.
+    """Lightning's ``.ckpt`` files on local disks; Lightning itself reads and writes other paths.
 
     A file is written beside the one that it replaces, straight from the tensors, and takes its name once it is on the
     disk: whenever a process is killed, the file is the old one or the new one. Reading maps the file into memory, so
     that what nobody copies is not read.
 
     Args:
-        weights_only: what holds where a load does not say. None is torch's default, True: a file may hold tensors,
-            builtins and classes that ``torch.serialization.add_safe_globals`` allows. False takes anything, from a file
-            that you trust.
+        weights_only: the default for loads. None is torch's default, True: a file may hold tensors, builtins and
+            classes that ``torch.serialization.add_safe_globals`` allows. False takes anything, from a file that you
+            trust.
     """
 
     def __init__(self, *, weights_only: bool | None = None) -> None:
@@ -176,18 +169,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint, in place of the file that may be there.
+        """Write a checkpoint, and replace the file of this name, if there is one.
 
         Raises:
-            OSError: the system's, such as a full disk; the message names the sizes, and the old file is still there.
+            OSError: the system's, such as a full disk; the message names the sizes. The old file stays.
         """
         local = _local(path)
         if storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        local.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with replacing(local) as file:
+            with replacing(local) as written, written_to_disk(written) as file:
                 self.write(checkpoint, file)
         except (OSError, RuntimeError) as error:
             cause = system_error(error)
@@ -206,8 +198,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint. Tensors of its weights and optimizers stay in the file until they are copied.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            CheckpointError: it is broken or no checkpoint, or holds objects that are not loaded from any file.
+            FileNotFoundError: the file does not exist.
+            CheckpointError: it is damaged or no checkpoint, or holds objects that ``weights_only`` refuses.
         """
         weights_only = self.weights_only if weights_only is None else weights_only
         local = _local(path)
@@ -215,21 +207,40 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, weights_only)
         if not local.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        return _read(local, map_location, weights_only)
+        if not local.is_file():
+            raise CheckpointError(f"{local} is a folder, not a checkpoint file")
+        options = {"weights_only": weights_only, "map_location": map_location, "mmap": True}
+        checkpoint = load_torch_file(local, way_out=TRUST_IT, **options)
+        if isinstance(checkpoint, dict):
+            read_into_memory({key: value for key, value in checkpoint.items() if key not in COPIED_BY_LOADING})
+        return checkpoint
+
+
+def tensors_in(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors in nested dicts, lists and tuples, each with the keys and indices that lead to it."""
+    if isinstance(content, torch.Tensor):
+        yield path, content
+    elif isinstance(content, (dict, list, tuple)):
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from tensors_in(value, (*path, key))
+
+
+def entry_at(content: Any, path: tuple[Any, ...]) -> Any:
+    """What is at the end of a path of keys and indices."""
+    for key in path:
+        content = content[key]
+    return content
 
 
 def read_into_memory(tree: Any) -> None:
-    """Give CPU tensors in nested dicts, lists and tuples memory of their own, in place of a file's mapped pages.
+    """Give CPU tensors in nested dicts, lists and tuples memory of their own, instead of a file's mapped pages.
 
     A tensor that stays mapped keeps the disk space of a file that was replaced since, and on a network file system
     cannot be read any more.
     """
-    if isinstance(tree, torch.Tensor):
-        if tree.device.type == "cpu":
-            tree.data = tree.data.clone()
-    elif isinstance(tree, (dict, list, tuple)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            read_into_memory(value)
+    for _, tensor in tensors_in(tree):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
 
 
 def _local(path: str | Path) -> Path | None:
@@ -238,19 +249,8 @@ def _local(path: str | Path) -> Path | None:
     return Path(local) if isinstance(file_system, LocalFileSystem) else None
 
 
-def _read(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is a folder, not a checkpoint file")
-    checkpoint = load_torch_file(
-        path, weights_only=weights_only, way_out=TRUST_IT, map_location=map_location, mmap=True
-    )
-    if isinstance(checkpoint, dict):
-        read_into_memory({key: value for key, value in checkpoint.items() if key not in COPIED_BY_LOADING})
-    return checkpoint
-
-
 def system_error(error: BaseException | None) -> OSError | None:
-    """The system's error behind torch's own, which says only that a position in the file is unexpected."""
+    """The system's error that caused one of torch's, which says only that a position in the file is unexpected."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error

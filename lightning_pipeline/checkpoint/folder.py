@@ -3,17 +3,15 @@
 A folder holds one Lightning checkpoint:
 
 - ``meta.pt``: the checkpoint as plain Lightning would write it, keys, order and positional ids included, with tensors
-  on the meta device in the places of those that are in shards. Tied tensors are one tensor.
+  on the meta device instead of those that are in shards. Tied tensors are one tensor.
 - torch.distributed.checkpoint's files (``.metadata``, ``*.distcp``): the tensors, by names such as
   ``state_dict.net.head.weight`` and ``optimizer_0.state.net.head.weight.exp_avg``; a tied tensor has its first name.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch.distributed import checkpoint as dcp
 from lightning_pipeline.schedules.validation import shown
 
 from .check import check_optimizer_states
-from .files import TRUST_IT, publish, remove, unfinished
+from .files import TRUST_IT, entry_at, replacing, tensors_in, written_to_disk
 from .folder_metadata import METADATA_FILE
 from .stored_tensors import ShardFiles, StoredTensor
 from .torch_files import CheckpointError, few, load_torch_file, reason_of
@@ -33,7 +31,7 @@ META_FILE = "meta.pt"
 FORMAT = "lightning_pipeline checkpoint folder, version 1"
 _CONVERT_IT = "If you trust it, convert it with weights_only=False (--no-weights-only)"
 Place = tuple[dict[Any, Any], Any, str]
-"""A dict, a key in it, and the name in the shards of the tensor there."""
+"""A dict, the key of a tensor in it, and the tensor's name in the shards."""
 
 
 def is_folder(path: str | Path) -> bool:
@@ -44,29 +42,24 @@ def is_folder(path: str | Path) -> bool:
 def tensor_places(
     checkpoint: dict[str, Any], sections: Sequence[str], parameter_names: Sequence[Sequence[str]]
 ) -> Iterator[Place]:
-    """The places of a checkpoint whose tensors are in shards.
+    """The places in a checkpoint of the tensors that go into shards.
 
     Args:
-        checkpoint: Lightning's.
         sections: keys of the checkpoint with state dicts of the module: "state_dict", and what callbacks add.
         parameter_names: of each optimizer, by positional id.
     """
-    for section in sections:
-        state = checkpoint[section]
-        yield from ((state, key, f"{section}.{key}") for key, value in list(state.items()) if isinstance(value, Tensor))
-    for index, (optimizer, names) in enumerate(
-        zip(checkpoint.get("optimizer_states", []), parameter_names, strict=True)
-    ):
+    states = [(section, checkpoint[section]) for section in sections]
+    optimizers = zip(checkpoint.get("optimizer_states", []), parameter_names, strict=True)
+    for index, (optimizer, names) in enumerate(optimizers):
         for position, state in optimizer["state"].items():
             if isinstance(position, int):
-                before = f"optimizer_{index}.state.{names[position]}"
-                for key, value in list(state.items()):
-                    if isinstance(value, Tensor):
-                        yield state, key, f"{before}.{key}"
+                states.append((f"optimizer_{index}.state.{names[position]}", state))
+    for prefix, state in states:
+        yield from ((state, key, f"{prefix}.{key}") for key, value in list(state.items()) if isinstance(value, Tensor))
 
 
 def replace_tensors(places: Iterator[Place], new: Callable[[Tensor, str], Tensor]) -> None:
-    """Put ``new(tensor, name)`` in each place; one tensor in several places stays one."""
+    """Put ``new(tensor, name)`` in each place; a tensor in several places stays one."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for container, key, name in places:
         old = container[key]
@@ -76,10 +69,10 @@ def replace_tensors(places: Iterator[Place], new: Callable[[Tensor, str], Tensor
 
 
 def read_folder(path: str | Path, weights_only: bool | None = None, *, way_out: str = TRUST_IT) -> dict[str, Any]:
-    """The checkpoint of a folder, whose tensors are read when they are used.
+    """The checkpoint in a folder, with tensors that are read when they are used.
 
     Args:
-        weights_only: as for ``torch.load``. Unless it is False, nothing of the folder can run code.
+        weights_only: as for ``torch.load``. Unless it is False, nothing in the folder can run code.
         way_out: a sentence for the message if it has objects, on how to load it all the same.
 
     Raises:
@@ -117,39 +110,28 @@ def read_folder(path: str | Path, weights_only: bool | None = None, *, way_out: 
 
 
 def replace_stored(checkpoint: Any) -> list[Tensor]:
-    """Read all tensors of what `read_folder` gave into it, tied ones once. Returns them."""
+    """Read all tensors of a checkpoint that `read_folder` gave, in their places. Returns them, tied ones once."""
     read: dict[int, Tensor] = {}
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, StoredTensor):
-            if id(value) not in read:
-                read[id(value)] = value.read()
-            return read[id(value)]
-        if isinstance(value, dict):
-            for key, item in list(value.items()):
-                value[key] = visit(item)
-        elif isinstance(value, list):
-            value[:] = map(visit, value)
-        return value
-
-    visit(checkpoint)
+    for path, tensor in list(tensors_in(checkpoint)):
+        if isinstance(tensor, StoredTensor):
+            if id(tensor) not in read:
+                read[id(tensor)] = tensor.read()
+            entry_at(checkpoint, path[:-1])[path[-1]] = read[id(tensor)]
     return list(read.values())
 
 
 def write_meta(
     path: Path, checkpoint: dict[str, Any], sections: Sequence[str], parameter_names: Sequence[Sequence[str]]
 ) -> None:
-    """Write `meta.pt` of a checkpoint that has meta tensors where they are in shards."""
+    """Write a folder's `meta.pt`, of a checkpoint with meta tensors instead of those in shards."""
     content = {
         "format": FORMAT,
         "checkpoint": checkpoint,
         "sections": list(sections),
         "parameter_names": [list(names) for names in parameter_names],
     }
-    with (path / META_FILE).open("wb") as file:
+    with written_to_disk(path / META_FILE) as file:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def like_meta(tensor: Tensor, name: str = "") -> Tensor:
@@ -157,56 +139,42 @@ def like_meta(tensor: Tensor, name: str = "") -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What was done: into a folder or a file, so many tensors, so many bytes of them."""
-
-    into_folder: bool
-    num_tensors: int
-    num_bytes: int
-
-
-def convert_checkpoint(source: Path, destination: Path, *, weights_only: bool = True) -> Conversion:
-    """Write a folder as a plain Lightning file, or such a file as a folder. What the destination had before is lost.
+def convert_checkpoint(source: Path, destination: Path, *, weights_only: bool = True) -> list[Tensor]:
+    """Write a folder as a plain Lightning file, or such a file as a folder. Replaces what is at the destination.
 
     Args:
         source: a folder that ``save_distributed_checkpoint=True`` has written, or a ``.ckpt`` file.
         destination: where the other kind is written.
         weights_only: as for ``torch.load``: False also loads objects, which run code of their own.
 
+    Returns:
+        The tensors that were written, tied ones once.
+
     Raises:
-        FileNotFoundError: there is no source, or the folder is no checkpoint.
+        FileNotFoundError: the source does not exist, or is a folder and no checkpoint.
         CheckpointError: the source is damaged or not whole, no checkpoint, or has objects that ``weights_only``
             refuses.
     """
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist")
-    try:
-        if is_folder(source):
-            return _to_file(source, destination.absolute(), weights_only)
-        return _to_folder(source, destination.absolute(), weights_only)
-    finally:
-        remove(unfinished(destination.absolute()))
+    convert = _to_file if is_folder(source) else _to_folder
+    return convert(source, destination.absolute(), weights_only)
 
 
-def _to_file(source: Path, destination: Path, weights_only: bool) -> Conversion:
+def _to_file(source: Path, destination: Path, weights_only: bool) -> list[Tensor]:
     checkpoint = read_folder(source, weights_only, way_out=_CONVERT_IT)
     tensors = replace_stored(checkpoint)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with unfinished(destination).open("wb") as file:
+    with replacing(destination) as written, written_to_disk(written) as file:
         torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(destination)
-    return _summary(tensors, into_folder=False)
+    return tensors
 
 
-def _to_folder(source: Path, destination: Path, weights_only: bool) -> Conversion:
+def _to_folder(source: Path, destination: Path, weights_only: bool) -> list[Tensor]:
     checkpoint: Any = load_torch_file(source, weights_only=weights_only, way_out=_CONVERT_IT, mmap=True)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise CheckpointError(f"{source} is no checkpoint of Lightning's: it has no state_dict")
     check_optimizer_states(checkpoint.get("optimizer_states", []), str(source))
-    # A file has no names of parameters in its optimizer states: positions do as well.
+    # A file does not name the parameters of its optimizer states: positions serve as names.
     names = [
         [str(position) for position in range(sum(len(group["params"]) for group in optimizer["param_groups"]))]
         for optimizer in checkpoint.get("optimizer_states", [])
@@ -221,16 +189,9 @@ def _to_folder(source: Path, destination: Path, weights_only: bool) -> Conversio
         return stand_ins[memory]
 
     replace_tensors(tensor_places(checkpoint, ["state_dict"], names), take)
-    folder = unfinished(destination)
-    remove(folder)
-    folder.mkdir(parents=True)
-    write_meta(folder, checkpoint, ["state_dict"], names)
-    with warnings.catch_warnings():
+    with replacing(destination) as folder, warnings.catch_warnings():
+        folder.mkdir()
+        write_meta(folder, checkpoint, ["state_dict"], names)
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    publish(destination)
-    return _summary(list(tensors.values()), into_folder=True)
-
-
-def _summary(tensors: list[Tensor], *, into_folder: bool) -> Conversion:
-    return Conversion(into_folder, len(tensors), sum(tensor.nbytes for tensor in tensors))
+    return list(tensors.values())

@@ -1,9 +1,9 @@
 """Reads the metadata of torch.distributed.checkpoint folders without unpickling arbitrary objects.
 
-torch writes it with pickle to a file `.metadata` and reads it with pickle, whatever classes that names. It consists of
-a few dataclasses, so here nothing else is made: names, calls and states of anything else are refused, and what comes
-out is held against what torch relies on afterwards. Read in torch 2.10 to 2.13; those of 2.0 to 2.2 name two other
-classes, which are known too.
+torch writes it to a file `.metadata` by pickle, and reads it by pickle, whatever classes it names. It consists of a few
+dataclasses, so nothing else is made here: names, calls and states of anything else are refused, and the result is
+checked for what torch relies on afterwards. Read in torch 2.10 to 2.13; files of 2.0 to 2.2 name two other classes,
+which are known too.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
 
@@ -55,15 +54,6 @@ _CLASSES: dict[tuple[str, str], Any] = {
 }
 _StorageInfo = _CLASSES[_FILES, "_StorageInfo"]
 _PROPERTIES = (_CLASSES[_METADATA, "TensorProperties"], _CLASSES[_OLD, "TensorProperties"])
-_WITH_FIELDS = (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    _StorageInfo,
-)
 # Whatever protocols 2 to 5 need to make such objects, and for numbers, texts, lists, dicts and tuples.
 _OPCODES = (
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK"),
@@ -77,14 +67,14 @@ _OPCODES = (
 
 
 def read_metadata(folder: Path, way_out: str) -> Metadata:
-    """The metadata of a folder that nobody has to trust.
+    """The metadata of a folder that may come from anybody.
 
     Args:
-        way_out: a sentence for the message if it has another class, on how to load it all the same.
+        way_out: a sentence for the message if it names another class, on how to load it all the same.
 
     Raises:
         OSError: the system's.
-        CheckpointError: the file has another class than such metadata, or is damaged. Names the file.
+        CheckpointError: the file names other classes than metadata has, or is damaged. Names the file.
     """
     path = folder / METADATA_FILE
     with path.open("rb") as file:
@@ -107,14 +97,15 @@ def read_metadata(folder: Path, way_out: str) -> Metadata:
 
 
 class _OtherClassError(Exception):
-    """Its text is the name of a class that does not belong to metadata."""
+    """Metadata name another class than their own; the text is its name."""
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Python's own unpickler, whose steps can be replaced, made to understand metadata and nothing else.
+    """Understands metadata and nothing else.
 
-    What pickle can do beside making the objects that it names is left out. BUILD sets attributes of whatever is there,
-    classes and functions too, and the C version's memo takes as much memory as a number in the file says.
+    It is the version in Python, whose opcodes can be replaced. Those that metadata do not need are left out. In the
+    others, BUILD would set attributes of any object, classes and functions too; and the memo of the version in C takes
+    as much memory as a number in the file says.
     """
 
     stack: list[Any]
@@ -134,7 +125,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         made = self.stack[-1]
         if type(made) in _PROPERTIES:
             made.__setstate__(state)
-        elif type(made) in _WITH_FIELDS and type(state) is dict:
+        elif is_dataclass(type(made)) and type(state) is dict:
             vars(made).update(state)
         else:
             raise pickle.UnpicklingError(f"a {type(made).__name__} has no state")
@@ -153,7 +144,7 @@ class _MetadataUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"items of a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             is_index = type(key) is MetadataIndex and type(key.fqn) is str
-            # Tuples in tuples could take for ever to hash.
+            # Hashing nested tuples could take for ever.
             if type(key) is not str and not (is_index and (key.offset is None or type(key.offset) is torch.Size)):
                 raise pickle.UnpicklingError(f"a key that is a {type(key).__name__}")
             target[key] = value
@@ -174,7 +165,7 @@ def _layout(name: str) -> torch.layout:
 
 
 def _fault_of(metadata: Any) -> str:
-    """What is not as torch writes it, of types and of chunks that do not make up their tensor; "" if all is."""
+    """What torch would not have written: other types, or chunks that do not make up their tensor; "" for nothing."""
     if type(metadata) is not Metadata:
         return f"it holds a {type(metadata).__name__}"
     entries, places = metadata.state_dict_metadata, metadata.storage_data

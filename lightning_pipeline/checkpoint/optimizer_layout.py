@@ -40,11 +40,10 @@ _END: dict[int, Any] = {}  # follows a stage's last part
 
 
 class OptimizerLayout:
-    """Where each parameter of the model stands in an optimizer, in one process and on this stage.
+    """The position of each parameter of the model in an optimizer, in one process and on this stage.
 
-    Made from the optimizer as ``configure_optimizers`` returned it, that is over all parameters, of which some may
-    be on the meta device. State dicts that it gives and takes have the layout of that optimizer, whatever the
-    number of stages.
+    Made from the optimizer that ``configure_optimizers`` returned, which has all parameters; some may be on the meta
+    device. The state dicts that it returns and loads have the layout of that optimizer, whatever the number of stages.
 
     Args:
         module: the module whose parameters it optimizes, for their names.
@@ -55,7 +54,7 @@ class OptimizerLayout:
         dtypes: name to dtype of each parameter, in the optimizer's own order.
 
     Raises:
-        ValueError: if the optimizer holds a tensor that is not a parameter of the module.
+        ValueError: the optimizer holds a tensor that is not a parameter of the module.
     """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
@@ -63,11 +62,11 @@ class OptimizerLayout:
         self.is_elementwise = isinstance(optimizer, ELEMENTWISE)
         self.groups: list[list[str]] = []
         self.dtypes: dict[str, torch.dtype] = {}
-        self._given: list[dict[str, Any]] = []  # options as they were, where they had to change
+        self._given: list[dict[str, Any]] = []  # the user's values of options that had to change, by group
         self.note_new_groups(module)
 
     def note_new_groups(self, module: nn.Module) -> None:
-        """Take in the groups that were added to the optimizer since, as finetuning callbacks do."""
+        """Take in groups that were added to the optimizer since, as finetuning callbacks add them."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for index, group in enumerate(self.optimizer.param_groups[len(self.groups) :], start=len(self.groups)):
             missing = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
@@ -88,7 +87,7 @@ class OptimizerLayout:
         return list(chain.from_iterable(self.groups))
 
     def local_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Name and parameter of what this stage holds of the optimizer's, in its own order."""
+        """The optimizer's parameters that this stage holds, by name, in the optimizer's order."""
         return [
             (name, parameter)
             for names, group in zip(self.groups, self.optimizer.param_groups, strict=True)
@@ -97,9 +96,9 @@ class OptimizerLayout:
         ]
 
     def forget_remote(self) -> None:
-        """Let go of the state of parameters that turned out to be other stages'.
+        """Free the state of parameters that turned out to be other stages'.
 
-        The parameters stay in their groups, which are as in one process: without a gradient they are passed over.
+        The parameters stay in their groups, as in one process: the optimizer skips them, as they have no gradient.
         """
         if self.keeps_all:
             return
@@ -108,21 +107,18 @@ class OptimizerLayout:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether its state is of all parameters together, though it is kept with the first one."""
+        """Whether its state is that of all parameters together, though it is stored with the first one."""
         return isinstance(self.optimizer, optim.LBFGS)
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Let the optimizer go on with other parameters in the places of some, sharded ones.
-
-        State that there is already is sharded where it has its parameter's shape.
-        """
+        """Replace parameters by their sharded ones. State of a parameter's shape is sharded too."""
         for group in self.optimizer.param_groups:
             group["params"][:] = [new.get(parameter, parameter) for parameter in group["params"]]
         self._keep_kinds_apart()
         for parameter, sharded in new.items():
             state = self.optimizer.state.pop(parameter, None)
             if state is not None:
-                self.optimizer.state[sharded] = self._sharded_state(state, sharded)
+                self.optimizer.state[sharded] = self._sharded(state, sharded)
 
     def gather_state(
         self,
@@ -134,13 +130,12 @@ class OptimizerLayout:
     ) -> dict[str, Any]:
         """The state dict that one process would have, of builtins and CPU tensors. Every stage must call it.
 
-        Parameters follow one another, so that beside what it holds a stage needs the memory of one parameter's state.
+        States are sent one parameter after the other, so a stage needs the memory of one beside its own.
 
         Args:
             collect: called for each parameter that this stage owns, in the same order on all its replicas, with its
-                state by its name, {} if this rank has none. Makes of it the whole state; None or {} if there is none
-                to add.
-            is_writer: this rank's pipeline is the one that goes on with what is collected.
+                state by its name; with {} if this rank has none. Returns the whole state; None or {} to leave it out.
+            is_writer: this rank's pipeline collects the states; the others only call `collect`.
 
         Returns:
             The full state dict on stage 0, where each parameter's state comes from its owner; {} on other stages.
@@ -154,7 +149,7 @@ class OptimizerLayout:
             if is_writer and transport is not None:
                 send_tree(_END, transport, 0)
             return {}
-        # What belongs to no parameter is stage 0's.
+        # What belongs to no parameter is taken from stage 0.
         state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
         for part in parts:
             state.update(part)
@@ -180,47 +175,34 @@ class OptimizerLayout:
         """The states of the parameters that this stage owns, one by one, by positional id."""
         for index, name in enumerate(self.names):
             if ownership.is_owner(name):
-                part = collect({name: state[index]} if index in state else {})
-                if part:
-                    yield dict.fromkeys([index], *part.values())
+                part = collect({name: state[index]} if index in state else {}) or {}
+                yield from ({index: whole} for whole in part.values())
 
     def load_state(self, state_dict: dict[str, Any], is_kept: Callable[[str], bool] = lambda name: True) -> None:
-        """Load this stage's part of a full state dict, as ``gather_state`` or plain Lightning wrote it.
+        """Load this stage's part of a full state dict that fits (see ``check_optimizers``).
 
         Args:
             is_kept: whether this rank keeps the state of a parameter of its stage.
-
-        Raises:
-            ValueError: if its groups are not those of this optimizer.
         """
         saved_groups = state_dict["param_groups"]
-        saved_sizes = [len(group["params"]) for group in saved_groups]
-        sizes = [len(names) for names in self.groups]
-        if saved_sizes != sizes:
-            raise ValueError(
-                f"the checkpoint's optimizer state has {len(saved_sizes)} groups with {saved_sizes} parameters, but "
-                f"{type(self.optimizer).__name__} has {len(sizes)} with {sizes}: resume with the model and the "
-                "configure_optimizers that wrote it, or load the weights only"
-            )
         held = dict(self.local_parameters())
         saved_state = state_dict["state"]
         saved_ids = list(chain.from_iterable(group["params"] for group in saved_groups))
-        state: dict[Any, Any] = {
-            key: _in_memory(value) for key, value in saved_state.items() if key not in set(saved_ids)
-        }
-        for saved_id, name in zip(saved_ids, self.names, strict=True):
-            if saved_id in saved_state and self.keeps_all:
-                state[saved_id] = _in_memory(saved_state[saved_id])
-            elif saved_id in saved_state and name in held and is_kept(name):
-                state[saved_id] = self._sharded_state(saved_state[saved_id], held[name])
+        names = dict(zip(saved_ids, self.names, strict=True))
+        state: dict[Any, Any] = {}
+        for key, value in saved_state.items():
+            if key not in names or self.keeps_all:
+                state[key] = _in_memory(value)
+            elif names[key] in held and is_kept(names[key]):
+                state[key] = self._sharded(value, held[names[key]])
         groups = [dict(group) for group in saved_groups]
         read_into_memory(groups)
         self.optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
-        read_into_memory(self.optimizer.state)  # which has taken CPU tensors as they are
+        read_into_memory(self.optimizer.state)  # torch does not copy CPU tensors
         self._keep_kinds_apart()
 
     def _keep_kinds_apart(self) -> None:
-        """Kernels over lists of tensors take no mixture of sharded and whole ones."""
+        """Turn off kernels over lists of tensors in groups that mix sharded parameters with whole ones."""
         for group, given in zip(self.optimizer.param_groups, self._given, strict=True):
             held = (parameter for parameter in group["params"] if not is_absent(parameter))
             if len({isinstance(parameter, DTensor) for parameter in held}) > 1:
@@ -229,17 +211,19 @@ class OptimizerLayout:
                         given.setdefault(option, group[option])
                         group[option] = False
 
-    def _sharded_state(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-        """A parameter's state, with what has its shape sharded as it is, if it is."""
-        return {key: self._sharded(value, parameter) for key, value in state.items()}
+    def _sharded(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+        """A parameter's state; if the parameter is sharded, what has its shape is sharded likewise."""
+        is_sliced = isinstance(parameter, DTensor) and self.is_elementwise
 
-    def _sharded(self, value: Any, parameter: nn.Parameter) -> Any:
-        is_sliced = isinstance(parameter, DTensor) and self.is_elementwise and not isinstance(value, DTensor)
-        if not is_sliced or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            return _in_memory(value)
-        return value.read_like(parameter) if isinstance(value, StoredTensor) else slice_like(parameter, value)
+        def fit(value: Any) -> Any:
+            is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if not is_sliced or not is_whole or value.shape != parameter.shape:
+                return _in_memory(value)
+            return value.read_like(parameter) if isinstance(value, StoredTensor) else slice_like(parameter, value)
+
+        return {key: fit(value) for key, value in state.items()}
 
 
 def _in_memory(value: Any) -> Any:
-    """With what is in a checkpoint folder read."""
+    """The value with tensors of a checkpoint folder read."""
     return map_tensors(value, StoredTensor.read, kind=StoredTensor)

@@ -1,4 +1,10 @@
-"""Writes checkpoint folders from all ranks at once, each rank its own part."""
+"""Writes checkpoint folders from all ranks at once, each rank its own part.
+
+    all ranks    tell what they hold, so that one of them writes each entry
+    rank 0       makes a draft folder with meta.pt, which has all that is not in shards
+    all ranks    write their shards; with AsyncCheckpointIO from copies, in a thread, while training goes on
+    rank 0       checks that all files are there, and gives the folder its name
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,13 @@ import atexit
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,30 +27,31 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.engine.fully_sharded import whole
-from lightning_pipeline.partition.ownership import Ownership, absent_state_expected, named_tensors
+from lightning_pipeline.partition.ownership import Ownership, absent_state_expected, names_of_tensors
 from lightning_pipeline.runtime.direct import map_tensors, to_cpu
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.groups import new_group
 
-from .files import publish, remove, system_error, unfinished
+from .files import replacing, system_error
 from .folder import like_meta, read_folder, replace_tensors, tensor_places, write_meta
 from .optimizer_layout import OptimizerLayout
 from .state import is_meta
+
+T = TypeVar("T")
 
 # -- what a rank holds ------------------------------------------------------------------------------------------------
 
 
 def module_state_in_parts(module: nn.Module) -> dict[str, Any]:
-    """``module.state_dict()`` with all keys on every rank, where tensors of other stages are on the meta device.
+    """``module.state_dict()`` with all keys on every rank; tensors of other stages are on the meta device.
 
     Tied entries are one tensor.
     """
     with absent_state_expected():
         state: dict[str, Any] = module.state_dict()
-    first: dict[int, str] = {}
-    for name, tensor in named_tensors(module):
-        if name in state and first.setdefault(id(tensor), name) != name:
-            state[name] = state[first[id(tensor)]]
+    for names in names_of_tensors(module):
+        saved = [name for name in names if name in state]
+        state.update((name, state[saved[0]]) for name in saved[1:])
     return state
 
 
@@ -68,59 +76,57 @@ def optimizer_state_in_parts(layout: OptimizerLayout, ownership: Ownership) -> d
 
 
 class BackgroundSave:
-    """The save that is underway, in a thread. There is one at a time."""
+    """The save that is under way, in a thread. There is one at a time."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._errors: list[BaseException] = []
+        self._outcome: Future[None] | None = None
 
     def start(self, save: Callable[[], None]) -> None:
         """Call `save` in a thread. The one before must have been waited for."""
-        assert self._thread is None
-        errors: list[BaseException] = []  # of this save: one that was abandoned may still end
+        assert self._outcome is None
+        outcome: Future[None] = Future()
+        self._outcome = outcome
 
         def run() -> None:
             try:
                 save()
+                outcome.set_result(None)
             except BaseException as error:
-                errors.append(error)
+                outcome.set_exception(error)
 
         # A daemon, as a save whose other ranks are gone would keep this process until its timeout; one that has not
-        # been abandoned is waited for.
-        self._errors = errors
-        self._thread = threading.Thread(target=run, name="pipeline-save", daemon=True)
-        self._thread.start()
+        # been abandoned is waited for at exit.
+        threading.Thread(target=run, name="pipeline-save", daemon=True).start()
         atexit.register(self.wait)
 
     def wait(self) -> None:
-        """Until it has ended; raises what it raised, once."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        errors = self._errors
-        self.abandon()
-        if errors:
-            raise errors[0]
+        """Wait until it has ended; raises what it raised, once."""
+        outcome = self._outcome
+        if outcome is not None:
+            try:
+                outcome.result()
+            finally:
+                self.abandon()
 
     def abandon(self) -> None:
         """Forget it, as after a failure of the run, whose error counts more than that of a save."""
         atexit.unregister(self.wait)
-        self._thread, self._errors = None, []
+        self._outcome = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderWriter:
-    """Writes checkpoints in parts. Every rank of the world has one.
+    """Writes checkpoint folders. Every rank of the world has one.
 
-    Parameters and optimizer state are the same on all replicas that hold them, which share the writing out; buffers are
+    Parameters and optimizer state are the same on all replicas that hold them, which divide the writing; buffers are
     those of the first replica.
 
     Args:
         parameter_names: of each optimizer, by positional id.
         is_writer: this rank's pipeline is the first.
         group: all ranks, over a backend for host memory.
-        background: where to write the shards while the caller goes on, with a group that nobody else uses; None to
-            return when all is written.
+        background: writes the shards while the caller goes on, with a group that nobody else uses; None to return when
+            all is written.
     """
 
     module: nn.Module
@@ -137,7 +143,7 @@ class FolderWriter:
 
         Raises:
             ValueError: the path is not on a local or mounted file system.
-            RuntimeError: it could not be written, with the reason, on all ranks.
+            RuntimeError: on all ranks, if it could not be written; the message gives the reason.
         """
         if "://" in str(path):
             raise ValueError(
@@ -148,30 +154,21 @@ class FolderWriter:
         sections: list[str] = self._from_rank_0(path, _sections(checkpoint))
         tensors, values = self._given(path, checkpoint, sections)
         states = [_descriptions(optimizer["state"]) for optimizer in checkpoint.get("optimizer_states", [])]
-        parts = self._on_rank_0_of_all(path, (values, states))
-        begin = partial(self._begin, path, checkpoint, sections, parts)
+        parts = self._gathered_on_rank_0(path, (values, states))
+        with ExitStack() as draft:  # of rank 0
+            folder = self._on_rank_0(path, lambda: self._begin(draft, path, checkpoint, sections, parts))
+            if self.background is not None:  # meanwhile the tensors may change
+                tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            finish = partial(self._finish, draft.pop_all(), path, folder, tensors)
         if self.background is None:
-            self._write(path, begin, tensors)
-            return
-        self._do_on_rank_0(path, begin)  # what is not in shards may change too
-        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self.background.start(partial(self._write, path, lambda: None, tensors))
-
-    def _write(self, path: Path, begin: Callable[[], None], tensors: dict[str, Tensor]) -> None:
-        try:
-            self._do_on_rank_0(path, begin)
-            self._write_shards(path, tensors)
-            self._do_on_rank_0(path, lambda: _finish(path))
-        except BaseException:
-            if dist.get_rank() == 0:
-                with suppress(OSError):  # others may write to it still; what stays, the next save removes
-                    remove(unfinished(path))
-            raise
+            finish()
+        else:
+            self.background.start(finish)
 
     def _given(
         self, path: Path, checkpoint: Mapping[str, Any], sections: Sequence[str]
     ) -> tuple[dict[str, Tensor], dict[tuple[str, str], Any]]:
-        """What this rank gives: tensors by name, a tied one by its first, and entries that are no tensors by place."""
+        """What this rank writes: tensors by name, tied ones by their first, and other entries by their place."""
         holders = self._holders_of_others(path, checkpoint, sections)
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         tensors: dict[str, Tensor] = {}
@@ -212,8 +209,10 @@ class FolderWriter:
         }
         return {place: min(stages) for place, stages in holders.items() if stages}
 
-    def _begin(self, path: Path, checkpoint: dict[str, Any], sections: Sequence[str], parts: list[Any]) -> None:
-        """On rank 0: an empty folder with all that is not in shards."""
+    def _begin(
+        self, draft: ExitStack, path: Path, checkpoint: dict[str, Any], sections: Sequence[str], parts: list[Any]
+    ) -> Path:
+        """On rank 0: make a new folder, with all that is not in shards."""
         complete = dict(checkpoint)
         for section in sections:
             complete[section] = copy.copy(checkpoint[section])
@@ -227,19 +226,26 @@ class FolderWriter:
             ]
         names = self.parameter_names if "optimizer_states" in checkpoint else []
         replace_tensors(tensor_places(complete, sections, names), like_meta)
-        folder = unfinished(path)
-        remove(folder)
-        folder.mkdir(parents=True)
+        folder = draft.enter_context(replacing(path))
+        folder.mkdir()
         write_meta(folder, complete, sections, names)
+        return folder
 
-    def _write_shards(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        writer = _Writer(unfinished(path))
-        try:
-            with waiting_for(f"all ranks to write the checkpoint {path}"):
-                dcp.save(tensors, storage_writer=writer, process_group=self.group)
-        except CheckpointException as error:
-            reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in sorted(error.failures.items()))
-            raise RuntimeError(f"could not write the checkpoint {path}: {reasons}") from error
+    def _finish(self, draft: ExitStack, path: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
+        """Write the shards, and give the folder its name."""
+
+        def publish() -> None:
+            read_folder(folder, weights_only=False)  # files that other machines have written may not be there
+            draft.close()
+
+        with draft:
+            try:
+                with waiting_for(f"all ranks to write the checkpoint {path}"):
+                    dcp.save(tensors, storage_writer=_Writer(folder), process_group=self.group)
+            except CheckpointException as error:
+                reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in sorted(error.failures.items()))
+                raise RuntimeError(f"could not write the checkpoint {path}: {reasons}") from error
+            self._on_rank_0(path, publish)
 
     # -- between the ranks --------------------------------------------------------------------------------------------
 
@@ -249,28 +255,29 @@ class FolderWriter:
             dist.broadcast_object_list(values, 0, group=self.group)
         return values[0]
 
-    def _on_rank_0_of_all(self, path: Path, value: Any) -> list[Any]:
+    def _gathered_on_rank_0(self, path: Path, value: Any) -> list[Any]:
         """Every rank's value on rank 0, [] elsewhere."""
         values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         with waiting_for(f"all ranks' parts of the checkpoint {path}"):
             dist.gather_object(value, values, 0, group=self.group)
         return values or []
 
-    def _do_on_rank_0(self, path: Path, function: Callable[[], None]) -> None:
-        """Call it there, and raise everywhere what it raises."""
-        error: Exception | None = None
+    def _on_rank_0(self, path: Path, function: Callable[[], T]) -> T:
+        """What the function returns on rank 0, on all ranks; if it raises there, all ranks raise."""
+        result, error = None, None
         if dist.get_rank() == 0:
             try:
-                function()
+                result = function()
             except Exception as raised:
                 error = system_error(raised) or raised
-        reason = self._from_rank_0(path, repr(error) if error is not None else None)
+        result, reason = self._from_rank_0(path, (result, repr(error) if error is not None else None))
         if reason is not None:
             raise RuntimeError(f"could not write the checkpoint {path}: {reason}") from error
+        return result
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Tells the other ranks why the system did not let it write."""
+    """Raises the system's error, such as a full disk, instead of torch's: the other ranks are told the reason."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -279,12 +286,6 @@ class _Writer(dcp.FileSystemWriter):
             if (reason := system_error(error)) is None:
                 raise
             raise OSError(*reason.args) from error
-
-
-def _finish(path: Path) -> None:
-    """Check that all is there, as files of other machines may not be, and give the folder its name."""
-    read_folder(unfinished(path), weights_only=False)
-    publish(path)
 
 
 @lru_cache(maxsize=2)
@@ -300,7 +301,7 @@ def host_group(world: dist.ProcessGroup, timeout: timedelta, *, own: bool = Fals
 
 
 def _sections(checkpoint: Mapping[str, Any]) -> list[str]:
-    """The keys of state dicts that ranks have in parts: the module's, and what callbacks keep beside it."""
+    """The keys of state dicts of which ranks have parts: the module's, and those of callbacks' copies."""
     return [
         key
         for key, value in checkpoint.items()
@@ -310,7 +311,7 @@ def _sections(checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 def _descriptions(states: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:
-    """Parameters' states with shapes for tensors. All ranks that hold slices of the same ones must call it."""
+    """Parameters' states with meta tensors. All ranks that hold slices of the same ones must call it."""
     return {
         position: {
             key: like_meta(value) if isinstance(value, Tensor) else to_cpu(map_tensors(value, whole))

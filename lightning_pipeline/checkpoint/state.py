@@ -10,9 +10,9 @@ import copy
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,12 @@ from lightning_pipeline.runtime.direct import recv_tree, send_tree, to_cpu
 from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import LightningModule, Trainer
+from .files import entry_at, tensors_in
 from .stored_tensors import StoredTensor
 
-if TYPE_CHECKING:
-    from lightning_pipeline.runtime.transport import Transport
+K = TypeVar("K")
+
+# -- the module's state -----------------------------------------------------------------------------------------------
 
 
 def gather_module_state(module: nn.Module, ownership: Ownership, transport: Transport | None) -> dict[str, Any]:
@@ -51,31 +53,17 @@ def gather_module_state(module: nn.Module, ownership: Ownership, transport: Tran
         and persistent states of metrics, is stage 0's.
 
     Raises:
-        RuntimeError: if an entry is on the meta device on every stage.
+        RuntimeError: an entry is on the meta device on every stage.
     """
     with absent_state_expected():
         state = module.state_dict()
-    if transport is None:
-        return _localised(state, module, {})
-    received: dict[str, Any] = {}
-    for key, source in _requests(state, module, ownership, transport):
-        if ownership.stage == 0:
-            received[key] = recv_tree(transport, source, f"checkpoint entry {key!r}")
-        elif ownership.stage == source:
-            send_tree(whole(state[key]), transport, 0)
-    return _localised(state, module, received) if ownership.stage == 0 else {}
+    return _gathered(state, module, ownership, transport)
 
 
-def help_to_gather(module: nn.Module) -> None:
-    """On the other replicas, while one gathers the state: give it the slices of what is sharded over replicas."""
-    tied = _tied_names(module)
-    given: set[Any] = set()
+def help_to_gather(module: nn.Module, ownership: Ownership) -> None:
+    """Call it on the other replicas while one gathers the state: gives it the slices of what replicas share out."""
     with absent_state_expected():
-        state = module.state_dict()
-    for key, value in state.items():
-        if isinstance(value, DTensor) and tied.get(key, key) not in given:
-            given.add(tied.get(key, key))
-            whole(value)
+        _give_slices(module.state_dict(), module, ownership)
 
 
 def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> Any:
@@ -90,7 +78,7 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
         RuntimeError: torch's own, if ``strict`` and keys differ, or if shapes differ.
     """
     with warnings.catch_warnings():
-        # Copying into a meta tensor is just what skips it.
+        # torch warns of copying into meta tensors, which is how entries are skipped.
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
         token = skips_writes.set(True)
         try:
@@ -100,33 +88,72 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
 
 
 def _sliced(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """The state dict with this rank's slices of what is sharded and whole in memory."""
+    """The state dict with this rank's slices of what is sharded here and whole in memory."""
     slices = {
         name: slice_like(parameter, value)
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor)
         and isinstance(value := state_dict.get(name), torch.Tensor)
         and not isinstance(value, (StoredTensor, DTensor))
-        and value.shape == parameter.shape  # torch tells what is wrong with others
+        and value.shape == parameter.shape  # else torch raises, and names the shapes
     }
     return {**state_dict, **slices} if slices else state_dict
 
 
-def _requests(
-    state: Mapping[str, Any], module: nn.Module, ownership: Ownership, transport: Transport
-) -> list[tuple[str, int]]:
-    """The entries that stage 0 lacks with the stage that sends each, the same list on every stage.
+def is_meta(value: Any) -> bool:
+    """Whether a checkpoint's entry is a tensor without data here."""
+    return isinstance(value, torch.Tensor) and value.is_meta
 
-    Stage 0 asks, a tied tensor by one of its names only. The sender is the owner; for a key that is no parameter's
+
+def _gathered(
+    state: Mapping[str, Any], module: nn.Module, ownership: Ownership, transport: Transport | None
+) -> dict[str, Any]:
+    """On stage 0 the state of `module` with all tensors on the CPU: same order and metadata, ties still tied."""
+    tied = _tied_names(module)
+    received: dict[str, Any] = {}
+    if transport is not None:
+        requests = _requests(state, tied, ownership, transport)
+        received = _fetch(requests, lambda key: whole(state[key]), ownership, transport)
+        if ownership.stage != 0:
+            return {}
+    twins: dict[tuple[str, ...], Any] = {}
+    result: dict[str, Any] = OrderedDict()
+    for key, value in state.items():
+        names = tied.get(key, (key,))
+        if names not in twins:
+            twins[names] = received[key] if key in received else to_cpu(whole(value))
+        result[key] = twins[names]
+    if hasattr(state, "_metadata"):
+        result._metadata = state._metadata  # type: ignore[attr-defined]
+    return result
+
+
+def _give_slices(state: Mapping[str, Any], module: nn.Module, ownership: Ownership) -> None:
+    """Make whole what the replica that gathers `state` makes whole, in the same order."""
+    tied = _tied_names(module)
+    given: set[tuple[str, ...]] = set()
+    for key, value in state.items():
+        names = tied.get(key, (key,))
+        is_sent = key not in ownership or ownership.is_owner(key)
+        if isinstance(value, DTensor) and is_sent and names not in given:
+            given.add(names)
+            whole(value)
+
+
+def _requests(
+    state: Mapping[str, Any], tied: Mapping[str, tuple[str, ...]], ownership: Ownership, transport: Transport
+) -> list[tuple[str, int]]:
+    """The entries that stage 0 lacks, each with the stage that sends it: the same list on every stage.
+
+    Stage 0 asks, for a tied tensor by one of its names only. The sender is the owner; for a key that is no parameter's
     name (a module may rename what it saves) it is the first stage that has the data.
     """
     wanted: dict[Any, tuple[str, int | None]] = {}
     if ownership.stage == 0:
-        tied = _tied_names(module)
         for key, value in state.items():
             source = ownership.owner(key) if key in ownership else None if is_meta(value) else 0
             if source != 0:
-                wanted.setdefault(tied.get(key, key), (key, source))
+                wanted.setdefault(tied.get(key, (key,)), (key, source))
     asked: list[tuple[str, int | None]] = transport.broadcast_object(list(wanted.values()), 0, "checkpoint keys")
     if not asked:
         return []
@@ -141,81 +168,64 @@ def _requests(
     return [(key, source) for key, source in requests if source != 0]
 
 
-def is_meta(value: Any) -> bool:
-    """Whether a checkpoint's entry is a tensor without data here."""
-    return isinstance(value, torch.Tensor) and value.is_meta
+def _fetch(
+    requests: Iterable[tuple[K, int]], entry: Callable[[K], Any], ownership: Ownership, transport: Transport
+) -> dict[K, Any]:
+    """On stage 0 the requested entries, each sent by the stage named with it. Every stage has the same requests."""
+    found = {}
+    for key, source in requests:
+        if ownership.stage == 0:
+            found[key] = recv_tree(transport, source, f"checkpoint entry {key!r}")
+        elif ownership.stage == source:
+            send_tree(entry(key), transport, 0)
+    return found
 
 
 def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Each name of a parameter or buffer that has several, with all of them."""
+    """All names of each parameter or buffer that has several, by each of them."""
     return {name: tuple(names) for names in names_of_tensors(module) if len(names) > 1 for name in names}
 
 
-def _localised(state: Mapping[str, Any], module: nn.Module, received: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with what was received and all tensors on the CPU: same order and metadata, ties still tied."""
-    tied = _tied_names(module)
-    twins: dict[tuple[str, ...], Any] = {}
-    result: dict[str, Any] = OrderedDict()
-    for key, value in state.items():
-        if key in tied and tied[key] in twins:
-            result[key] = twins[tied[key]]
-        else:
-            result[key] = received[key] if key in received else to_cpu(whole(value))
-            if key in tied:
-                twins[tied[key]] = result[key]
-    if hasattr(state, "_metadata"):
-        result._metadata = state._metadata  # type: ignore[attr-defined]
-    return result
+# -- what callbacks and hooks put into a checkpoint --------------------------------------------------------------------
 
 
 def copies_of(module: LightningModule, trainer: Trainer) -> Iterator[nn.Module]:
-    """Every copy of `module` that a callback has as an attribute, by itself or as an `AveragedModel`."""
+    """Every copy of `module` that is an attribute of a callback, by itself or in an `AveragedModel`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for value in list(vars(callback).values()):
             candidate = value.module if isinstance(value, AveragedModel) else value
             if type(candidate) is type(module) and candidate is not module:
-                # Callbacks move their copy to the device with `to`, which refuses what is not here.
+                # Callbacks move their copy to the device with `to`, which refuses meta tensors.
                 vars(candidate)["to"] = functools.partial(_move_what_is_here, candidate)
                 yield candidate
+
+
+def _move_what_is_here(module: nn.Module, device: torch.device) -> nn.Module:
+    return module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def filled_from_owners(checkpoint: dict[str, Any], ownership: Ownership, transport: Transport | None) -> dict[str, Any]:
     """The checkpoint, on stage 0 with the data of other stages' tensors that callbacks and hooks have put into it.
 
-    All stages must call it, each with the same checkpoint as its own callbacks made it.
+    All stages must call it, each with the checkpoint as its own callbacks made it.
     """
     if transport is None:
         return checkpoint
     missing = []
     if ownership.stage == 0:
-        for path, tensor in _tensors(checkpoint):
+        for path, tensor in tensors_in(checkpoint):
             if type(tensor) is Placeholder:
                 stages = holders_of(tensor) or ownership.holders.get(str(path[-1]), (0,))
                 missing.append((path, stages[0]))
-    found: dict[tuple[Any, ...], Tensor] = {}
-    for path, owner in transport.broadcast_object(missing, 0, "names of missing checkpoint entries"):
-        if ownership.stage == owner:
-            entry: Any = checkpoint
-            for key in path:
-                entry = entry[key]
-            send_tree(entry, transport, 0)
-        elif ownership.stage == 0:
-            found[path] = recv_tree(transport, owner, f"checkpoint entry {path}")
+    requests = transport.broadcast_object(missing, 0, "names of missing checkpoint entries")
+    found = _fetch(requests, functools.partial(entry_at, checkpoint), ownership, transport)
     if ownership.stage == 0:
-        # Without the note of who holds them, which is of no use in a file.
+        # A tensor's note of who holds it is of no use in a file: `detach` leaves it out.
         noted = {
-            path: tensor.detach() for path, tensor in _tensors(checkpoint) if path not in found and holders_of(tensor)
+            path: tensor.detach() for path, tensor in tensors_in(checkpoint) if path not in found and holders_of(tensor)
         }
         checkpoint = _with(checkpoint, (), {**noted, **found})
     return checkpoint
-
-
-def _tensors(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Tensor]]:
-    """The tensors in nested dictionaries, lists and tuples, each with its keys."""
-    if isinstance(content, Tensor):
-        return [(path, content)]
-    items = content.items() if isinstance(content, dict) else enumerate(content) if _is_list(content) else ()
-    return [found for key, value in items for found in _tensors(value, (*path, key))]
 
 
 def _with(content: Any, path: tuple[Any, ...], new: dict[tuple[Any, ...], Tensor]) -> Any:
@@ -229,15 +239,11 @@ def _with(content: Any, path: tuple[Any, ...], new: dict[tuple[Any, ...], Tensor
         for key, value in content.items():
             made[key] = _with(value, (*path, key), new)
         return made
-    return type(content)([_with(value, (*path, index), new) for index, value in enumerate(content)])
+    values = [_with(value, (*path, index), new) for index, value in enumerate(content)]
+    return content._make(values) if hasattr(content, "_make") else type(content)(values)
 
 
-def _is_list(content: Any) -> bool:
-    return type(content) in (list, tuple)
-
-
-def _move_what_is_here(module: nn.Module, device: torch.device) -> nn.Module:
-    return module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+# -- a whole module ---------------------------------------------------------------------------------------------------
 
 
 def gather_module(
@@ -246,47 +252,33 @@ def gather_module(
     """On rank 0 a copy of the module with all parameters and buffers, on the CPU. All ranks must call it.
 
     Args:
-        is_writer: this rank's pipeline is the one that rank 0 is in. The others help with what is in slices.
+        is_writer: this rank's pipeline is the one that rank 0 is in. The others give their slices.
     """
-    tensors: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in named_tensors(module):
-        tensors.setdefault(id(tensor), (name, tensor))
-    copies: dict[int, Any] = {}
-    for key, (name, tensor) in tensors.items():
-        value = _on_rank_0(name, tensor, ownership, transport, is_writer=is_writer)
-        if value is not None:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            copies[key] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
-    if ownership.stage != 0 or not is_writer:
+    tensors = dict(named_tensors(module))
+    if not is_writer:
+        _give_slices(tensors, module, ownership)
         return None
+    gathered = _gathered(tensors, module, ownership, transport)
+    if ownership.stage != 0:
+        return None
+    copies: dict[int, Any] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) in copies:
+            continue
+        value = gathered[name]
+        if value.device == tensor.device and not isinstance(tensor, DTensor):
+            value = value.clone()  # it is the module's own memory
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
     with _without_fsdp(module):
         whole_module = copy.deepcopy(module, copies)
     _strip(whole_module)
     return whole_module
 
 
-def _on_rank_0(
-    name: str, tensor: Tensor, ownership: Ownership, transport: Transport | None, *, is_writer: bool
-) -> Tensor | None:
-    """The whole tensor on rank 0, None elsewhere."""
-    owner = ownership.owner(name) if name in ownership else 0
-    if ownership.stage == owner:
-        if is_writer or isinstance(tensor, DTensor):
-            tensor = whole(tensor)
-        if owner == 0:
-            return tensor.detach().to("cpu", copy=True) if is_writer else None
-        if is_writer:
-            assert transport is not None
-            send_tree(tensor, transport, 0)
-    elif ownership.stage == 0 and is_writer:
-        assert transport is not None
-        return recv_tree(transport, owner, f"{name} of the whole module")
-    return None
-
-
 @contextmanager
 def _without_fsdp(module: nn.Module) -> Iterator[None]:
-    """FSDP2 gives a module a class that refuses copies, and a state that refers to process groups."""
+    """Take FSDP2's class, which refuses copies, and its state, which refers to process groups, off the modules."""
     before = [(sub, type(sub), dict(vars(sub))) for sub in module.modules() if isinstance(sub, FSDPModule)]
     for sub, cls, attributes in before:
         sub.__class__ = next(base for base in cls.__mro__[1:] if base is not FSDPModule)
@@ -302,7 +294,7 @@ def _without_fsdp(module: nn.Module) -> Iterator[None]:
 
 
 def _strip(module: nn.Module) -> None:
-    """Take off what belongs to a module in stages."""
+    """Remove the hooks of a module that is split into stages or sharded."""
     for sub in module.modules():
         unguard(sub)
         for hooks in (sub._state_dict_pre_hooks, sub._load_state_dict_pre_hooks):

@@ -42,23 +42,24 @@ Reader = Callable[[str], Tensor]
 
 
 def load_weights(module: nn.Module, weights: Weights, wanted: Iterable[str]) -> set[str]:
-    """Copy weights from files into the tensors of these names. Returns the names that the files have.
+    """Copy weights from files into the wanted tensors. Returns the names of those that the files have.
 
-    A tensor that is tied is found under any of its names.
+    A tied tensor is found under any of its names.
 
     Args:
         weights: a file, or the file of each submodule, by name: ``{"model": "gpt2/model.safetensors"}``. A file is a
-            ``.safetensors``, an index of several (``model.safetensors.index.json``), a checkpoint of Lightning's or of
-            torch's, or a folder: of a Hugging Face model, or of torch.distributed.checkpoint.
+            ``.safetensors``, an index of several (``model.safetensors.index.json``), a checkpoint of Lightning or of
+            torch, or a folder: of a Hugging Face model, or of torch.distributed.checkpoint.
 
     Raises:
         FileNotFoundError: a file does not exist.
-        CheckpointError: it is damaged or has anything but tensors and plain values, or an index names what is no file
-            beside it.
-        ValueError: it has another shape, or none of the names of its submodule, or the module has no such submodule.
+        CheckpointError: it is damaged or has anything but tensors and plain values, or an index names a file that is
+            not beside it.
+        ValueError: a tensor has another shape, or the file has none of the names of its submodule, or the module has
+            no such submodule.
     """
     files = weights if isinstance(weights, Mapping) else {"": weights}
-    names = _names(module)
+    names = {name: aliases for aliases in names_of_tensors(module) for name in aliases}
     found: set[str] = set()
     for prefix, path in files.items():
         if prefix and prefix not in dict(module.named_modules(remove_duplicate=False)):
@@ -81,11 +82,6 @@ def load_weights(module: nn.Module, weights: Weights, wanted: Iterable[str]) -> 
     return found
 
 
-def _names(module: nn.Module) -> dict[str, list[str]]:
-    """All names of each tensor, by each of them."""
-    return {name: names for names in names_of_tensors(module) for name in names}
-
-
 @torch.no_grad()
 def _copy(module: nn.Module, name: str, value: Tensor, path: str | Path) -> None:
     owner, _, last = name.rpartition(".")
@@ -102,7 +98,7 @@ def _copy(module: nn.Module, name: str, value: Tensor, path: str | Path) -> None
 
 
 def _readers(path: Path) -> Iterator[tuple[str, Reader]]:
-    """The names of a file's tensors, each with a function that reads the one of a name."""
+    """The names of a file's tensors, each with a function that reads the tensor of this name."""
     if not path.exists():
         raise FileNotFoundError(f"weights: {path} does not exist")
     if path.is_dir():
@@ -131,7 +127,7 @@ def _readers(path: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def _indexed(path: Path) -> Iterator[tuple[str, Reader]]:
-    """The tensors of the files that Hugging Face's index names, which lie beside it or below."""
+    """The tensors of the files that an index of Hugging Face names, which lie beside it or below."""
     by_file: dict[str, list[str]] = {}
     for name, file in _weight_map(path).items():
         by_file.setdefault(file, []).append(name)
@@ -165,7 +161,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Reader]]:
         raise ImportError(f"weights: reading {path} takes the package safetensors: pip install safetensors") from None
 
     @contextmanager
-    def told() -> Iterator[None]:
+    def errors_named() -> Iterator[None]:
         try:
             yield
         except (SafetensorError, RuntimeError, ValueError, OSError) as error:
@@ -175,23 +171,20 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Reader]]:
                 f"weights: {path} cannot be read as safetensors: {reason_of(error)}. It is damaged: copy it again"
             ) from error
 
-    with told():
+    with errors_named():
         file = safe_open(path, framework="pt")
         names = list(file.keys())
 
     def read(name: str) -> Tensor:
-        with told():
+        with errors_named():
             return file.get_tensor(name)
 
     yield from ((name, read) for name in names)
 
 
 def _distributed(path: Path) -> Iterator[tuple[str, Reader]]:
-    """torch.distributed.checkpoint's folder: of a model's state dict, or of one under "state_dict"."""
+    """The tensors of torch.distributed.checkpoint's folder, of a state dict or of a dict with a "state_dict"."""
     files = ShardFiles(path, weights_only=True, way_out=_SAVE_WEIGHTS)
-    names = files.names()
+    names = [name for name in files.names() if not name.startswith("optimizer")]
     keys = {name.removeprefix("state_dict."): name for name in names} | {name: name for name in names}
-    for key in names:
-        if not key.startswith("optimizer"):
-            name = key.removeprefix("state_dict.")
-            yield name, lambda name: files.tensor(keys[name]).read()
+    yield from ((name.removeprefix("state_dict."), lambda name: files.tensor(keys[name]).read()) for name in names)

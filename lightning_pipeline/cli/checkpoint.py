@@ -10,12 +10,12 @@ import typer
 
 from lightning_pipeline.cli.common import CommandError, told_to_the_user
 
-app = typer.Typer(help="Checkpoints: folders into plain files, and back.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 
-@app.callback()
+@app.callback(help="Checkpoints: folders into plain files, and back.")
 def checkpoint() -> None:
-    """A group of commands, of which there is one so far."""
+    """Makes a group of the one command, which otherwise would be `lightning-pipeline checkpoint` itself."""
 
 
 @app.command()
@@ -39,18 +39,13 @@ def convert(
             raise CommandError(f"{destination} exists: choose another DESTINATION, or replace it with --force")
         if source.resolve() == destination.resolve():
             raise CommandError(f"SOURCE and DESTINATION are both {source}")
-        from lightning_pipeline.checkpoint.folder import convert_checkpoint
+        from lightning_pipeline.checkpoint.folder import convert_checkpoint  # which takes torch
         from lightning_pipeline.checkpoint.torch_files import CheckpointError
 
-        try:
-            done = convert_checkpoint(source, destination, weights_only=weights_only)
-        except CheckpointError as error:
-            raise CommandError(str(error)) from error
-    from rich.console import Console
+        with told_to_the_user(CheckpointError):
+            tensors = convert_checkpoint(source, destination, weights_only=weights_only)
     from rich.filesize import decimal
-    from rich.markup import escape
 
-    kind = "folder" if done.into_folder else "file"
-    amount = f"{done.num_tensors} tensors, {decimal(done.num_bytes)}"
-    text = f"Wrote the {kind} [bold]{escape(str(destination))}[/bold] from {escape(str(source))}: {amount}."
-    Console(highlight=False).print(text, soft_wrap=True)
+    kind = "folder" if destination.is_dir() else "file"
+    amount = f"{len(tensors)} tensors, {decimal(sum(tensor.nbytes for tensor in tensors))}"
+    typer.echo(f"Wrote the {kind} {destination} from {source}: {amount}.")

@@ -53,11 +53,11 @@ from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import Program, average_in, needs_order
 from lightning_pipeline.recording.provenance import Provenance, made_again
-from lightning_pipeline.recording.pure_modules import KeyedCalls
 from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.direct import DirectTransport

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.stage_config import resolve
+from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.pure_modules import KeyedCalls
 from lightning_pipeline.runtime.endpoint import PendingReceive, StagedReceive
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel

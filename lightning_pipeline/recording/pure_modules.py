@@ -1,17 +1,19 @@
-"""Calls of modules: their stages, and those that are recorded as one event because they only compute.
+"""Calls of modules that only compute, recorded as one event each.
 
-What such a call comes to follows from its class, its plain attributes, its parameters and its argument. All of them are
-compared at every call, which costs a tenth of running the Python of a module on placeholders. Everything else (hooks,
-an own ``forward``, a function mode of the user's, autocast) takes the usual way, function by function.
+What such a call comes to follows from its classes and their code (`pure_code`), plain attributes, parameters and
+arguments. All of them are compared at every call, which costs a tenth of running a module's Python on placeholders.
+Everything else (hooks, a forward that is not proven pure, a function mode of the user's) takes the usual way, function
+by function::
+
+    begin ── layer_norm ── linear ── gelu ── linear ── add ── end      a block's call, the first time
+      └──────────────────── shortcut ─────────────────────────┘        from then on
 """
 
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from operator import getitem, is_
+from collections.abc import Callable, Sequence
+from operator import contains, getitem, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -19,93 +21,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from lightning_pipeline.partition.compiled import is_compiled
-from lightning_pipeline.partition.overrides import HOOKS, has_forward, hooks_of, overridden
+from lightning_pipeline.partition.overrides import HOOKS, hooks_of
 from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
-from lightning_pipeline.partition.stage_config import StageMap
+from lightning_pipeline.recording.code_reader import Impure, is_plain
 from lightning_pipeline.recording.event import Event
-from lightning_pipeline.recording.matcher import CAPTURED, renewed
-
-IS_KEYED = "is_keyed"
-"""Marks what is put around the forward of a module with a key."""
-
-
-class KeyedCalls:
-    """Notes, while steps run, the calls of modules that have keys.
-
-    Attributes:
-        stage: of the module that runs, None where no key says one; and the lowest that it may have.
-        name: of the innermost module with a key.
-        stages: of the modules with keys.
-    """
-
-    def __init__(self, root: nn.Module, stages: StageMap) -> None:
-        self.stage: tuple[int | None, int] = (None, 0)
-        self.name = ""
-        self.stages = stages
-        self.root = root
-        self._thread = 0
-        self._forwards: list[_Forward] | None = None
-
-    def forget(self) -> None:
-        """The root has other modules than before."""
-        self._forwards = None
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """While entered, calls in this thread are noted."""
-        self._thread = threading.get_ident()
-        if self._forwards is None or not all(map(_Forward.is_current, self._forwards)):
-            self._forwards = self._made()
-        with overridden() as override:
-            for forward in self._forwards:
-                override(forward.module, "forward", forward.noted)
-            yield
-
-    def _made(self) -> list[_Forward]:
-        found = []
-        modules = dict(self.root.named_modules(remove_duplicate=False))
-        for name in {*self.stages.exact, *self.stages.minimum}:
-            module = modules.get(name)
-            if module is not None and has_forward(module):
-                stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
-                noted = self._noted(name, stage, module.forward)
-                found.append(_Forward(module, vars(module).get("forward"), type(module).forward, noted))
-        return found
-
-    def _noted(self, name: str, stage: tuple[int | None, int], forward: Callable[..., Any]) -> Callable[..., Any]:
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return forward(*args, **kwargs)
-            before = self.stage, self.name
-            self.stage, self.name = stage, name
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.stage, self.name = before
-
-        vars(noted)[IS_KEYED] = True
-        return noted
-
-
-class _Forward(NamedTuple):
-    """A module's forward.
-
-    Attributes:
-        own: the instance's, which users may have replaced.
-        of_class: its class's.
-        noted: what is called instead.
-    """
-
-    module: nn.Module
-    own: Any
-    of_class: Any
-    noted: Callable[..., Any]
-
-    def is_current(self) -> bool:
-        return vars(self.module).get("forward") is self.own and type(self.module).forward is self.of_class
-
+from lightning_pipeline.recording.keyed_calls import is_own
+from lightning_pipeline.recording.matcher import CAPTURED, autocast_state, renewed
+from lightning_pipeline.recording.pure_code import facts_of
 
 _FILES = ("activation", "container", "conv", "dropout", "flatten", "linear", "normalization", "pooling", "sparse")
 _ENTERED = (nn.MultiheadAttention, nn.EmbeddingBag, nn.CrossMapLRN2d)
@@ -121,8 +44,54 @@ PURE = frozenset(
     and cls.forward is not nn.Module.forward
 )
 _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{kind}") for kind in HOOKS)
-DRAW, ARGUMENT = object(), object()
-_PLAIN = (bool, int, float, str, tuple, type(None))
+DRAW = object()
+"""Among what a call takes along: the number of its next draw of random numbers."""
+_MAX_FRUITLESS = 8
+"""Calls in a row that gave no shortcut, or found the module changed, before a module's calls are left alone."""
+
+
+class Argument(NamedTuple):
+    """Among what a call takes along: one of its arguments, by place."""
+
+    place: int
+
+
+class Given(NamedTuple):
+    """One argument of a call.
+
+    Attributes:
+        value: the number of the value that it stands for; -1 for a tensor that every rank has, -2 for no tensor.
+        spec: of a tensor.
+        constant: what else it is.
+    """
+
+    value: int
+    spec: TensorSpec | None
+    constant: Any
+
+    def is_like(self, argument: Any, recording: Any) -> bool:
+        kind = type(argument)
+        if kind is Placeholder:
+            return (
+                argument.value == self.value and argument.spec is self.spec and argument.recording is recording
+            )
+        if kind is Tensor:
+            spec = self.spec
+            return (
+                self.value == -1
+                and spec is not None
+                and argument.shape == spec.shape
+                and argument.dtype is spec.dtype
+                and argument.requires_grad is spec.requires_grad
+                and argument.layout is torch.strided
+                and argument.stride() == spec.stride
+                and argument.device == spec.device
+                and HELD_BY not in argument.__dict__
+            )
+        constant = self.constant
+        return self.value == -2 and (
+            argument is constant or (kind is type(constant) and is_plain(argument) and repr(argument) == repr(constant))
+        )
 
 
 class Shortcut(NamedTuple):
@@ -130,97 +99,102 @@ class Shortcut(NamedTuple):
 
     Attributes:
         state: of the module.
-        argument: the number of the value that it is given; None for a tensor that every rank has.
-        spec: of that.
-        grad: whether autograd was on.
-        end: the call's last event; its first result is the call's, or else it gives its argument.
-        captures: what the call takes along, in order: `DRAW`, `ARGUMENT`, or a number.
+        layout: how the arguments are given.
+        given: the arguments.
+        same: for each, the first of them that is the same object.
+        grad, autocast: whether autograd was on, and `autocast_state`.
+        end: the call's last event.
+        captures: what the call takes along, in order: `DRAW`, an `Argument`, or a number.
+        maker: the event that makes the result; None where it is an argument.
+        place: of the result in the maker's pool, or among the arguments.
+        value, spec: of the result.
     """
 
     state: PureModule
-    argument: int | None
-    spec: TensorSpec
+    layout: Any
+    given: list[Given]
+    same: list[int]
     grad: bool
+    autocast: Any
     end: Event
     captures: tuple[Any, ...]
-
-    def is_for(self, argument: Tensor) -> bool:
-        if type(argument) is Placeholder:
-            return argument.value == self.argument and argument.spec is self.spec
-        spec = self.spec
-        return (
-            self.argument is None
-            and argument.shape == spec.shape
-            and argument.dtype is spec.dtype
-            and argument.requires_grad is spec.requires_grad
-            and argument.layout is torch.strided
-            and argument.stride() == spec.stride
-            and argument.device == spec.device
-        )
+    maker: Event | None
+    place: int
+    value: int
+    spec: TensorSpec | None
 
 
 class PureModule:
-    """A module of `PURE` classes throughout, as it is now."""
+    """A module that only computes, as it is now.
+
+    Raises:
+        Impure: it is not shown to.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        places = [(vars(m), key) for m in modules for key, value in vars(m).items() if type(value) in _PLAIN]
-        slots: list[tuple[Any, str]] = [(m._parameters, key) for m in modules for key in m._parameters]
-        children: list[tuple[Any, str]] = [(m._modules, key) for m in modules for key in m._modules]
+        if any(not is_own(m) or m._buffers or any(hooks_of(m)) or is_compiled(m) for m in modules):
+            raise Impure("a module with buffers, hooks, or a forward of its own")
+        facts = facts_of(modules, PURE)
         self._modules = modules
         self._classes = list(map(type, modules))
         self._hooks = [*_GLOBAL_HOOKS, *(hooks for m in modules for hooks in hooks_of(m))]
         self._sized = [*map(vars, modules), *(m._parameters for m in modules), *(m._modules for m in modules)]
         self._sizes = list(map(len, self._sized))
-        everything = [*places, *slots, *children]
-        self._places, self._keys = [place for place, _ in everything], [key for _, key in everything]
-        self._num_plain = len(places)
-        self._plain = [place[key] for place, key in places]
-        self._others: list[Any] = [slot[key] for slot, key in (*slots, *children)]
-        self._parameters = [p for p in self._others[: len(slots)] if p is not None]
-        self._trains = [p.requires_grad for p in self._parameters]
+        plain = [(vars(m), key, value) for m in modules for key, value in vars(m).items() if is_plain(value)]
+        slots = [(m._parameters, *slot) for m in modules for slot in m._parameters.items()]
+        children = [(m._modules, *child) for m in modules for child in m._modules.items()]
+        everything = (*plain, *slots, *children, *facts.items)
+        items = {(id(owner), key): (owner, key, value) for owner, key, value in everything}
+        self._owners, self._keys, self._values = map(list, zip(*items.values(), strict=True))
+        attributes = {(id(fact.owner), fact.name): fact for fact in facts.attributes}
+        self._holders = [fact.owner for fact in attributes.values()]
+        self._names = [fact.name for fact in attributes.values()]
+        self._held = [fact.value for fact in attributes.values()]
+        absent = {(id(owner), key): (owner, key) for owner, key in facts.absent}
+        self._without, self._missing = [owner for owner, _ in absent.values()], [key for _, key in absent.values()]
+        self._parameters = [parameter for _, _, parameter in slots if parameter is not None]
+        self._trains = [parameter.requires_grad for parameter in self._parameters]
 
     def is_unchanged(self) -> bool:
         """Whether a call would still come to the same."""
         if any(self._hooks) or list(map(len, self._sized)) != self._sizes:
             return False
-        now = list(map(getitem, self._places, self._keys))
-        return (
-            all(map(is_, now[self._num_plain :], self._others))
-            and now[: self._num_plain] == self._plain
-            and list(map(type, self._modules)) == self._classes
-            and [parameter.requires_grad for parameter in self._parameters] == self._trains
-        )
+        try:
+            return (
+                all(map(is_, map(getitem, self._owners, self._keys), self._values))
+                and all(map(is_, map(type, self._modules), self._classes))
+                and all(map(is_, map(getattr, self._holders, self._names), self._held))
+                and not any(map(contains, self._without, self._missing))
+                and [parameter.requires_grad for parameter in self._parameters] == self._trains
+            )
+        except (KeyError, AttributeError):
+            return False
 
 
-def is_pure(module: nn.Module) -> bool:
-    """Whether a module and all that is in it may count as `PureModule`."""
-    return all(type(m) in PURE and is_own(m) and not m._buffers and not any(hooks_of(m)) for m in module.modules())
+def state_of(module: nn.Module) -> PureModule | None:
+    """A module's state, if it only computes."""
+    try:
+        return PureModule(module)
+    except Exception:  # nothing that is odd about a user's class is to end a run: its Python runs, as it does anyhow
+        return None
 
 
-def is_own(module: nn.Module) -> bool:
-    """Whether the forward of a module is that of its class, but for what `KeyedCalls` puts around it."""
-    return hasattr(vars(module).get("forward", nn.Module.forward), IS_KEYED) or "forward" not in vars(module)
+def pure_within(root: nn.Module) -> list[nn.Module]:
+    """The modules in a module that only compute, each once, one within another too; none in compiled ones."""
+    found: dict[nn.Module, bool] = {}
 
-
-def pure_within(root: nn.Module) -> Iterator[nn.Module]:
-    """The outermost pure modules, each once; none in compiled ones."""
-    seen: set[int] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        if is_compiled(module):
-            return
-        if is_pure(module):
-            yield module
-            return
-        for child in module.children():
-            yield from walk(child)
+    def is_pure(module: nn.Module) -> bool:
+        if module not in found:
+            found[module] = False  # where it contains itself
+            if not is_compiled(module):
+                are_pure = [is_pure(child) for child in module.children()]
+                found[module] = all(are_pure) and "_call_impl" not in vars(module) and state_of(module) is not None
+        return found[module]
 
     for child in root.children():
-        yield from walk(child)
+        is_pure(child)
+    return [module for module, only_computes in found.items() if only_computes]
 
 
 def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
@@ -231,6 +205,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     """
     plain = nn.Module._call_impl
     state: PureModule | None = None
+    fruitless = 0
     refs = sys.getrefcount
     is_grad_enabled, is_inference, is_autocast = (
         torch.is_grad_enabled,
@@ -240,90 +215,157 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     num_modes, unseen = torch._C._len_torch_function_stack, torch._C.DisableTorchFunction
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal state
+        nonlocal state, fruitless
         recording = recorder.current
-        if recording is None or kwargs or len(args) != 1 or is_autocast() or is_inference():
+        if (
+            recording is None
+            or fruitless > _MAX_FRUITLESS
+            or is_inference()
+            or num_modes() != recording.num_modes
+        ):
             return plain(module, *args, **kwargs)
-        argument = args[0]
-        kind = type(argument)
-        is_value = kind is Placeholder and argument.recording is recording
-        is_plain = kind is Tensor and HELD_BY not in argument.__dict__
-        if not (is_value or is_plain) or num_modes() != recording.num_modes:
-            return plain(module, argument)
+        items, layout = _flat(args, kwargs)
         begin = recording.event
+        grad, autocast = is_grad_enabled(), autocast_state() if is_autocast() else None
         with unseen():
             if state is None or not state.is_unchanged():
-                state = PureModule(module) if is_pure(module) else None
-            known: Any = None if begin.shortcuts is None else begin.shortcuts.get(module)
-            is_known = known is not None and known.state is state and known.is_for(argument)
-        if state is None:
-            return plain(module, argument)
-        if is_known and is_grad_enabled() is known.grad:
+                state = state_of(module)
+                fruitless += 1
+            known: Shortcut | None = None if begin.shortcuts is None else begin.shortcuts.get(module)
+            is_known = (
+                known is not None
+                and known.state is state
+                and known.grad is grad
+                and known.autocast == autocast
+                and known.layout == layout
+                and all(one.is_like(item, recording) for one, item in zip(known.given, items, strict=True))
+                and (len(items) == 1 or known.same == _same(items))
+            )
+        if is_known:
+            assert known is not None
             for capture in known.captures:
                 if capture is DRAW:
                     recording.note_draw()
-                elif capture is ARGUMENT:
-                    recording.capture(argument)
+                elif type(capture) is Argument:
+                    recording.capture(items[capture.place])
                 else:
                     recording.captured.append(capture)
-            end = recording.event = known.end
-            recording.skipped[end] = begin
-            if end.outputs[0] is None:
-                return argument
-            place, spec = end.pool[0], end.result.tensors[0]
+            recording.event, recording.skipped[known.end] = known.end, (begin, known.maker)
+            if known.maker is None:
+                return items[known.place]
+            pool, spec = known.maker.pool, known.spec
+            place = pool[known.place]
             if refs(place) != 3 or place.spec is not spec:
-                place = end.pool[0] = renewed(place, spec, place.what)
-            place.value, place.recording = end.outputs[0], recording
+                place = pool[known.place] = renewed(place, spec, place.what)  # type: ignore[arg-type]
+            place.value, place.recording = known.value, recording
             return place
-        value, spec, grad = argument.value if is_value else None, TensorSpec.of(argument), is_grad_enabled()
-        result = plain(module, argument)
+        if state is None:
+            return plain(module, *args, **kwargs)
+        given = _given(items, recording)
+        aside = recording.num_aside
+        result = plain(module, *args, **kwargs)
         end = recording.event
-        captures = _captures(begin, end, argument, value, recording.captured)
-        if captures is not None and type(result) is Placeholder and _gives(end, result, argument):
-            shortcut = Shortcut(state, value, spec, grad, end, captures)
+        fruitless += 1
+        if given is None or recording.num_aside != aside or type(result) is not Placeholder:
+            return result
+        captures = _captures(begin, end, items, given, recording.captured)
+        source = _source_of(result, begin, end, items)
+        if captures is not None and source is not None:
+            how = (state, layout, given, _same(items), grad, autocast)
+            shortcut = Shortcut(*how, end, captures, *source, result.value, result.spec)
             begin.shortcuts = {**(begin.shortcuts or {}), module: shortcut}
+            fruitless = 0
         return result
 
     return call
 
 
-def _gives(end: Event, result: Placeholder, argument: Tensor) -> bool:
-    """Whether a call's result is its last event's first, or its argument."""
-    return result is argument if end.outputs[0] is None else result.value == end.outputs[0]
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    """The arguments, tuples taken apart, and how they were given."""
+    if not kwargs and tuple not in map(type, args):
+        return args, len(args)
+    items: list[Any] = []
+    layout: list[Any] = [len(args), *kwargs]
+    for argument in (*args, *kwargs.values()):
+        if type(argument) is tuple:
+            layout.append(len(argument))
+            items.extend(argument)
+        else:
+            layout.append(None)
+            items.append(argument)
+    return items, layout
+
+
+def _same(items: Sequence[Any]) -> list[int]:
+    """For each argument the first one that is the same object."""
+    ids = list(map(id, items))
+    return list(map(ids.index, ids))
+
+
+def _given(items: Sequence[Any], recording: Any) -> list[Given] | None:
+    """What arguments are; None if one of them may change, or is not of this micro-batch."""
+    found = []
+    for item in items:
+        if type(item) is Placeholder and item.recording is recording:
+            found.append(Given(item.value, item.spec, None))
+        elif type(item) is Tensor and HELD_BY not in item.__dict__:
+            found.append(Given(-1, TensorSpec.of(item), None))
+        elif is_plain(item):
+            found.append(Given(-2, None, item))
+        else:
+            return None
+    return found
+
+
+def _source_of(
+    result: Placeholder, begin: Event, end: Event, items: Sequence[Any]
+) -> tuple[Event | None, int] | None:
+    """What makes a call's result, and its place in the pool; None with the place of the argument that it is."""
+    for place, item in enumerate(items):
+        if result is item:
+            return None, place
+    event: Event | None = end
+    while event is not begin:
+        assert event is not None
+        made = [value for value in event.outputs if value is not None]
+        if result.value in made:
+            return event, made.index(result.value)
+        event = event.parent
+    return None
 
 
 def _captures(
-    begin: Event, end: Event, argument: Tensor, value: int | None, captured: Sequence[Any]
+    begin: Event, end: Event, items: Sequence[Any], given: Sequence[Given], captured: Sequence[Any]
 ) -> tuple[Any, ...] | None:
-    """What a call has taken along; None if it did anything else than to compute from its argument, numbers, and the
+    """What a call has taken along; None if it did anything else than to compute from its arguments, numbers, and the
     module's tensors.
 
     Args:
-        value: the number of the argument; None for a tensor that every rank has.
         captured: what the recording has taken along.
     """
     found: list[Any] = []
+    values = {one.value for one in given if one.value >= 0}
     event: Event | None = end
-    if end is begin or len(end.outputs) != 1:
+    if end is begin:
         return None
     while event is not begin:
-        assert event is not None
-        if event.writes or event.visit < 0 or event.match is not event.matcher.match:  # it depends on data
-            return None
+        if event is None or event.writes or event.visit < 0 or event.match is not event.matcher.match:
+            return None  # it writes, is a mark, or depends on data
         for number in event.inputs:
-            is_own = type(number) is int and (number < 0 or number == value or number >= begin.num_values)
+            is_own = type(number) is int and (number < 0 or number in values or number >= begin.num_values)
             if number is not CAPTURED and not is_own:
                 return None
         for place in reversed(range(event.matcher.num_captured)):
             content = captured[event.first_captured + place]
             if place == 0 and event.draws:
                 found.append(DRAW)
-            elif content is argument:
-                found.append(ARGUMENT)
             elif type(content) in (int, float):
                 found.append(content)
             else:
-                return None
+                argument = next((number for number, item in enumerate(items) if item is content), None)
+                if argument is None:
+                    return None
+                found.append(Argument(argument))
         event = event.parent
     found.reverse()
     return tuple(found)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.placeholder import TensorSpec
@@ -17,11 +17,12 @@ from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.compiled_calls import CompiledCall, compiled_calls
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import Inference, Result
+from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.operation import Call, key_of
 from lightning_pipeline.recording.patched_torch import arrays_seen, checkpoints_noted, classes_patched
-from lightning_pipeline.recording.pure_modules import KeyedCalls, calls_of, pure_within
+from lightning_pipeline.recording.pure_modules import calls_of, pure_within
 from lightning_pipeline.recording.python_state import Unclear
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Recorder:
         self.current: Recording | None = None
         self.num_events: dict[Event, int] = {}
         self._beginnings: dict[Any, Event] = {}
-        self._calls_of_pure: list[tuple[nn.Module, Callable[..., Any]]] | None = None
+        self._calls_of_pure: list[tuple[dict[str, Any], Callable[..., Any]]] | None = None
         self._compiled: list[CompiledCall] = []
         self._results: dict[Any, Result | None] = {}
         self._compiled_functions: set[str] = set()
@@ -138,15 +139,14 @@ class Recorder:
     def installed(self) -> Iterator[None]:
         """While entered, steps can be recorded."""
         if self._calls_of_pure is None:
-            self._calls_of_pure = [(m, calls_of(m, self)) for m in pure_within(self.calls.root)]
+            self._calls_of_pure = [(vars(m), calls_of(m, self)) for m in pure_within(self.calls.root)]
             self._compiled = compiled_calls(self.calls.root, self)
         for compiled in self._compiled:
             compiled.note_plain()
         with ExitStack() as stack:
             stack.enter_context(self.calls.installed())
             override = stack.enter_context(overridden())
-            for module, call in self._calls_of_pure:
-                override(module, "_call_impl", call)
+            stack.enter_context(_calls_replaced(self._calls_of_pure))
             for compiled in self._compiled:
                 compiled.install(override)
             for compiled in self._compiled:
@@ -188,3 +188,16 @@ class Recorder:
             else:
                 self._results[key] = self.inference.result(function, call, specs)
         return self._results[key]
+
+
+@contextmanager
+def _calls_replaced(calls: Sequence[tuple[dict[str, Any], Callable[..., Any]]]) -> Iterator[None]:
+    """While entered, modules are called otherwise. There may be thousands, which have no such attribute before."""
+    for attributes, call in calls:
+        attributes["_call_impl"] = call
+    try:
+        yield
+    finally:
+        for attributes, call in calls:
+            if attributes.get("_call_impl") is call:
+                del attributes["_call_impl"]

@@ -83,7 +83,8 @@ class Recording(TorchFunctionMode):
         batch_places: what stands for tensors of the batch that only the first rank has.
         batch: the memory of the batch's tensors, which are parts of larger ones that no step sees.
         exposed: memory that numpy knows as well.
-        skipped: ends of calls that were answered as a whole, with the event before each.
+        skipped: ends of calls that were answered as a whole, with the event before each, and the one of its result.
+        num_aside: torch functions that were met and are no event, but for those that describe tensors.
     """
 
     def __init__(self, recorder: Recorder, beginning: Event, reads: Reads, seed_draw: Callable[[int], None]) -> None:
@@ -120,7 +121,8 @@ class Recording(TorchFunctionMode):
         recorder.recordings.append(self)
         self.num_modes = 0
         self._arrays: list[tuple[Any, bytes, Placeholder]] = []
-        self.skipped: dict[Event, Event] = {}
+        self.skipped: dict[Event, tuple[Event, Event | None]] = {}
+        self.num_aside = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -200,17 +202,13 @@ class Recording(TorchFunctionMode):
     def take_alive(self) -> list[Placeholder]:
         """Placeholders that the user still refers to, in the order of their values. They are not used again."""
         found: dict[int, Placeholder] = {}
-        skipped = self.skipped
-        event: Event | None = self.event
-        while event is not None:
-            pool = event.pool
+        for pool in self._pools():
             for index in range(len(pool)):
                 # Those of the pool and of the call.
                 if sys.getrefcount(pool[index]) > 2 and pool[index].recording is self:
                     place = pool[index]
                     found[place.value] = place
                     pool[index] = placeholder(place.spec, place.what)
-            event = skipped.get(event) or event.parent
         while self._kept:
             place = self._kept.pop()
             if sys.getrefcount(place) > 2:
@@ -221,15 +219,26 @@ class Recording(TorchFunctionMode):
         """Values that the user still refers to, in the middle of a step."""
         of_batch = (reference() for reference in self.batch_places)
         found = {place.value for place in of_batch if type(place) is Placeholder}
+        for places in (self._kept, *self._pools()):
+            for index in range(len(places)):
+                # Those of the list and of the call.
+                if sys.getrefcount(places[index]) > 2 and places[index].recording is self:
+                    found.add(places[index].value)
+        return found
+
+    def _pools(self) -> Iterator[list[Placeholder]]:
+        """Placeholders that were handed out, and perhaps others."""
         event: Event | None = self.event
         while event is not None:
-            for places in (event.pool, self._kept) if event is self.event else (event.pool,):
-                for index in range(len(places)):
-                    # Those of the list and of the call.
-                    if sys.getrefcount(places[index]) > 2 and places[index].recording is self:
-                        found.add(places[index].value)
-            event = self.skipped.get(event) or event.parent
-        return found
+            yield event.pool
+            skipped = self.skipped.get(event)
+            if skipped is None:
+                event = event.parent
+                continue
+            before, maker = skipped
+            if maker is not None and maker is not event:
+                yield maker.pool
+            event = before
 
     def let_go(self) -> None:
         """The step is over: placeholders, which refer to this, are used again for a long time."""
@@ -317,6 +326,7 @@ class Recording(TorchFunctionMode):
         if kind is FunctionKind.DESCRIBES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        self.num_aside += 1  # unless it becomes an event, below
         if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
             return func(*args, **kwargs)
         if self._depth and kind is FunctionKind.WRITES and self._is_modules(args):
@@ -389,6 +399,7 @@ class Recording(TorchFunctionMode):
         else:
             draws = result.draws > 0 or (kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs))
         event = self.follow(func, call, inputs, specs, state, result, visit=visit, draws=draws)
+        self.num_aside -= 1
         if depends:
             event.match = never
         return self.answer(event, func, args, kwargs)

@@ -93,7 +93,7 @@ class Checkpoints:
         if self._strategy.save_distributed_checkpoint:
             return module_state_in_parts(module)
         if not self._is_writer:
-            help_to_gather(module)
+            help_to_gather(module, self._session.ownership)
             return {}
         return gather_module_state(module, self._session.ownership, self._session.transport)
 

@@ -26,8 +26,8 @@ from lightning_pipeline.partition.ownership import (
 )
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, is_absent, placeholder
 from lightning_pipeline.partition.stage_config import certain_stages, find_leaves
+from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.pure_modules import KeyedCalls
 from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.direct import recv_tree, send_tree
 from lightning_pipeline.runtime.failure import waiting_for

@@ -27,9 +27,9 @@ from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.planning.observing import Step, gradients_apart
 from lightning_pipeline.planning.plan import StagePlan
 from lightning_pipeline.planning.restoring import left_as_it_was
+from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import Program
-from lightning_pipeline.recording.pure_modules import KeyedCalls
 from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.transport import Transport

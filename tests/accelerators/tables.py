@@ -6,19 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_pipeline.accelerators.rank_table import Device, RankTable, Server
+from lightning_pipeline.accelerators.rank_table import Rank, RankTable
 
 
 def make_table(*servers: tuple[str, list[int]], addresses: bool = True) -> RankTable:
     """Servers as (server_id, device ids); ranks go through them in this order."""
-    made, rank = [], 0
+    ranks: list[Rank] = []
     for number, (server_id, device_ids) in enumerate(servers):
-        devices = []
         for device_id in device_ids:
-            devices.append(Device(device_id, rank, f"192.168.{number}.{device_id + 1}" if addresses else ""))
-            rank += 1
-        made.append(Server(server_id, tuple(devices)))
-    return RankTable(tuple(made))
+            address = f"192.168.{number}.{device_id + 1}" if addresses else ""
+            ranks.append(Rank(len(ranks), server_id, device_id, address))
+    return RankTable(tuple(ranks))
 
 
 def v1_0() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipeline.accelerators.rank_table import Device, RankTableError, Server, SuperPod, listed
+from lightning_pipeline.accelerators.rank_table import Rank, RankTableError, listed
 from lightning_pipeline.accelerators.rank_table_formats import (
     FORMATS,
     MAX_BYTES,
@@ -34,13 +34,13 @@ def test_a_file_is_written_as_it_was_read(format: str, tmp_path: Path) -> None:
     content = CONTENTS[format]()
     table = read_rank_table(write(tmp_path / "table.json", content))
     assert table.format == format
-    assert [(r.rank, r.node_rank, r.local_rank, r.server.server_id, r.device.device_id) for r in table.ranks] == [
+    assert [(r.rank_id, *table.node_and_local_rank(r), r.server_id, r.device_id) for r in table.ranks] == [
         (0, 0, 0, "10.0.0.1", 0),
         (1, 0, 1, "10.0.0.1", 1),
         (2, 1, 0, "10.0.0.2", 0),
         (3, 1, 1, "10.0.0.2", 1),
     ]
-    assert table.rank(3).device.device_ip == "192.168.2.9"
+    assert table.rank(3).device_ip == "192.168.2.9"
     written = json.loads(format_rank_table(table, format))
     if format == "v1.2":
         assert written.pop("server_count") == "2"  # which this version may leave out
@@ -69,8 +69,6 @@ def test_what_a_format_has_no_place_for_is_named() -> None:
     assert "board_id" in lost_in(old, "v1.0")
     assert lost_in(old, "group_list") == []
     assert "super" not in format_rank_table(pods, "v1.0")
-    with pytest.raises(RankTableError, match=r"unknown format 'v2' .* v1\.0, v1\.2, group_list"):
-        format_rank_table(pods, "v2")
 
 
 def test_network_cards_are_kept_or_one_a_device() -> None:
@@ -87,20 +85,17 @@ def test_the_order_in_the_file_does_not_count() -> None:
     old["group_list"][0]["instance_list"].reverse()
     assert parse(content) == parse(v1_0())
     assert parse(content).digest == parse(old).digest == parse(v1_2()).digest
-    assert [rank.rank for rank in parse(old).ranks] == [0, 1, 2, 3]
+    assert [rank.rank_id for rank in parse(old).ranks] == [0, 1, 2, 3]
 
 
 def test_super_pods_and_fields_that_nobody_knows() -> None:
     table = parse({**v1_2(), "data_version": 7})
-    assert table.super_pods == (SuperPod("0", ("10.0.0.1",)), SuperPod("1", ("10.0.0.2",)))
-    assert table.servers[0] == Server(
-        "10.0.0.1",
-        (
-            Device(0, 0, "192.168.1.8", "1000", {"device_port": "16666"}),
-            Device(1, 1, "192.168.1.9", "1001", {"device_port": "16666"}),
-        ),
-        {"host_nic_ip": "reserve"},
-    )
+    assert table.super_pods == {"0": ("10.0.0.1",), "1": ("10.0.0.2",)}
+    assert table.servers["10.0.0.1"] == [
+        Rank(0, "10.0.0.1", 0, "192.168.1.8", "1000", {"device_port": "16666"}),
+        Rank(1, "10.0.0.1", 1, "192.168.1.9", "1001", {"device_port": "16666"}),
+    ]
+    assert table.server_fields["10.0.0.1"] == {"host_nic_ip": "reserve"}
     assert json.loads(format_rank_table(table, "v1.2"))["data_version"] == 7
 
 
@@ -143,18 +138,26 @@ INSTANCES = "group_list.0.instance_list"
         (changed("server_list.0.device.1.rank_id", ...), r"server_list\[0\]\.device\[1\] has no rank_id"),
         (
             changed("server_list.0.device.1.rank_id", "-1"),
-            r'rank_id has to be a whole number from 0 in quotes, got "-1"',
+            r'rank_id has to be a whole number from 0, of at most 9 digits, got "-1"',
         ),
         (
             changed("server_list.0.device.1.rank_id", "1" * 10),
-            r'device\[1\]\.rank_id has to be a whole number from 0 in quotes, got "1111111111" \(of at most 9 digits\)',
+            r'device\[1\]\.rank_id has to be a whole number from 0, of at most 9 digits, got "1111111111"',
         ),
-        (changed("server_list.0.device.1.device_id", "9" * 5000), r'got "9{59}\.\.\. \(of at most 9 digits\)'),
+        (changed("server_list.0.device.1.device_id", "9" * 5000), r'of at most 9 digits, got "9{59}\.\.\.'),
         (changed("server_list.0.device.1.rank_id", "²"), "has to be a whole number"),
         (changed("server_list.0.server_id", "a\x1b[2J"), r"server_list\[0\]\.server_id has to be printable text"),
         (changed("server_list.0.server_id", "\ud800"), r"server_list\[0\]\.server_id has to be printable text"),
         ({**v1_0(), "\ud800": 1}, r'the file has the field "\\ud800", which is no printable text'),
         (changed("server_list.0.device.1.device_ip", None), "device_ip has to be a string in quotes, got null"),
+        (
+            changed("server_list.1.server_id", "10.0.0.1"),
+            r'server_list\[1\]: server_id "10.0.0.1" is there twice; list all that it has in one place',
+        ),
+        (
+            changed("super_pod_list.1.super_pod_id", "0", v1_2),
+            r'super_pod_list\[1\]: super_pod_id "0" is there twice',
+        ),
         (changed("server_list", ["a"]), r'server_list\[0\] has to be an object in braces, got "a"'),
         (
             changed("super_pod_list.0.server_list", [{}], v1_2),
@@ -198,7 +201,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         with pytest.raises(RankTableError, match=words):
             read_rank_table(write(tmp_path / "table", text))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RankTableError, match="bytes is not JSON"):
+    with pytest.raises(RankTableError, match="bytes is not a rank table: byte 0 is no text in UTF-8"):
         read_rank_table(tmp_path / "bytes")
     (tmp_path / "marked").write_bytes(b"\xef\xbb\xbf" + json.dumps(v1_0()).encode())
     assert len(read_rank_table(tmp_path / "marked")) == 4
@@ -210,12 +213,11 @@ def test_a_comma_too_many_is_named_with_its_line(make: Any) -> None:
     for number, line in enumerate(lines[:-1], 1):
         if lines[number].strip()[0] not in "]}":
             continue
-        with pytest.raises(RankTableError, match=rf"line {number} has a comma after the last entry") as error:
+        with pytest.raises(RankTableError, match=rf"line {number} has a comma after the last entry"):
             parse_rank_table("\n".join([*lines[: number - 1], f"{line} , ", "", *lines[number:]]))
-        assert str(error.value).endswith(f"has to go: {line.strip()} ,")
-    # All on one line, whose end is shown; and commas that are no such ones.
+    # All on one line; and commas that are no such ones.
     text = json.dumps(make())
-    with pytest.raises(RankTableError, match=r"line 1 has a comma after .* go: \.\.\..{59},$"):
+    with pytest.raises(RankTableError, match=r"line 1 has a comma after the last entry"):
         parse_rank_table(f"{text[:-1]},}}")
     for wrong in (f"{text},}}", text.replace(": ", ":, ", 1), text.replace('"completed"', ",")):
         with pytest.raises(RankTableError, match=r"is not JSON: (?!line).*: line 1 column"):
@@ -238,8 +240,8 @@ def test_files_that_nobody_could_hold(tmp_path: Path) -> None:
     for content, words in (
         (b"9" * 5000, "is not JSON: Exceeds the limit"),
         (b"[" * 100_000, "is not JSON"),
-        (b'{"status": "\xff"}', "is not JSON"),
-        (b" " * (MAX_BYTES + 1), "is no rank table: it has more than 67,108,864 bytes"),
+        (b'{"status": "\xff"}', "is not a rank table: byte 12 is no text in UTF-8"),
+        (b" " * (MAX_BYTES + 1), "is too large for a rank table: it has more than 67,108,864 bytes"),
     ):
         path.write_bytes(content)
         with little_memory(), pytest.raises(RankTableError, match=rf"table\.json.*{words}"):

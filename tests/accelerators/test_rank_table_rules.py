@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipeline.accelerators.rank_table import Device, RankTable, RankTableError, Server, SuperPod
+from lightning_pipeline.accelerators.rank_table import RankTable, RankTableError
 from lightning_pipeline.accelerators.rank_table_rules import (
     check_placement,
     check_rank_table,
     generation_of,
     place_stages,
     renumber,
+    replicas_by_server,
     require_valid,
     server_key,
 )
@@ -26,37 +27,28 @@ TWO = make_table(("10.0.0.1", EIGHT), ("10.0.0.2", EIGHT))
 
 def edited(table: RankTable, rank: int, /, **changes: object) -> RankTable:
     """With another value for one rank's device."""
-    return replace(
-        table,
-        servers=tuple(
-            replace(s, devices=tuple(replace(d, **changes) if d.rank == rank else d for d in s.devices))  # type: ignore[arg-type]
-            for s in table.servers
-        ),
-    )
+    changed = (replace(old, **changes) if old.rank_id == rank else old for old in table.ranks)  # type: ignore[arg-type]
+    return replace(table, ranks=tuple(changed))
 
 
 def swapped(table: RankTable, one: int, other: int) -> RankTable:
-    return edited(edited(edited(table, one, rank=-1), other, rank=one), -1, rank=other)
+    return edited(edited(edited(table, one, rank_id=-1), other, rank_id=one), -1, rank_id=other)
 
 
 def in_pods(table: RankTable, *pods: tuple[str, ...]) -> RankTable:
-    for place in table.ranks:
-        table = edited(table, place.rank, super_device_id=str(place.rank))
-    return replace(table, super_pods=tuple(SuperPod(str(number), names) for number, names in enumerate(pods)))
+    for rank in table.ranks:
+        table = edited(table, rank.rank_id, super_device_id=str(rank.rank_id))
+    return replace(table, super_pods={str(number): names for number, names in enumerate(pods)})
 
 
 PODS = in_pods(make_table(("a", EIGHT), ("b", EIGHT)), ("a",), ("b",))
 
 ERRORS = {
     "a rank twice": (
-        edited(ONE, 3, rank=2),
+        edited(ONE, 3, rank_id=2),
         "rank ids: rank_id 2 is there 2 times (10.0.0.1 device 2, 10.0.0.1 device 3)",
     ),
-    "a rank missing": (edited(ONE, 3, rank=9), "0 to 7, but rank_id 3 is missing, and 9 instead; `lightning-pipeline"),
-    "a server twice": (
-        replace(ONE, servers=(*ONE.servers, Server("10.0.0.1", (Device(8, 8, "192.168.9.9"),)))),
-        'servers: server_id "10.0.0.1" is there 2 times; list all devices',
-    ),
+    "a rank missing": (edited(ONE, 3, rank_id=9), "0 to 7, but rank_id 3 is missing, and 9 instead; `lightning"),
     "a device twice": (edited(ONE, 3, device_id=2), "devices: ranks 2, 3 share device 2 of server 10.0.0.1; give each"),
     "ranks of a server apart": (
         swapped(TWO, 7, 8),
@@ -75,7 +67,7 @@ ERRORS = {
     "an address twice": (edited(TWO, 3, device_ip="192.168.0.1"), "ranks 0, 3 have the same device_ip 192.168.0.1"),
     "no address between pods": (edited(PODS, 3, device_ip=""), "ranks 3 have no device_ip"),
     "a server in no pod": (
-        replace(PODS, super_pods=PODS.super_pods[:1]),
+        replace(PODS, super_pods={"0": ("a",)}),
         "super pods: server b has to be in one entry",
     ),
     "a server in two pods": (in_pods(ONE, ("10.0.0.1",), ("10.0.0.1",)), "server 10.0.0.1 has to be in one entry"),
@@ -135,7 +127,7 @@ ATLAS = {
     ),
     "four devices of one server": (
         make_table(("a", EIGHT), ("b", [0, 1, 2, 3])),
-        "8n devices on several servers: Atlas training servers (910A) that train together use all 8 devices of each: "
+        "8n devices on several servers: an Atlas training server (910A) that trains with others uses all 8 devices: "
         "server b has 4 (devices 0-3, ranks 8-11)",
     ),
 }
@@ -161,8 +153,6 @@ def test_what_cannot_be_a_910a_server() -> None:
     assert check_rank_table(sixteen) == []
     assert "its devices are 0-7: server a has 16" in str(check_rank_table(sixteen, "910a")[0])
     assert check_rank_table(in_pods(make_table(("a", [0, 1, 2])), ("a",))) == []
-    with pytest.raises(ValueError, match="unknown generation '910b'; there are 910a, a2, a3"):
-        check_rank_table(sixteen, "910b")
 
 
 def test_equal_counts_are_recommended() -> None:
@@ -203,14 +193,14 @@ def test_generations_by_the_name_of_the_device(name: str, generation: str | None
 
 def test_new_ranks_go_by_pod_server_and_device() -> None:
     mixed = make_table(("10.0.0.10", [3, 1]), ("10.0.0.9", [2, 0]))
-    assert [(r.rank, r.server.server_id, r.device.device_id) for r in renumber(mixed).ranks] == [
+    assert [(r.rank_id, r.server_id, r.device_id) for r in renumber(mixed).ranks] == [
         (0, "10.0.0.9", 0),
         (1, "10.0.0.9", 2),
         (2, "10.0.0.10", 1),
         (3, "10.0.0.10", 3),
     ]
     pods = in_pods(make_table(("a", [0]), ("b", [0]), ("c", [0])), ("c",), ("a", "b"))
-    assert [rank.server.server_id for rank in renumber(pods).ranks] == ["c", "a", "b"]
+    assert [rank.server_id for rank in renumber(pods).ranks] == ["c", "a", "b"]
     for name in ("a rank twice", "a rank missing", "ranks of a server apart", "servers in another order", "pods apart"):
         assert check_rank_table(renumber(ERRORS[name][0])) == [], name
     assert renumber(TWO) == TWO
@@ -219,13 +209,13 @@ def test_new_ranks_go_by_pod_server_and_device() -> None:
 
 @pytest.mark.parametrize(("num_stages", "parts"), [(1, [2]), (2, [1, 1]), (4, [1] * 4), (16, [1] * 16)])
 def test_stages_lie_as_the_topology_has_them(num_stages: int, parts: list[int]) -> None:
-    places = place_stages(TWO, num_stages)
-    assert [len(place.parts) for place in places] == parts
-    for place in places:
-        for replica, rank in enumerate(place.ranks):
-            topology = Topology(num_ranks_per_pipeline=num_stages, world_size=16, rank=rank.rank)
-            assert (topology.stage_rank, topology.replica) == (place.stage, replica)
-            assert topology.data_ranks == [other.rank for other in place.ranks]
+    stages = place_stages(TWO, num_stages)
+    assert [len(replicas_by_server(stage)) for stage in stages] == parts
+    for number, stage in enumerate(stages):
+        for replica, rank in enumerate(stage):
+            topology = Topology(num_ranks_per_pipeline=num_stages, world_size=16, rank=rank.rank_id)
+            assert (topology.stage_rank, topology.replica) == (number, replica)
+            assert topology.data_ranks == [other.rank_id for other in stage]
 
 
 def test_replicas_on_several_servers_are_warned_of() -> None:
@@ -233,16 +223,16 @@ def test_replicas_on_several_servers_are_warned_of() -> None:
     [warning] = check_placement(TWO, 1)
     assert not warning.is_error
     assert "stage 0: replicas 0-7 on 10.0.0.1, replicas 8-15 on 10.0.0.2" in warning.message
-    assert "num_stages=2, 4, 8 or 16 keeps the replicas of each stage on one server" in warning.message
+    assert "a num_stages of 2, 4, 8, 16 keeps the replicas of each stage on one server" in warning.message
 
     three = make_table(("a", EIGHT), ("b", EIGHT), ("c", EIGHT))
     [warning] = check_placement(three, 2)
     assert "stage 0: replicas 0-7 on a, replicas 8-11 on b; stage 1: replicas 0-3 on b, replicas 4-11 on c" in str(
         warning
     )
-    assert "num_stages=3, 6, 12 or 24 keeps" in warning.message
+    assert "a num_stages of 3, 6, 12, 24 keeps" in warning.message
     uneven = make_table(("a", [0, 1]), ("b", [0]))
-    assert "num_stages=3 keeps" in check_placement(uneven, 1)[0].message
+    assert "a num_stages of 3 keeps" in check_placement(uneven, 1)[0].message
 
     with pytest.raises(RankTableError, match="16 devices cannot be 3 stages; use a num_stages of 1, 2, 4, 8, 16"):
         place_stages(TWO, 3)

@@ -132,4 +132,4 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 def leftovers(checkpoints: Path) -> list[str]:
     """Files that an interrupted save left, and the next one should have removed."""
-    return [path.name for path in checkpoints.glob(".*") if path.name.startswith((".checkpoint-", ".unfinished-"))]
+    return [path.name for path in checkpoints.glob(".checkpoint-*")]

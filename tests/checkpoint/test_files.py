@@ -88,18 +88,20 @@ def test_what_cannot_be_pickled_leaves_the_previous_file(tmp_path: Path) -> None
 
 def test_what_a_killed_process_left_is_cleaned_up_at_the_next_save(tmp_path: Path) -> None:
     leftover = tmp_path / f"{files.PREFIX}1234{files.SUFFIX}"
-    leftover.write_bytes(b"half")
+    leftover.mkdir()
+    (leftover / "lock").touch()
+    (leftover / "content").write_bytes(b"half")
     foreign = tmp_path / ".checkpoint-notes"
     foreign.touch()
     with replacing(tmp_path / "one.ckpt") as one:
         assert not leftover.exists()
         with replacing(tmp_path / "two.ckpt") as two:  # takes the first, which is being written, for no leftover
-            two.write(b"2")
-        one.write(b"1")
+            two.write_bytes(b"2")
+        one.write_bytes(b"1")
     assert {path.name for path in tmp_path.iterdir()} == {"one.ckpt", "two.ckpt", foreign.name}
 
 
-def test_a_file_that_is_taken_for_a_leftover_at_once_is_made_anew(
+def test_a_draft_that_is_taken_for_a_leftover_at_once_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, calls = files._lock, []
@@ -111,10 +113,30 @@ def test_a_file_that_is_taken_for_a_leftover_at_once_is_made_anew(
         return lock(file)
 
     monkeypatch.setattr(files, "_lock", late)
-    with replacing(tmp_path / "x.ckpt") as file:
-        file.write(b"whole")
+    with replacing(tmp_path / "x.ckpt") as written:
+        written.write_bytes(b"whole")
     assert len(calls) == 2
     assert (tmp_path / "x.ckpt").read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize("has_swap", [sys.platform == "linux", False])
+def test_a_folder_takes_the_place_of_another_or_of_a_file(
+    has_swap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_swap:
+        monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    path = tmp_path / "last.ckpt"
+    for content in ("one", "two", None, "three"):
+        with replacing(path) as written:
+            if content is None:
+                written.touch()
+            else:
+                written.mkdir()
+                (written / content).touch()
+            if has_swap and path.exists():  # then it is there all the time, and nothing else is renamed
+                monkeypatch.setattr(Path, "rename", lambda self, target: pytest.fail(f"{self} was renamed"))
+        assert path.is_file() if content is None else [item.name for item in path.iterdir()] == [content]
+        assert list(tmp_path.iterdir()) == [path]
 
 
 def test_lightning_takes_no_unfinished_file_for_a_checkpoint(tmp_path: Path) -> None:
@@ -123,7 +145,9 @@ def test_lightning_takes_no_unfinished_file_for_a_checkpoint(tmp_path: Path) -> 
     callback.setup(trainer, L.LightningModule(), "fit")
     (tmp_path / "hpc_ckpt_2.ckpt").touch()
     (tmp_path / "last.ckpt").touch()
-    with replacing(tmp_path / "hpc_ckpt_3.ckpt"), replacing(tmp_path / "last-v1.ckpt"):
+    with replacing(tmp_path / "hpc_ckpt_3.ckpt") as hpc, replacing(tmp_path / "last-v1.ckpt") as last:
+        hpc.touch()
+        last.touch()
         assert len(list(tmp_path.iterdir())) == 4
         assert callback._find_last_checkpoints(trainer) == {str(tmp_path / "last.ckpt")}
         assert trainer._checkpoint_connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_2.ckpt")

@@ -87,8 +87,9 @@ def assert_equal(actual, expected, path: str = "state_dict") -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_every_optimizer_saves_and_loads_the_plain_state(run_stages, num_stages):
+def test_every_optimizer_saves_and_loads_the_plain_state(run_stages):
+    num_stages = 3
+
     def body(stage, transport):
         for name, build in OPTIMIZERS.items():
             plain = make()
@@ -195,14 +196,6 @@ def test_a_group_added_later_is_taken_in():
     layout.note_new_groups(module)
     assert [len(names) for names in layout.groups] == [2, 4]
     assert [name for name, _ in layout.local_parameters()][2:] == ["layers.1.weight", "layers.1.bias"]
-
-
-def test_a_state_of_another_model_is_refused():
-    module = make()
-    layout = OptimizerLayout(torch.optim.SGD(groups_of(module), lr=0.1), module)
-    other = torch.optim.SGD(make().parameters(), lr=0.1).state_dict()
-    with pytest.raises(ValueError, match=r"has 1 groups with \[10\] parameters, but SGD has 2 with \[4, 6\]"):
-        layout.load_state(other)
 
 
 def test_a_tensor_outside_of_the_module_is_refused():

@@ -80,8 +80,9 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_gathered_state_is_the_plain_one(run_stages, num_stages):
+def test_gathered_state_is_the_plain_one(run_stages):
+    num_stages = 3
+
     def body(stage, transport):
         for kind in (Model, Renaming):
             plain = make(kind)

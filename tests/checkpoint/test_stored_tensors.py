@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.checkpoint.check import check_optimizers
-from lightning_pipeline.checkpoint.files import CheckpointError, publish, unfinished
+from lightning_pipeline.checkpoint.files import CheckpointError
 from lightning_pipeline.checkpoint.folder import convert_checkpoint, read_folder
 from lightning_pipeline.checkpoint.optimizer_layout import OptimizerLayout
 from lightning_pipeline.checkpoint.state import load_module_state
@@ -100,18 +99,3 @@ def test_state_of_parameters_in_another_order_is_refused(saved: nn.Sequential, f
     checkpoint["lr_schedulers"] = []
     with pytest.raises(CheckpointError, match=r"is in another order \(that of 1\.bias where 0\.weight is"):
         check_optimizers(checkpoint, saved, [layout], path=None)
-
-
-@pytest.mark.parametrize("has_swap", [sys.platform == "linux", False])
-def test_a_folder_takes_the_place_of_another(has_swap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_swap:
-        monkeypatch.setattr("ctypes.CDLL", lambda name: object())
-    path = tmp_path / "last.ckpt"
-    for content in ("one", "two"):
-        unfinished(path).mkdir()
-        (unfinished(path) / content).touch()
-        if has_swap and path.exists():  # then it is there all the time, and nothing else is renamed
-            monkeypatch.setattr(Path, "rename", lambda self, target: pytest.fail(f"{self} was renamed"))
-        publish(path)
-        assert [item.name for item in path.iterdir()] == [content]
-        assert list(tmp_path.iterdir()) == [path]

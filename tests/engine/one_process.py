@@ -18,8 +18,8 @@ from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.stage_config import resolve
+from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.pure_modules import KeyedCalls
 from lightning_pipeline.schedules import Action, Kind, Schedule
 
 Step = Callable[[nn.Module, Any], Tensor]

@@ -119,20 +119,17 @@ def killed_in_its_shard(folder: Path) -> None:
     trainer_of(folder, strategy={"save_distributed_checkpoint": True}).fit(Lit(), loader())
 
 
-def resumed(folder: Path, **strategy: Any) -> dict[str, Any]:
-    """What is left of the killed run, and an uninterrupted one."""
+def resumed(files: Path, folders: Path) -> dict[str, Any]:
+    """The rest of each killed run, and an uninterrupted one."""
     runs: dict[str, Any] = {}
-    for name, where in (("resumed", folder), ("uninterrupted", None)):
+    for name, where in (("files", files), ("folders", folders), ("uninterrupted", None)):
         losses = Losses()
-        trainer = trainer_of(where, callbacks=[losses, NoFileIsMapped()], strategy=strategy)
+        options = {"save_distributed_checkpoint": name == "folders"}
+        trainer = trainer_of(where, callbacks=[losses, NoFileIsMapped()], strategy=options)
         trainer.fit(Lit(), loader(), ckpt_path="last" if where else None)
         module = trainer.strategy.gather_module()
         runs[name] = {"losses": losses.values, "step": trainer.global_step, "weights": module and module.state_dict()}
     return runs
-
-
-def resumed_from_folders(folder: Path) -> dict[str, Any]:
-    return resumed(folder, save_distributed_checkpoint=True)
 
 
 class NoFileIsMapped(Callback):
@@ -143,37 +140,29 @@ class NoFileIsMapped(Callback):
             assert ".ckpt" not in Path("/proc/self/maps").read_text()
 
 
-def test_a_run_that_is_killed_in_a_write_goes_on_from_the_file_before(tmp_path: Path) -> None:
-    ends = run_ranks(killed, tmp_path)
-    assert ends[0].exit_code == -signal.SIGKILL
-    assert ends[1].exit_code not in (0, None)
-    leftovers = [path.name for path in tmp_path.iterdir() if path.name.endswith(SUFFIX)]
-    assert len(leftovers) == 1 and (tmp_path / leftovers[0]).stat().st_size > 0
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == KILLED_AT - 1
+def test_a_run_that_is_killed_as_it_saves_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+    files, folders = tmp_path / "files", tmp_path / "folders"
+    files.mkdir()
+    folders.mkdir()
+    first, second = run_ranks(killed, files)
+    assert first.exit_code == -signal.SIGKILL and second.exit_code not in (0, None)
+    leftovers = list(files.glob(f"*{SUFFIX}"))
+    assert len(leftovers) == 1 and (leftovers[0] / "content").stat().st_size > 0
+    assert torch.load(files / "last.ckpt", weights_only=True)["global_step"] == KILLED_AT - 1
 
-    check_resumed(launch(resumed, tmp_path, world=2))
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == STEPS
-    assert not [path.name for path in tmp_path.iterdir() if path.name.endswith(SUFFIX)]
+    first, second = run_ranks(killed_in_its_shard, folders)
+    assert second.exit_code == -signal.SIGKILL and first.exit_code not in (0, None)
+    assert read_folder(folders / "last.ckpt")["global_step"] == KILLED_AT - 1
 
-
-def test_a_run_that_is_killed_in_its_shard_goes_on_from_the_folder_before(tmp_path: Path) -> None:
-    ends = run_ranks(killed_in_its_shard, tmp_path)
-    assert ends[1].exit_code == -signal.SIGKILL
-    assert ends[0].exit_code not in (0, None)
-    assert "last.ckpt" in {path.name for path in tmp_path.iterdir()}
-    assert read_folder(tmp_path / "last.ckpt")["global_step"] == KILLED_AT - 1
-
-    check_resumed(launch(resumed_from_folders, tmp_path, world=2))
-    assert read_folder(tmp_path / "last.ckpt")["global_step"] == STEPS
-    assert {path.suffix for path in tmp_path.iterdir()} == {".ckpt"}
-
-
-def check_resumed(ranks: list[dict[str, Any]]) -> None:
-    for rank, runs in enumerate(ranks):
-        assert runs["resumed"]["step"] == runs["uninterrupted"]["step"] == STEPS
-        assert runs["resumed"]["losses"] == runs["uninterrupted"]["losses"][KILLED_AT - 1 :]
-        if rank == 0:
-            assert not differing(runs["resumed"]["weights"], runs["uninterrupted"]["weights"])
+    for rank, runs in enumerate(launch(resumed, files, folders, world=2)):
+        for kind in ("files", "folders"):
+            assert runs[kind]["step"] == runs["uninterrupted"]["step"] == STEPS
+            assert runs[kind]["losses"] == runs["uninterrupted"]["losses"][KILLED_AT - 1 :]
+            if rank == 0:
+                assert not differing(runs[kind]["weights"], runs["uninterrupted"]["weights"])
+    assert torch.load(files / "last.ckpt", weights_only=True)["global_step"] == STEPS
+    assert read_folder(folders / "last.ckpt")["global_step"] == STEPS
+    assert not [*files.glob(f"*{SUFFIX}"), *folders.glob(f"*{SUFFIX}")]
 
 
 # -- files that do not fit ------------------------------------------------------------------------------------------

@@ -335,7 +335,7 @@ def test_failed_writes_are_told_everywhere_and_leave_the_checkpoint_before(folde
         no_folder, no_space = rank["errors"]
         assert "NotADirectoryError" in no_folder
         assert "rank 3: OSError(27, 'File too large')" in no_space
-    assert not list((folder / "2 x 2, fsdp").glob(".unfinished*"))
+    assert not list((folder / "2 x 2, fsdp").glob(".checkpoint-*"))
     assert (folder / "2 x 2, fsdp" / "end.ckpt" / "meta.pt").is_file()
 
 

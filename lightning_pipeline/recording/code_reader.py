@@ -1,0 +1,401 @@
+"""Reads the source of a function: what it uses that it is not given, and whether it may do anything but compute.
+
+The source has to compile to the code that runs. What a name or an expression may be is followed in two kinds: modules,
+of which attributes are read and which are called, and values (tensors, numbers, tuples and lists of them), on which any
+method may be called: those of tensors are seen as they run, the others have no effects beyond the function.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import linecache
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
+from functools import lru_cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Impure(Exception):
+    """The source does not show that the code only computes."""
+
+
+class Item(NamedTuple):
+    """A place that has to hold the same object: a key of a mapping, or an attribute."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+_ATOMS = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.Size),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value cannot change within."""
+    return type(value) in _ATOMS or (type(value) is tuple and all(map(is_plain, value)))
+
+
+class _Kind(Enum):
+    """What an expression may be at most."""
+
+    VALUE = auto()  # no module
+    MODULE = auto()
+
+
+class _Static(NamedTuple):
+    """An expression whose object is known: a global, or an attribute of one."""
+
+    value: Any
+
+
+_Result = _Kind | _Static
+
+
+class Uses(NamedTuple):
+    """What a function uses that it is not given.
+
+    Attributes:
+        attributes: names that are read of modules.
+        items: globals, and attributes of Python's modules.
+        absent: (mapping, key) that must not be there.
+        functions: of the user's that it calls.
+    """
+
+    attributes: set[str]
+    items: list[Item]
+    absent: list[tuple[Mapping[str, Any], str]]
+    functions: list[FunctionType]
+
+
+def uses_of(function: FunctionType, is_method: bool, children: frozenset[str]) -> Uses:
+    """Read a function, all of whose arguments are values.
+
+    Args:
+        is_method: but for the first one, a module.
+        children: names of modules in modules.
+
+    Raises:
+        Impure: it may do more than compute.
+    """
+    code = function.__code__
+    if code.co_freevars or function.__kwdefaults__ or not is_plain(function.__defaults__ or ()):
+        raise Impure(f"{function.__qualname__} has a closure, or defaults that may change")
+    uses = _read(function, code, is_method, children)
+    if any(item.owner.get(item.name) is not item.value for item in uses.items):  # since it was read
+        return _read.__wrapped__(function, code, is_method, children)
+    return uses
+
+
+@lru_cache(maxsize=1024)
+def _read(function: FunctionType, code: CodeType, is_method: bool, children: frozenset[str]) -> Uses:
+    if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        raise Impure(f"{function.__qualname__} is a generator")
+    definitions, compiled = _file(code.co_filename)
+    place = code.co_name, code.co_firstlineno
+    definition = definitions.get(place)
+    if definition is None or not any(_is_same(one, code) for one in compiled.get(place, ())):
+        raise Impure(f"the source of {function.__qualname__} is not what runs")
+    reader = _Reader(function, definition, is_method, children)
+    while True:  # a name that turns out to be a module's may have been used before
+        before = set(reader.modules)
+        reader.read()
+        if reader.modules == before:
+            return reader.uses
+
+
+@lru_cache(maxsize=64)
+def _file(name: str) -> tuple[dict[tuple[str, int], ast.FunctionDef], dict[tuple[str, int], list[CodeType]]]:
+    """The functions of a source file, by name and first line, and the code that they compile to."""
+    # As a whole: how a function is compiled depends on what its file imports.
+    try:
+        tree = ast.parse("".join(linecache.getlines(name)))
+        pending = [compile(tree, name, "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):
+        raise Impure(f"{name} is not the source of what runs") from None
+    compiled: dict[tuple[str, int], list[CodeType]] = {}
+    while pending:
+        code = pending.pop()
+        compiled.setdefault((code.co_name, code.co_firstlineno), []).append(code)
+        pending.extend(const for const in code.co_consts if isinstance(const, CodeType))
+    definitions = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            definitions[node.name, first] = node
+    return definitions, compiled
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two constants of compiled code, code among them, are the same."""
+    if type(one) is not type(other):
+        return False
+    if not isinstance(one, CodeType):
+        return repr(one) == repr(other) or (isinstance(one, frozenset) and one == other)
+    parts = ("co_code", "co_names", "co_varnames", "co_cellvars", "co_freevars", "co_argcount", "co_kwonlyargcount")
+    return (
+        all(getattr(one, part) == getattr(other, part) for part in parts)
+        and len(one.co_consts) == len(other.co_consts)
+        and all(map(_is_same, one.co_consts, other.co_consts))
+    )
+
+
+_NAMESPACES = (torch, nn, F, torch.special, torch.linalg, torch.fft, math, operator)
+_CLASSES = (bool, int, float, complex, str, tuple, list, slice, range, enumerate, zip, reversed, Tensor, torch.Size)
+_OF_MODULES = (enumerate, zip, reversed, list, tuple)
+"""What gives modules where it is given some."""
+_COMPUTING = frozenset(
+    (
+        *(len, isinstance, range, int, float, bool, complex, str, min, max, abs, sum, round, any, all, slice, divmod),
+        *(torch.finfo, torch.iinfo, torch.Size, torch.is_tensor, torch.is_grad_enabled),
+        *(value for value in vars(math).values() if callable(value)),
+        *(getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "matmul")),
+        *_OF_MODULES,
+    )
+)
+_VALUE_NAMES = frozenset(
+    name
+    for cls in (Tensor, int, float, complex, str, tuple, list, torch.Size, torch.dtype, torch.device, torch.finfo)
+    for name in dir(cls)
+    if not name.startswith("_")
+) - {
+    # Told of a tensor, but not by its spec.
+    *("grad", "grad_fn", "is_leaf", "retains_grad", "output_nr", "name", "names", "storage_offset", "is_pinned"),
+    *("is_shared", "is_inference", "is_conj", "is_neg", "is_coalesced", "is_set_to", "share_memory_", "data_ptr"),
+    *("grad_dtype", "requires_grad_", "format", "format_map"),
+}
+
+
+@lru_cache(maxsize=1)
+def _torch_functions() -> frozenset[int]:
+    """Ids of functions that modes see."""
+    functions = torch.overrides.get_overridable_functions()
+    return frozenset(id(function) for several in functions.values() for function in several)
+
+
+def is_torch_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type) and id(value) in _torch_functions()
+
+
+class _Reader:
+    """Reads the body of one function."""
+
+    def __init__(
+        self, function: FunctionType, definition: ast.FunctionDef, is_method: bool, children: frozenset[str]
+    ) -> None:
+        code = function.__code__
+        self.uses = Uses(set(), [], [], [])
+        self.modules: set[str] = {code.co_varnames[0]} if is_method and code.co_argcount else set()
+        """Local names that may be modules."""
+        self._body = definition.body
+        self._globals = function.__globals__
+        self._children = children
+        names = [node for node in ast.walk(definition) if isinstance(node, ast.Name)]
+        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        self._locals = {*code.co_varnames, *code.co_cellvars}
+        within = stored - self._locals  # of comprehensions
+        if not within.isdisjoint(code.co_names) or (is_method and not code.co_argcount):
+            raise Impure(f"{function.__qualname__} has names in two scopes")
+        self._locals |= within
+
+    def read(self) -> None:
+        self._statements(self._body)
+
+    def _statements(self, statements: Iterable[ast.stmt]) -> None:
+        for statement in statements:
+            self._statement(statement)
+
+    def _statement(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Pass() | ast.Break() | ast.Continue() | ast.Raise():
+                pass  # what is raised leaves no result to go by
+            case ast.Expr(value):
+                self._expression(value)
+            case ast.Return(value):
+                if value is not None:
+                    self._value(value)
+            case ast.Assign(targets, value):
+                kind = self._expression(value)
+                for target in targets:
+                    self._bind(target, kind)
+            case ast.AugAssign(ast.Name() as target, _, value):
+                self._value(value)
+                self._value(ast.Name(target.id, ast.Load()))
+            case ast.AnnAssign(ast.Name() as target, _, value, _):
+                if value is not None:
+                    self._bind(target, self._expression(value))
+            case ast.If(test, body, orelse):
+                self._value(test)
+                self._statements((*body, *orelse))
+            case ast.For(target, iterated, body, orelse):
+                self._bind_each(target, iterated)
+                self._statements((*body, *orelse))
+            case ast.Assert(test, _):
+                self._value(test)
+            case ast.Delete(targets) if all(isinstance(target, ast.Name) for target in targets):
+                pass
+            case _:
+                raise Impure(f"{type(node).__name__} in line {node.lineno}")
+
+    def _bind(self, target: ast.expr, kind: _Result) -> None:
+        match target:
+            case ast.Name(name):
+                if kind is _Kind.MODULE:
+                    self.modules.add(name)
+            case ast.Tuple(items) | ast.List(items):
+                for item in items:
+                    self._bind(item, kind)
+            case ast.Starred(inner):
+                self._bind(inner, kind)
+            case _:
+                raise Impure(f"stores to {ast.unparse(target)}")
+
+    def _bind_each(self, target: ast.expr, node: ast.expr) -> None:
+        """Bind what going through something gives."""
+        kind = self._expression(node)
+        if kind is _Kind.MODULE:
+            self.uses.attributes.add("__iter__")
+        elif isinstance(kind, _Static) and not is_plain(kind.value):
+            raise Impure(f"goes through {ast.unparse(node)}")
+        match node, target:
+            case ast.Call(ast.Name("enumerate")), ast.Tuple([ast.Name(), item]):
+                self._bind(item, kind)  # its number is no module
+            case _:
+                self._bind(target, kind)
+
+    def _value(self, node: ast.expr) -> None:
+        """Read an expression that must be no module."""
+        kind = self._expression(node)
+        if kind is _Kind.MODULE or (isinstance(kind, _Static) and not is_plain(kind.value)):
+            raise Impure(f"{ast.unparse(node)} is more than a value")
+
+    def _values(self, *nodes: ast.expr | None) -> _Kind:
+        for node in nodes:
+            if node is not None:
+                self._value(node)
+        return _Kind.VALUE
+
+    def _either(self, nodes: Iterable[ast.expr]) -> _Kind:
+        """Several expressions of which one is taken, or all are put together."""
+        kinds = [self._expression(node) for node in nodes]
+        if any(isinstance(kind, _Static) and not is_plain(kind.value) for kind in kinds):
+            raise Impure("a function or class among values")
+        return _Kind.MODULE if _Kind.MODULE in kinds else _Kind.VALUE
+
+    def _expression(self, node: ast.expr) -> _Result:
+        match node:
+            case ast.Constant():
+                return _Kind.VALUE
+            case ast.Name(name):
+                return self._name(name)
+            case ast.Attribute(base, name):
+                return self._attribute(self._expression(base), name)
+            case ast.Call():
+                return self._call(node)
+            case ast.BinOp(left, _, right):
+                return self._values(left, right)
+            case ast.UnaryOp(_, operand):
+                return self._values(operand)
+            case ast.BoolOp(_, values):
+                return self._values(*values)
+            case ast.Compare(left, ops, comparators):
+                operands = (left, *comparators)
+                if all(isinstance(op, (ast.Is, ast.IsNot)) for op in ops):
+                    self._either(operands)
+                    return _Kind.VALUE
+                return self._values(*operands)
+            case ast.IfExp(test, body, orelse):
+                self._value(test)
+                return self._either((body, orelse))
+            case ast.Tuple(items) | ast.List(items):
+                return self._either(items)
+            case ast.Starred(inner):
+                return self._expression(inner)
+            case ast.Slice(lower, upper, step):
+                return self._values(lower, upper, step)
+            case ast.Subscript(base, index):
+                self._value(index)
+                kind = self._expression(base)
+                if kind is _Kind.MODULE:
+                    self.uses.attributes.add("__getitem__")
+                elif isinstance(kind, _Static):
+                    raise Impure(f"a part of {ast.unparse(base)}")
+                return kind
+            case ast.ListComp(element, generators) | ast.GeneratorExp(element, generators):
+                for generator in generators:
+                    self._bind_each(generator.target, generator.iter)
+                    self._values(*generator.ifs)
+                return self._either([element])
+            case _:
+                raise Impure(f"{type(node).__name__} in line {node.lineno}")
+
+    def _name(self, name: str) -> _Result:
+        if name in self._locals:
+            return _Kind.MODULE if name in self.modules else _Kind.VALUE
+        if name in self._globals:
+            owner: Mapping[str, Any] = self._globals
+        elif hasattr(builtins, name):
+            owner = vars(builtins)
+            self.uses.absent.append((self._globals, name))
+        else:
+            raise Impure(f"{name} is not there")
+        self.uses.items.append(Item(owner, name, owner[name]))
+        return _Static(owner[name])
+
+    def _attribute(self, base: _Result, name: str) -> _Result:
+        if base is _Kind.MODULE:
+            self.uses.attributes.add(name)
+            return _Kind.MODULE if name in self._children else _Kind.VALUE
+        if isinstance(base, _Static) and isinstance(base.value, ModuleType):
+            if base.value not in _NAMESPACES or name not in vars(base.value):
+                raise Impure(f"{base.value.__name__}.{name} is not known to compute")
+            found = vars(base.value)[name]
+            self.uses.items.append(Item(vars(base.value), name, found))
+            return _Static(found)
+        if isinstance(base, _Static) and not is_plain(base.value):
+            raise Impure(f"an attribute of {base.value}")
+        if name not in _VALUE_NAMES:
+            raise Impure(f"the attribute {name}")
+        return _Kind.VALUE
+
+    def _call(self, node: ast.Call) -> _Kind:
+        called = self._expression(node.func)
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if not isinstance(called, _Static):
+            return self._values(*given)
+        function = called.value
+        if isinstance(function, FunctionType) and not is_torch_function(function) and function not in _COMPUTING:
+            self.uses.functions.append(function)
+        elif function is isinstance and len(given) == 2:
+            self._expression(given[0])
+            self._classes(given[1])
+            return _Kind.VALUE
+        elif function in _OF_MODULES:
+            return self._either(given)
+        elif function is len:
+            if self._either(given) is _Kind.MODULE:
+                self.uses.attributes.add("__len__")
+            return _Kind.VALUE
+        elif not is_torch_function(function) and function not in _COMPUTING:
+            raise Impure(f"{ast.unparse(node.func)} is not known to compute")
+        return self._values(*given)
+
+    def _classes(self, node: ast.expr) -> None:
+        """Read what `isinstance` is given."""
+        several = node.elts if isinstance(node, ast.Tuple) else [node]
+        for kind in map(self._expression, several):
+            cls = kind.value if isinstance(kind, _Static) else None
+            # A class of another metaclass may tell its instances by anything.
+            if cls not in _CLASSES and not (type(cls) is type and issubclass(cls, nn.Module)):
+                raise Impure(f"{ast.unparse(node)} is not known to tell classes")

@@ -1,0 +1,98 @@
+"""Calls of modules that stage_config names: while steps are recorded, the stage of the one that runs is known."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_pipeline.partition.overrides import has_forward, overridden
+from lightning_pipeline.partition.stage_config import StageMap
+
+IS_KEYED = "is_keyed"
+"""Marks what is put around the forward of a module with a key."""
+
+
+class KeyedCalls:
+    """Notes, while steps run, the calls of modules that have keys.
+
+    Attributes:
+        stage: of the module that runs, None where no key says one; and the lowest that it may have.
+        name: of the innermost module with a key.
+        stages: of the modules with keys.
+    """
+
+    def __init__(self, root: nn.Module, stages: StageMap) -> None:
+        self.stage: tuple[int | None, int] = (None, 0)
+        self.name = ""
+        self.stages = stages
+        self.root = root
+        self._thread = 0
+        self._forwards: list[_Forward] | None = None
+
+    def forget(self) -> None:
+        """The root has other modules than before."""
+        self._forwards = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While entered, calls in this thread are noted."""
+        self._thread = threading.get_ident()
+        if self._forwards is None or not all(map(_Forward.is_current, self._forwards)):
+            self._forwards = self._made()
+        with overridden() as override:
+            for forward in self._forwards:
+                override(forward.module, "forward", forward.noted)
+            yield
+
+    def _made(self) -> list[_Forward]:
+        found = []
+        modules = dict(self.root.named_modules(remove_duplicate=False))
+        for name in {*self.stages.exact, *self.stages.minimum}:
+            module = modules.get(name)
+            if module is not None and has_forward(module):
+                stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
+                noted = self._noted(name, stage, module.forward)
+                found.append(_Forward(module, vars(module).get("forward"), type(module).forward, noted))
+        return found
+
+    def _noted(self, name: str, stage: tuple[int | None, int], forward: Callable[..., Any]) -> Callable[..., Any]:
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return forward(*args, **kwargs)
+            before = self.stage, self.name
+            self.stage, self.name = stage, name
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.stage, self.name = before
+
+        vars(noted)[IS_KEYED] = True
+        return noted
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether the forward of a module is that of its class, but for what `KeyedCalls` puts around it."""
+    return hasattr(vars(module).get("forward", nn.Module.forward), IS_KEYED) or "forward" not in vars(module)
+
+
+class _Forward(NamedTuple):
+    """A module's forward.
+
+    Attributes:
+        own: the instance's, which users may have replaced.
+        of_class: its class's.
+        noted: what is called instead.
+    """
+
+    module: nn.Module
+    own: Any
+    of_class: Any
+    noted: Callable[..., Any]
+
+    def is_current(self) -> bool:
+        return vars(self.module).get("forward") is self.own and type(self.module).forward is self.of_class

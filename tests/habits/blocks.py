@@ -1,0 +1,190 @@
+"""Blocks whose forward only computes, so that calls are answered without their Python, until something is different."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.habits.modules import WIDTH, Evaluated, Layers
+from tests.habits.table import habit
+
+GAIN = 1.0
+
+
+def gained(x: Tensor) -> Tensor:
+    return x * GAIN
+
+
+class Block(nn.Module):
+    """A residual block in the manner of users' own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.act, self.rate, self.scale = F.gelu, 0.0, 1.0
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.outer(self.act(self.inner(self.norm(x))))
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, *others: Tensor) -> Tensor:
+        y = self.branch(x) if shift is None else self.branch(x + shift)
+        for other in others:
+            y = y + other
+        y = F.dropout(y, self.rate, self.training)
+        return x + gained(y) * self.scale
+
+
+class Blocks(Layers):
+    layer = Block
+
+
+@habit(without={"rate": 1.0})
+class ScaleFalls(Blocks):
+    """A number on each block is set anew in a hook after every batch."""
+
+    rate = 0.9
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for block in self.layers:
+            block.scale *= self.rate
+
+
+@habit(without={"rate": 1.0})
+class ScaleFallsInTheStep(Blocks):
+    """The same within the step, so that micro-batches differ."""
+
+    rate = 0.9
+
+    def features(self, x: Tensor) -> Tensor:
+        for block in self.layers:
+            block.scale *= self.rate
+        return super().features(x)
+
+
+@habit(without={"later": 0.0})
+class BlocksDropLater(Blocks):
+    """Blocks begin to drop in the second epoch."""
+
+    later = 0.5
+
+    def on_train_epoch_start(self) -> None:
+        for block in self.layers:
+            block.rate = self.later if self.current_epoch else 0.0
+
+
+@habit(without={"later": F.gelu})
+class ActivationSwapped(Blocks):
+    """Blocks have another function in the second epoch."""
+
+    later = staticmethod(F.relu)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            for block in self.layers:
+                block.act = self.later
+
+
+@habit(without={"later": 1.0})
+class GlobalOfTheFile(Blocks):
+    """A global that a function of the file reads is changed in the second epoch."""
+
+    later = 0.5
+
+    def on_train_epoch_start(self) -> None:
+        global GAIN
+        GAIN = self.later if self.current_epoch else 1.0
+
+    def on_train_end(self) -> None:
+        global GAIN
+        GAIN = 1.0
+
+
+@habit(without={"hooked": False})
+class HookOnABlockLater(Blocks):
+    """A hook on a part of a block, from the second epoch on."""
+
+    hooked = True
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch and self.hooked:
+            for block in self.layers:
+                block.norm.register_forward_hook(lambda module, inputs, output: output * 0.5)
+
+
+@habit(without={"frozen": False})
+class BlockFrozenLater(Blocks):
+    """A part of the first block is frozen in the second epoch."""
+
+    frozen = True
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch and self.frozen:
+            self.layers[0].inner.requires_grad_(False)
+
+
+@habit(without={"method": None})
+class MethodReplaced(Blocks):
+    """A block gets a method of its own in the second epoch."""
+
+    method: Any = staticmethod(lambda x: x * 0.5)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch and self.method is not None:
+            self.layers[0].branch = self.method
+
+    def on_train_end(self) -> None:
+        vars(self.layers[0]).pop("branch", None)
+
+
+@habit()
+class BlocksOfSeveralArguments(Blocks):
+    """Blocks are given what others have made, by name and by place, the same twice."""
+
+    def features(self, x: Tensor) -> Tensor:
+        first = x
+        for number, layer in enumerate(self.layers):
+            x = layer(x, shift=first) if number % 2 else layer(x, first, x, first)
+        return x
+
+
+@habit()
+class BlocksOfKeptResults(Blocks):
+    """Results of blocks are kept, logged and returned."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x, y = batch
+        kept = []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(x.detach())
+        loss = F.cross_entropy(self.head(x), y)
+        self.log("size", torch.stack([one.square().mean() for one in kept]).sum())
+        return {"loss": loss, "kept": kept[1]}
+
+
+@habit(without={"from_epoch": 9})
+class BlockUnderNoGradLater(Blocks):
+    """The first block runs without gradients from the second epoch on."""
+
+    from_epoch = 1
+
+    def features(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.current_epoch < self.from_epoch):
+            x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+@habit(calls=["fit", "predict"])
+class BlocksInEvaluation(Evaluated):
+    """Blocks drop in training, and not in validation and prediction."""
+
+    layer = Block
+
+    def on_fit_start(self) -> None:
+        for block in self.layers:
+            block.rate = 0.3

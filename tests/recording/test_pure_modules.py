@@ -1,0 +1,367 @@
+"""Which modules count as only computing, and what is noticed before a call of one is answered without its Python."""
+
+from __future__ import annotations
+
+import math
+import random
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_pipeline.recording.pure_modules import state_of
+
+SCALE = 2.0
+SEEN: list[Tensor] = []
+OPTIONS = {"scale": 2.0}
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+def remembered(x: Tensor) -> Tensor:
+    SEEN.append(x)
+    return x
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.causal = 2, True
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def split(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        return x.view(b, t, self.heads, d // self.heads).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = [self.split(part) for part in self.qkv(x).chunk(3, dim=-1)]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal) / math.sqrt(q.size(-1))
+        return self.out(y.transpose(1, 2).reshape(*x.shape))
+
+
+class Block(nn.Module):
+    """In the manner of users' blocks."""
+
+    width = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(4), Attention()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.skip: nn.Module | None = None
+        self.gain = nn.Parameter(torch.ones(4))
+        self.act, self.rate = F.gelu, 0.5
+        self.unused = {"what no forward reads": []}
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """Like this."""
+        kept = x if self.skip is None else self.skip(x)
+        x = kept + self.attention(self.norm(x)) * scale
+        for index, layer in enumerate(self.layers):
+            x = self.act(layer(x))
+            if self.training and index > 0:
+                x = F.dropout(x, self.rate)
+        if x.dim() != 3 or x.shape[-1] != self.width:
+            raise ValueError(f"{x.dim()} dimensions")
+        return doubled(x) * self.gain
+
+
+def test_a_block_only_computes() -> None:
+    assert state_of(Block()) is not None
+
+
+def _body(function: Callable[..., Tensor]) -> type[nn.Module]:
+    return type(function.__name__, (nn.Module,), {"forward": function})
+
+
+class Counts(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class Keeps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        return x
+
+
+class Fills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return x
+
+
+class ReadsList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [1.0, 2.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales[0]
+
+
+class ReadsConfig(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(scale=2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.config.scale
+
+
+class ReadsTensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class ReadsBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class ReadsProperty(nn.Module):
+    @property
+    def scale(self) -> float:
+        return random.random()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class ReadsGlobal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * OPTIONS["scale"]
+
+
+class DrawsInPython(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+
+class CallsWhatRemembers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return remembered(x)
+
+
+class CallsOnModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.requires_grad_(False)
+        return self.layer(x)
+
+
+class PassesModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        layer.train()
+        return layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.layer, x)
+
+
+class AliasedModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in [self.layer]:
+            one.train()
+        return x
+
+
+class NotesOnTensor(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.seen = True  # type: ignore[attr-defined]
+        return x
+
+
+class AsksTensor(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.scale  # type: ignore[attr-defined]
+
+
+class AsksForGraph(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.is_leaf else x * 2
+
+
+class Prints(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        print("here")
+        return x
+
+
+class WithoutGradients(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x * 2
+
+
+class Tries(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return x.view(-1)
+        except RuntimeError:
+            return x
+
+
+class OwnCall(nn.Module):
+    def __call__(self, x: Tensor) -> Tensor:
+        SEEN.append(x)
+        return super().__call__(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class OwnAttributes(nn.Module):
+    def __getattr__(self, name: str) -> object:
+        SEEN.append(torch.zeros(()))
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Inherits(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, scale)
+
+
+class UsesSeed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return F.dropout(x)
+
+
+class Closes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (lambda y: y * 2)(x)
+
+
+class IsOneOf(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2 if isinstance(x, types.SimpleNamespace) else 3)
+
+
+def _of_closure() -> type[nn.Module]:
+    seen: list[Tensor] = []
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    return _body(forward)
+
+
+def _without_source() -> type[nn.Module]:
+    names: dict[str, Callable[..., Tensor]] = {}
+    exec("def forward(self, x):\n    return x * 2", names)
+    return _body(names["forward"])
+
+
+IMPURE = [
+    *(Counts, Keeps, Fills, ReadsList, ReadsConfig, ReadsTensor, ReadsBuffer, ReadsProperty, ReadsGlobal),
+    *(DrawsInPython, CallsWhatRemembers, CallsOnModule, PassesModule, AliasedModule, NotesOnTensor, AsksTensor),
+    *(AsksForGraph, Prints, WithoutGradients, Tries, OwnCall, OwnAttributes, Inherits, UsesSeed, Closes, IsOneOf),
+    *(_of_closure(), _without_source()),
+]
+
+
+@pytest.mark.parametrize("cls", IMPURE, ids=lambda cls: cls.__name__)
+def test_what_may_do_more_than_compute_is_refused(cls: type[nn.Module]) -> None:
+    assert state_of(cls()) is None
+    assert state_of(nn.Sequential(nn.Linear(4, 4), cls())) is None
+
+
+def test_source_that_is_not_what_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    assert state_of(Own()) is not None
+    other = compile("def forward(self, x):\n    return x * 3", __file__, "exec").co_consts[0]
+    code = other.replace(co_firstlineno=Own.forward.__code__.co_firstlineno)
+    monkeypatch.setattr(Own.forward, "__code__", code)
+    assert state_of(Own()) is None
+
+
+def _set(name: str, value: object) -> Callable[[Block, pytest.MonkeyPatch], object]:
+    return lambda block, patch: setattr(block, name, value)
+
+
+CHANGES: dict[str, Callable[[Block, pytest.MonkeyPatch], object]] = {
+    "a number": _set("rate", 0.25),
+    "of equal value and another type": lambda block, patch: setattr(block.attention, "heads", 2.0),
+    "the mode": lambda block, patch: block.eval(),
+    "a function": _set("act", F.relu),
+    "a child": _set("norm", nn.LayerNorm(4)),
+    "a child that was None": _set("skip", nn.Linear(4, 4)),
+    "a grandchild": lambda block, patch: setattr(block.attention, "out", nn.Linear(4, 4)),
+    "one more layer": lambda block, patch: block.layers.append(nn.Linear(4, 4)),
+    "a parameter": _set("gain", nn.Parameter(torch.ones(4))),
+    "frozen": lambda block, patch: block.norm.requires_grad_(False),
+    "a hook": lambda block, patch: block.attention.register_forward_hook(lambda *_: None),
+    "a buffer's place": lambda block, patch: block.register_buffer("mask", torch.ones(1)) or setattr(block, "n", 1),
+    "a forward of its own": lambda block, patch: setattr(block.attention, "forward", lambda x: x),
+    "an attribute that hides the class's": _set("width", 4),
+    "the class's number": lambda block, patch: patch.setattr(Block, "width", 5),
+    "a method": lambda block, patch: patch.setattr(Attention, "split", lambda self, x: x),
+    "the class's forward": lambda block, patch: patch.setattr(Attention, "forward", lambda self, x: x),
+    "calls of its class": lambda block, patch: patch.setattr(Block, "__call__", lambda self, x: x, raising=False),
+    "another class": lambda block, patch: setattr(block.attention, "__class__", Block),
+    "code": lambda block, patch: patch.setattr(Attention.split, "__code__", (lambda self, x: x).__code__),
+    "defaults": lambda block, patch: patch.setattr(Block.forward, "__defaults__", (3.0,)),
+    "a global": lambda block, patch: patch.setitem(globals(), "SCALE", 3.0),
+    "a global function": lambda block, patch: patch.setitem(globals(), "doubled", remembered),
+    "a function of torch": lambda block, patch: patch.setattr(F, "dropout", F.alpha_dropout),
+    "a builtin that is hidden": lambda block, patch: patch.setitem(globals(), "enumerate", reversed),
+    "one for another": lambda block, patch: (delattr(block, "rate"), setattr(block, "other", 0.5)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_noticed(
+    change: Callable[[Block, pytest.MonkeyPatch], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = Block()
+    state = state_of(block)
+    assert state is not None and state.is_unchanged()
+    change(block, monkeypatch)
+    assert not state.is_unchanged()
+
+
+def test_what_is_not_read_may_change() -> None:
+    block = Block()
+    state = state_of(block)
+    assert state is not None
+    block.unused["what no forward reads"].append(1)
+    assert state.is_unchanged()
