@@ -101,7 +101,7 @@ def plan(
             raise CommandError(f"cannot draw {draw}; its ending chooses the format: .svg, .png or .json")
         if draw is not None and from_timeline is not None:
             raise CommandError("--draw shows a new plan, and --from-timeline makes none: leave one of them out")
-        from lightning_pipeline.planning.trace import DeviceSpeed
+        from lightning_pipeline.planning.tracing import DeviceSpeed
         from lightning_pipeline.strategy.offline_plan import plan_on_paper, rebalance_on_paper
 
         speed = DeviceSpeed(device_tflops * 1e12, device_gbps * 1e9, _LAUNCH_S)

@@ -20,11 +20,11 @@ from lightning_pipeline.engine.collectives import over_replicas
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.rng import generators, generators_kept
-from lightning_pipeline.planning.costs import StepCosts, estimate_step
 from lightning_pipeline.planning.observing import called_names
+from lightning_pipeline.planning.profile import Profile
 from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.planning.timing import measured_speed, time_step
-from lightning_pipeline.planning.trace import trace_step
+from lightning_pipeline.planning.tracing import estimate_step, trace_step
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
@@ -119,19 +119,18 @@ def loss_step(
     return step
 
 
-def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> StepCosts:
+def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> Profile:
     """Run it a few times, on the device where the whole module is."""
-    speed = measured_speed(device, dtype_of(module))
     with _over_replicas(module):  # backward has collectives, too
-        trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
+        traced = trace_step(module, step, tree.replace(microbatch, Tensor.clone))
+        names = {call.name for call in traced.calls}
         for seed in _OTHER_SEEDS:
-            names = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
-            trace.optional |= names.symmetric_difference(trace.names)
-        forward, backward = time_step(module, step, microbatch, trace, device)
-    return StepCosts(module, trace, forward, backward, is_measured=True)
+            others = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
+            traced.optional |= names ^ others
+        return time_step(step, microbatch, traced, device)
 
 
-def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> StepCosts:
+def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> Profile:
     """Without running it: parts of the module may be on the meta device."""
     context = module.trainer.precision_plugin.train_step_context
     step = loss_step(module, "training_step", after_batch(module, 0), context, device)

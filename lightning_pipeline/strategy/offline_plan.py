@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
 from lightning_pipeline.partition.stage_config import read_stage_config, resolve
 from lightning_pipeline.planning.cost_model import Machine
-from lightning_pipeline.planning.costs import estimate_step
-from lightning_pipeline.planning.plan import NothingToCutError, StagePlan, plan_stages
+from lightning_pipeline.planning.observing import Step
+from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.planning.planner import NothingToCutError, ranked_plans
 from lightning_pipeline.planning.rebalance import Rebalance, rebalance
-from lightning_pipeline.planning.trace import DeviceSpeed, Step
+from lightning_pipeline.planning.tracing import DeviceSpeed, estimate_step
 from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, Simulation, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.timeline import Timeline
 
@@ -95,8 +96,7 @@ def plan_on_paper(
                 left_out[name] = f"here the same as {seen[seen.index(schedule)].name}"
                 continue
             seen.append(schedule)
-            plan, simulations[name] = plan_stages(costs, [schedule], machine, state_bytes)
-            plans[name] = plan
+            plans[name], simulations[name] = next(ranked_plans(costs, [schedule], machine, state_bytes))
         except (NothingToCutError, ScheduleError) as error:
             left_out[name] = str(error)
             failure = failure or error
@@ -139,7 +139,7 @@ def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timelin
     stages = resolve(module, config, schedule.num_ranks, has_virtual_stages=has_virtual_stages)
     microbatch = microbatches_of(made.first_batch(), schedule.num_microbatches, module)[0]
     costs = estimate_step(module, _step_of(made), microbatch, speed)
-    return rebalance(costs, stages.exact, measured_costs([timeline], placement), schedule, Machine())
+    return rebalance(costs, stages.exact, measured_costs([timeline], placement), schedule)
 
 
 def _step_of(made: ScriptRun) -> Step:
