@@ -11,7 +11,7 @@ import pytest
 from lightning_pipeline.planning.cost_model import Cuts, Evaluator, Machine, Plan, Segment
 from lightning_pipeline.planning.search import best_plans
 from lightning_pipeline.schedules import ScheduleError, build, simulate
-from lightning_pipeline.schedules.registry import build_for_batch
+from lightning_pipeline.schedules.builders import build_for_batch
 from lightning_pipeline.schedules.simulation import live_activations, peak_bytes
 
 SCHEDULES = [
