@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightning_pipeline.cli.common import CommandError, bare_table, told_to_the_user, wide_console
+from lightning_pipeline.cli.common import CommandError, bare_table, errors_without_traceback, wide_console
 from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.schedules import save_chrome_trace, save_picture
 from lightning_pipeline.schedules.timeline import Timeline, extent, load_chrome_trace
@@ -90,7 +90,7 @@ def plan(
 
     The script builds its model without memory for its parameters, and its step runs on tensors without data.
     """
-    with told_to_the_user(ValueError):
+    with errors_without_traceback(ValueError):
         require_counts(stages, microbatches or 1, 1)
         _require_finite(device_tflops, device_gbps, link_gbps, link_latency)
         limits = [_bytes(part) for part in memory.split(",")] if memory else []

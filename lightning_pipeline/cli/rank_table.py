@@ -20,7 +20,7 @@ from lightning_pipeline.accelerators.rank_table_rules import (
     place_stages,
     renumber,
 )
-from lightning_pipeline.cli.common import CommandError, bare_table, told_to_the_user, wide_console
+from lightning_pipeline.cli.common import CommandError, bare_table, errors_without_traceback, wide_console
 from lightning_pipeline.schedules.validation import read_text
 
 MAX_DEVICES = 4096
@@ -65,7 +65,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the file that --ou
 @app.command()
 def check(file: File, stages: Stages = None, generation: Machine = None) -> None:
     """Check a rank table, and show where its ranks and the stages of a pipeline sit."""
-    with told_to_the_user(RankTableError):
+    with errors_without_traceback(RankTableError):
         table = read_rank_table(file)
         findings = _findings(table, generation)
         # Placed as they are numbered, which has a meaning only where the numbers have.
@@ -99,7 +99,7 @@ def make(
     force: Force = False,
 ) -> None:
     """Make a rank table: ranks go through the servers in the order of their ids, and there through the devices."""
-    with told_to_the_user(RankTableError):
+    with errors_without_traceback(RankTableError):
         ids = _numbers(devices)
         made = [_server(text, ids) for text in servers]
         _finish(renumber(RankTable(tuple(made))), to, output, stages, generation, force=force)
@@ -118,7 +118,7 @@ def convert(
     force: Force = False,
 ) -> None:
     """Write a rank table in another format, with other ranks, or both."""
-    with told_to_the_user(RankTableError):
+    with errors_without_traceback(RankTableError):
         table = read_rank_table(file)
         if renumbered:
             table = renumber(table)
@@ -136,7 +136,7 @@ def processes(
     ] = None,
 ) -> None:
     """Print the variables of each process of a server, a line for each: `env $LINE python train.py` starts one."""
-    with told_to_the_user(RankTableError):
+    with errors_without_traceback(RankTableError):
         table = read_rank_table(file)
         _report(_findings(table, None))
         chosen = _chosen(table, server)
