@@ -1,4 +1,4 @@
-"""Measures the costs of a LightningModule's steps on all ranks together, without side effects."""
+"""Profiles a LightningModule's steps on all ranks together, without side effects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,23 +35,22 @@ from .patches import own_statistics
 from .stage_optimizers import inner
 
 SeededStep = Callable[..., Tensor | None]
-"""A `Step` that takes a `seed`, too."""
+"""A `Step` that also takes a `seed`."""
 
 Described = tuple[tree.Layout, list[Tensor], list[bool]]
 T = TypeVar("T")
 
 _OTHER_SEEDS = (1, 2, 3)
 _ALIKE = 1.2
-"""Ranks whose times differ by less have devices of one kind: a measurement is no more exact than that."""
+"""Ranks whose times differ by less have devices of one kind: measurements are no more precise than that."""
 _USUAL_STATE = 2.0
-"""What AdamW keeps of each number, for optimizers that cannot be tried."""
+"""AdamW's numbers of state for each number of a parameter, for optimizers that cannot be tried."""
 
 
 @contextmanager
 def without_side_effects(module: LightningModule, device: torch.device) -> Iterator[None]:
-    """While entered, steps run that nobody is to notice: not the module, not its loggers, not random numbers, and not
-    other ranks, which may run them more often, or not at all. What a step exchanges with replicas is what it would be
-    if all were like this one."""
+    """While entered, steps run without an effect on the module, its loggers, random numbers or other ranks, which may
+    run more or fewer of them. Collectives over replicas return what they would if all replicas were like this one."""
     trainer = module.trainer
     loggers, strategy = trainer.loggers, trainer.strategy
     replicas: Replicas | None = strategy.replicas  # type: ignore[attr-defined]
@@ -120,7 +118,7 @@ def loss_step(
 
 
 def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> Profile:
-    """Run it a few times, on the device where the whole module is."""
+    """Profile the step by running it a few times, on the device where the whole module is."""
     with _over_replicas(module):  # backward has collectives, too
         traced = trace_step(module, step, tree.replace(microbatch, Tensor.clone))
         names = {call.name for call in traced.calls}
@@ -131,7 +129,7 @@ def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, dev
 
 
 def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> Profile:
-    """Without running it: parts of the module may be on the meta device."""
+    """Profile the training step without running it: parts of the module may be on the meta device."""
     context = module.trainer.precision_plugin.train_step_context
     step = loss_step(module, "training_step", after_batch(module, 0), context, device)
     return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
@@ -148,12 +146,12 @@ def after_batch(module: LightningModule, batch_idx: int) -> tuple[Any, ...]:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """What the module computes in, as far as its parameters tell."""
+    """The dtype of the module's first floating-point parameter."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _plant_seeds(drawn_from: list[torch.Generator], seed: int) -> None:
-    for generator in drawn_from:  # torch.manual_seed asks every kind of device, which is longer than a small layer
+    for generator in drawn_from:  # torch.manual_seed visits all kinds of devices, which takes longer than small layers
         generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -161,11 +159,6 @@ def _plant_seeds(drawn_from: list[torch.Generator], seed: int) -> None:
 
 
 # -- together ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Failed:
-    message: str
 
 
 def on_all_ranks(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
@@ -176,43 +169,42 @@ def on_all_ranks(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, de
         decides: whether this is the first rank.
 
     Raises:
-        ValueError: on the other ranks, what the first one failed with; there it raises that itself.
+        ValueError: on the other ranks, with the first one's failure, which it raises itself.
     """
-    outcome: Any = None
-    failure: Exception | None = None
+    outcome, failure = None, None
     if decides:
         try:
             outcome = decide()
         except Exception as error:
             failure = error
-            outcome = _Failed(f"{type(error).__name__}: {error}")
-    outcome = broadcast(outcome)
+    message = None if failure is None else f"the first rank failed: {type(failure).__name__}: {failure}"
+    outcome, message = broadcast((outcome, message))
     if failure is not None:
         raise failure
-    if isinstance(outcome, _Failed):
-        raise ValueError(f"the first rank failed: {outcome.message}")
+    if message is not None:
+        raise ValueError(message)
     return outcome
 
 
 def described(microbatches: Mapping[int, Any]) -> Described:
-    """Micro-batches in a form that travels: layout, tensors on the CPU, and which of these come from elsewhere."""
+    """Micro-batches in a form that can be sent: layout, tensors on the CPU, and which of these come from a device."""
     tensors, layout = tree.flatten(microbatches)
-    is_away = [tensor.device.type != "cpu" for tensor in tensors]
-    return layout, [tensor.detach().to("cpu", copy=True) for tensor in tensors], is_away
+    from_device = [tensor.device.type != "cpu" for tensor in tensors]
+    return layout, [tensor.detach().to("cpu", copy=True) for tensor in tensors], from_device
 
 
 def restored(microbatches: Described, device: torch.device) -> dict[int, Any]:
-    """What `described` was given, on another rank."""
-    layout, tensors, is_away = microbatches
-    moved = [tensor.to(device) if away else tensor for tensor, away in zip(tensors, is_away, strict=True)]
+    """The micro-batches of `described`, on another rank."""
+    layout, tensors, from_device = microbatches
+    moved = [tensor.to(device) if moves else tensor for tensor, moves in zip(tensors, from_device, strict=True)]
     return tree.rebuild(layout, moved)
 
 
 def speeds_of(seconds: float, transport: Transport) -> tuple[float, ...]:
-    """How fast each rank of this pipeline is beside the first; empty if they are alike. All of them must call it.
+    """Speed of each rank of this pipeline relative to the first; empty if they are alike. All of them must call it.
 
     Args:
-        seconds: what this rank takes for the same work; NaN if it could not measure, which is as fast as the first.
+        seconds: what this rank takes for the same work; NaN if it could not measure, which counts as the first's speed.
     """
     own = torch.tensor([seconds], dtype=torch.float64)
     [took] = transport.all_gather_vector(own, "how long a step takes").T
@@ -226,7 +218,7 @@ def speeds_of(seconds: float, transport: Transport) -> tuple[float, ...]:
 def state_per_parameter(optimizer: Optimizer) -> float:
     """Numbers of optimizer state for each number of a parameter: 2 for AdamW, 1 for SGD with momentum, 0 without.
 
-    It is tried out: the same optimizer updates a small matrix once.
+    Found by one update of a small matrix with the same optimizer.
     """
     matrix = nn.Parameter(torch.zeros(16, 16))
     matrix.grad = torch.zeros_like(matrix)
@@ -235,15 +227,15 @@ def state_per_parameter(optimizer: Optimizer) -> float:
         tried = type(optimizer)([matrix], **options)
         tried.step()
         state = tried.state[matrix]
-    except Exception:  # optimizers take whatever arguments they like, and this is an estimate
+    except Exception:  # an optimizer's constructor may need other arguments, and this is an estimate
         return _USUAL_STATE
     return sum(value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim()) / matrix.numel()
 
 
 def bytes_with_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[str], float]:
-    """A function that gives the bytes of a parameter, by name, with its gradient and optimizer state.
+    """A function that returns the bytes of a parameter, by name, with its gradient and optimizer state.
 
-    Without optimizers the state is taken to be AdamW's.
+    Without optimizers AdamW's state is assumed.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     shares: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""PipelineRebalance: a callback that reports whether another cut would be faster."""
+"""PipelineRebalance: a callback that says whether another cut would be faster."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .schedule_choice import is_usual
 class PipelineRebalance(Callback):
     """Records some training steps, and says once which modules to move to other stages, and what that would save.
 
-    Nothing is moved: the sentence ends with the stage_config for the next run. How a stage's time is shared among its
-    modules is estimated from their operations; the stages' times are measured.
+    Nothing is moved: the message ends with the stage_config for the next run. Times of stages are measured; how a
+    stage's time is divided among its modules is estimated from their operations.
 
     Args:
-        first_step: the optimizer step from which on it records, when the run has warmed up.
-        num_steps: training steps that it records.
+        first_step: the optimizer step at which recording starts, after a warm-up.
+        num_steps: training steps to record.
 
     Raises:
         ValueError: a number below 1.
@@ -38,7 +38,7 @@ class PipelineRebalance(Callback):
         self.first_step = first_step
         self.num_steps = num_steps
         self.rebalance: Rebalance | None = None
-        """What came of it."""
+        """The result."""
         self._steps: list[list[Span]] = []
         self._spans: list[Span] | None = None
 

@@ -1,6 +1,7 @@
 """Benchmarks the best simulated plans for some steps and keeps the fastest.
 
-Before that a step is recorded in the stages of each, on one rank. Every rank still holds the whole module then.
+Before that, a step is recorded in the stages of each plan, on one rank, which finds cuts that cannot work. Every rank
+still holds the whole module then.
 """
 
 from __future__ import annotations
@@ -40,20 +41,18 @@ from .outputs import backward_of
 from .schedule_choice import Schedules
 
 _SEEDS = (0, 1, 2, 3)
-"""A step that leaves out layers at random may pass over a stage once, and seldom every time."""
+"""A step that leaves out layers at random may skip a stage with one of them, and hardly with all."""
 
 MOST = 4
 """Plans to try."""
 NEAR = 0.15
-"""By which share of a step another plan may be expected to be slower than the first one, and be tried."""
+"""A plan is tried if it is expected to be slower than the first one by no more than this share."""
 BUDGET_S = 4.5
-"""For all trials together, or so."""
+"""Seconds for all trials together, about."""
 _MIN_STEPS, _MAX_STEPS = 3, 8
-"""Of each plan that count."""
+"""Timed steps of each plan."""
 _WARM_UP = 2.5
-"""What a plan's first two steps take, in steps: shapes are learnt in one, buffers made in the other."""
-LEAST = _WARM_UP + _MIN_STEPS
-"""What trying a plan takes at least, in steps."""
+"""Duration of a plan's first two steps, in steps: shapes are learnt in one, buffers allocated in the other."""
 
 
 def choose_plan(
@@ -66,10 +65,10 @@ def choose_plan(
     """The plan to take. All ranks of the pipeline must call it.
 
     Args:
-        ranked: on the first rank, the plans that are expected to be the best.
-        times: seconds of steps of some plans (`TrialSteps.times`).
-        everybody: gives all ranks what the first one makes of a function.
-        limit: bytes that a device has.
+        ranked: computes the plans that are expected to be the best, on the first rank.
+        times: measures seconds of steps of some plans (`TrialSteps.times`).
+        everybody: returns on all ranks what a function returns on the first.
+        limit: bytes of memory of a device.
     """
 
     def worth() -> tuple[StagePlan, list[StagePlan]]:
@@ -84,34 +83,33 @@ def choose_plan(
 
 
 def worth_trying(module: nn.Module, plans: Sequence[StagePlan], limit: float) -> list[StagePlan]:
-    """Those of some plans, the best first, that may be the best, and can be tried.
+    """Of some plans, the best first, those that may turn out the best, and can be tried.
 
     Args:
-        limit: bytes that a device has; plans need room beside the whole module.
+        limit: bytes of memory of a device; plans need room beside the whole module.
     """
-    if not plans[0].is_measured:
-        return []
-    if any(is_compiled(part) for part in module.modules()):  # a compiler takes longer than all steps together
+    # Compiling takes longer than all steps together.
+    if not plans[0].is_measured or any(is_compiled(part) for part in module.modules()):
         return []
     whole = 2 * sum(parameter.nbytes for parameter in module.parameters())  # with gradients
     chosen: list[StagePlan] = []
     left = BUDGET_S
     for plan in plans:
-        needed = plan.step_seconds * LEAST
+        needed = plan.step_seconds * (_WARM_UP + _MIN_STEPS)
         is_near = plan.step_seconds <= plans[0].step_seconds * (1 + NEAR)
         if is_near and needed <= left and whole + max(plan.peak_bytes) <= limit:
             chosen.append(plan)
             left -= needed
-        elif not chosen:  # others say nothing without the first one
+        elif not chosen:  # without the first one there is nothing to compare with
             break
     return chosen[:MOST]
 
 
 def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> StagePlan:
-    """The plan that was the fastest, as it was when it was tried; the first one of those that were.
+    """The plan that was the fastest, with its measured time; the first one of equally fast ones.
 
     Args:
-        times: seconds of each plan's steps, which took turns with those of the others, without sums over replicas.
+        times: seconds of each plan's steps, without sums over replicas.
     """
     took = [median(own) + plan.reduction_seconds for plan, own in zip(plans, times, strict=True)]
     seconds = min(took)
@@ -119,12 +117,12 @@ def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> 
 
 
 class TrialSteps:
-    """Runs a training step without an update, and without a trace (`without_side_effects`, as its user sees to).
+    """Times training steps without an update, in the stages of some plans. Callers enter `without_side_effects`.
 
     Args:
         step: the user's, from a micro-batch to its loss.
         batch: of a step, on the first rank.
-        schedules_of: the schedules of a plan.
+        schedules_of: gives the schedules of a plan.
     """
 
     def __init__(
@@ -152,9 +150,8 @@ class TrialSteps:
         )
 
     def times(self, plans: Sequence[StagePlan]) -> list[list[float]]:
-        """Seconds of steps of each plan, the slowest rank's. The plans take turns, so that what else the machine does
-        meets all of them; three in any case, and more in the time that there is. All ranks of the pipeline must call
-        it."""
+        """Seconds of at least three steps of each plan, on the slowest rank. Plans take turns, so that other load of
+        the machine affects all of them. All ranks of the pipeline must call it."""
         with gradients_apart(self._module), ExitStack() as patched:
             tried = [self._pipeline(plan) for plan in plans]
             for pipeline in tried:
@@ -168,11 +165,18 @@ class TrialSteps:
     def _pipeline(self, plan: StagePlan) -> Pipeline:
         stages = resolve(self._module, plan.stage_config, plan.num_stages, has_virtual_stages=plan.has_virtual_stages)
         schedules = self._schedules_of(plan)
+        transport = self._transport
+        topology = transport.topology.along(schedules.placement)
+        if topology != transport.topology:  # virtual stages may send to other ranks
+            assert transport.store is not None
+            transport = Transport.shared(
+                topology, transport.requested_device, transport.timeout, transport.store, transport.notice
+            )
         return Pipeline(
-            rank=self._transport.stage,
+            rank=transport.stage,
             placement=schedules.placement,
             device=self._device,
-            transport=self._transport_along(schedules.placement),
+            transport=transport,
             tensors=ModuleTensors(self._module, stages),
             calls=KeyedCalls(self._module, stages),
             holders=lambda number: range(plan.num_stages),
@@ -180,22 +184,13 @@ class TrialSteps:
             num_microbatches=plan.num_microbatches,
         )
 
-    def _transport_along(self, placement: Sequence[int]) -> Transport:
-        """The one that the pipeline would have: virtual stages send to ranks that others do not."""
-        own = self._transport
-        topology = own.topology.along(placement)
-        if topology == own.topology:
-            return own
-        assert own.store is not None
-        return Transport.shared(topology, own.requested_device, own.timeout, own.store, own.notice)
-
     def _seconds(self, pipeline: Pipeline) -> float:
-        """Of one step."""
+        """Run one step; its time on the slowest rank."""
         microbatches = None
         if self._transport.stage == 0:
             own = tree.replace(self._batch, Tensor.clone)  # which the step may write into
             microbatches = microbatches_of(own, pipeline.num_microbatches, self._module)
-        # What a step writes into buffers is on the ranks that the plan has for them, and the next plan has others.
+        # A step updates buffers on the ranks where the plan has them, and the next plan has them on others.
         with left_as_it_was(self._module):
             self._synchronize()
             began = time.perf_counter()
@@ -216,7 +211,7 @@ def fault_of_cut(
     """What goes wrong when the step is recorded in the plan's stages; empty if nothing does.
 
     Args:
-        goes_back: the data may go back to an earlier stage.
+        goes_back: whether the data may go back to an earlier stage.
     """
     num_stages = len(plan.stages)
     used: set[int] = set()
@@ -230,7 +225,7 @@ def fault_of_cut(
             used.update(event.visit % num_stages for event in holding)
             if len(used) == num_stages:
                 return ""
-    except Exception as error:  # whatever a user's code makes of tensors that are not there
+    except Exception as error:  # user code may fail in any way on placeholders
         return f"{type(error).__name__}: {error}"
     return f"no module runs on stage {min(set(range(num_stages)) - used)}"
 
@@ -244,7 +239,7 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
     given, layout = tree.flatten(microbatch)
     state = Microbatch(0, Structure("trial", layout, []), layout, 1, 1.0, 1, True, 0)
     data = _OnOneRank(state, tensors, num_stages, draws)
-    # What one recording leaves on the module, as a metric's sums, is nothing to the next.
+    # A recording may leave placeholders on the module, such as a metric's sums, which the next one must not see.
     with left_as_it_was(module), torch.set_grad_enabled(module.training), draws.kept():
         recording = Recording(recorder, recorder.beginning("trial", 0), data, lambda number: draws.seed(seed, number))
         state.recording = recording
@@ -254,7 +249,7 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
 
 
 class _OnOneRank:
-    """Gives a recording data of a module that is whole here."""
+    """Gives a recording the values that its Python reads, computed from a module that is whole on this rank."""
 
     def __init__(self, state: Microbatch, tensors: ModuleTensors, num_stages: int, draws: Draws) -> None:
         self._tensors = tensors
@@ -268,12 +263,12 @@ class _OnOneRank:
             holders=lambda number: (0,),
             seed_draw=draws.seed,
             training=False,
-            earlier=_nothing_is_earlier,
+            earlier=_no_earlier_microbatch,
         )
 
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
+        self.finish_before(recording, with_own=False)
         with set_aside():
-            self._run.run_up_to(recording.event)
             return self._run.data_of(values)
 
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -288,5 +283,5 @@ class _OnOneRank:
         return show(tensor)
 
 
-def _nothing_is_earlier(recording: object, value: int) -> Tensor:
+def _no_earlier_microbatch(recording: object, value: int) -> Tensor:
     raise AssertionError("a trial has one micro-batch")
