@@ -127,24 +127,23 @@ def plan(
             ),
         )
         _show(plans)
-        name, best = next(iter(plans.plans.items()))
-        spans = plans.simulations[name].spans
-        typer.echo(f"\n{name}\n{_drawn(spans)}")
+        name, (best, simulation) = next(iter(plans.plans.items()))
+        typer.echo(f"\n{name}\n{_drawn(simulation.spans)}")
         if output is not None:
             typer.echo(f"\nwritten: {best.save(output)}")
         if draw is not None:
-            _draw(spans, draw, name)
+            _draw(simulation.spans, draw, name)
 
 
 def _show(plans: OfflinePlans) -> None:
     from lightning_pipeline.planning.plan import print_plan, size
 
-    best = next(iter(plans.plans.values()))
+    best, _ = next(iter(plans.plans.values()))
     table = bare_table()
     table.add_column("schedule")
     for header in ("virtual stages", "step", "bubble", "peak memory by rank"):
         table.add_column(header, justify="right")
-    for name, made in plans.plans.items():
+    for name, (made, _) in plans.plans.items():
         virtual = len(made.stages) // made.num_stages
         peaks = " ".join(map(size, made.peak_bytes))
         table.add_row(name, str(virtual), f"{made.step_seconds * 1e3:.4g} ms", f"{made.bubble:.1%}", peaks)

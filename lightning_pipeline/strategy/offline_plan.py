@@ -1,6 +1,6 @@
-"""Plans a training script's model for devices that are not there.
+"""Plans a training script's model without its devices.
 
-The script runs up to its `Trainer.fit`, without its parameters' memory and without its devices.
+The script runs up to its `Trainer.fit`, without memory for its parameters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,25 +36,23 @@ from .pipeline import PipelineStrategy
 from .schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
 
 
-@dataclass(frozen=True)
+@dataclass
 class OfflinePlans:
-    """What came of each schedule.
+    """Plans of a script's model under several schedules.
 
     Attributes:
         model: the LightningModule's class.
         num_parameters: numbers in its parameters.
         batch_size: samples of a batch.
-        plans: by schedule, the fastest first; all fit.
-        simulations: of the plans.
+        plans: by schedule, with their simulations, the fastest first; all fit the memory.
         left_out: by schedule, why there is no plan.
     """
 
     model: str
     num_parameters: int
     batch_size: int
-    plans: dict[str, StagePlan]
-    simulations: dict[str, Simulation]
-    left_out: dict[str, str]
+    plans: dict[str, tuple[StagePlan, Simulation]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def plan_on_paper(
@@ -70,8 +68,8 @@ def plan_on_paper(
     """Estimate the training step of a script and search the best cut for each schedule.
 
     Raises:
-        ValueError: there is no step to estimate, or the model fits with none of the schedules; the message is about
-            the last of them.
+        ValueError: there is no step to estimate, or the model fits the memory under none of the schedules; the message
+            is about the last of them.
         NothingToCutError: the step has too few places to cut.
     """
     made = rehearse_script(script, arguments)
@@ -82,40 +80,36 @@ def plan_on_paper(
     microbatch = microbatches_of(batch, count, module)[0]
     costs = estimate_step(module, _step_of(made), microbatch, speed)
     state_bytes = bytes_with_state(module, _optimizers(made))
-    plans: dict[str, StagePlan] = {}
-    simulations: dict[str, Simulation] = {}
-    left_out: dict[str, str] = {}
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    found = OfflinePlans(type(module).__name__, numbers, batch_size(batch) or 1)
     failure: ValueError | None = None
     seen: list[Schedule] = []
     for name in schedules or TRAINING_SCHEDULES:
         try:
             choice = ScheduleChoice(name)
-            sizes = {"num_stages": num_stages, "num_microbatches": count}
-            schedule = choice.bind(**sizes, num_virtual_stages=choice.usual_virtual_stages).full
+            virtual = choice.usual_virtual_stages
+            schedule = choice.bind(num_stages=num_stages, num_microbatches=count, num_virtual_stages=virtual).full
             if schedule in seen:
-                left_out[name] = f"here the same as {seen[seen.index(schedule)].name}"
+                found.left_out[name] = f"here the same as {seen[seen.index(schedule)].name}"
                 continue
             seen.append(schedule)
-            plans[name], simulations[name] = next(ranked_plans(costs, [schedule], machine, state_bytes))
-        except (NothingToCutError, ScheduleError) as error:
-            left_out[name] = str(error)
-            failure = failure or error
+            found.plans[name] = next(ranked_plans(costs, [schedule], machine, state_bytes))
         except ValueError as error:
-            left_out[name] = str(error)
-            failure = error
-    if not plans:
-        assert failure is not None
+            found.left_out[name] = str(error)
+            # That the model does not fit says more than that a schedule cannot have these counts.
+            if failure is None or not isinstance(error, (NothingToCutError, ScheduleError)):
+                failure = error
+    if failure is not None and not found.plans:
         raise failure
-    plans = dict(sorted(plans.items(), key=lambda item: item[1].step_seconds))
-    numbers = sum(parameter.numel() for parameter in module.parameters())
-    return OfflinePlans(type(module).__name__, numbers, batch_size(batch) or 1, plans, simulations, left_out)
+    found.plans = dict(sorted(found.plans.items(), key=lambda item: item[1][0].step_seconds))
+    return found
 
 
 def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timeline, *, speed: DeviceSpeed) -> Rebalance:
     """Which modules of a script's model to move to other stages, by the timeline of a run of it.
 
     Raises:
-        ValueError: the timeline is of another cut than the script's, or of no run.
+        ValueError: the timeline is of another cut than the script's, or not of a run.
     """
     if len(timeline) > 1 and not any(action.kind is Kind.SEND_F for row in timeline for action, _, _ in row):
         raise ValueError(
@@ -162,13 +156,13 @@ def _optimizers(made: ScriptRun) -> list[Optimizer]:
 
 @dataclass
 class ScriptRun:
-    """What a script came to `Trainer.fit` with.
+    """The arguments with which a script calls `Trainer.fit`.
 
     Attributes:
-        module: built, with its parameters on the meta device.
+        module: with its parameters on the meta device.
         trainer: on the CPU, whatever the script asks for.
         strategy: the script's own, if it is a pipeline.
-        loader: what the training batches come from.
+        loader: the source of the training batches.
     """
 
     module: LightningModule
@@ -177,20 +171,20 @@ class ScriptRun:
     loader: Any
 
     def first_batch(self) -> Any:
-        """As the script would get it."""
+        """The first training batch that the script would get."""
         loader = self.loader.train_dataloader() if hasattr(self.loader, "train_dataloader") else self.loader
         return next(iter(loader))
 
 
 class _Fitting(BaseException):
-    """Ends the script. No Exception, so that no handler of the script's catches it."""
+    """Ends the script. It is no Exception, so that the script's handlers do not catch it."""
 
 
 def rehearse_script(path: Path, arguments: Sequence[str]) -> ScriptRun:
     """Run `path` as ``python path arguments...`` does, until it calls `Trainer.fit`.
 
-    Parameters are moved to the meta device as modules register them, so a model takes no more memory than its largest
-    one, and what initialises them afterwards has nothing to do.
+    Parameters are moved to the meta device as modules register them, so a model needs no more memory than its largest
+    one, and initialising them takes no time.
 
     Raises:
         ValueError: the script ends without that call.
@@ -224,7 +218,7 @@ def rehearse_script(path: Path, arguments: Sequence[str]) -> ScriptRun:
 
 @contextmanager
 def _without_devices(found: list[ScriptRun]) -> Iterator[None]:
-    """Trainers are on one CPU device, and end the script in `fit`."""
+    """While entered, Trainers use one CPU device, and `fit` ends the script."""
     plain_init = Trainer.__init__
     strategies: dict[int, Any] = {}
 
@@ -250,9 +244,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta and not nn.parameter.is_lazy(param):
-            if id(param) not in meta:  # one that is tied stays so
+            if id(param) not in meta:  # tied parameters stay tied
                 empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-                param.data = param.data.new_empty(0)  # the id must not be given out again, but the memory may
+                param.data = param.data.new_empty(0)  # frees the memory; the object stays, as its id is the key
                 meta[id(param)] = (param, empty)
             param = meta[id(param)][1]
         plain(self, name, param)
