@@ -1,8 +1,8 @@
-"""Schedules as data: what each rank computes, sends and receives, and in which order.
+"""Schedules as values: what each rank computes, sends and receives, and in which order.
 
-A builder writes compute actions, :func:`lower` adds the communication, :func:`check` proves the result, and
-:func:`simulate` tells its times, :func:`render`, :func:`save_picture` and :func:`save_chrome_trace` show it. Standard
-library only; pictures need matplotlib.
+A builder makes a schedule of compute actions, :func:`check` proves that it is sound, and :func:`lower` adds the
+communication. :func:`simulate` computes its times, and :func:`render`, :func:`save_picture` and
+:func:`save_chrome_trace` show them. Everything here needs the standard library only, and pictures matplotlib.
 """
 
 from lightning_pipeline.schedules.builders import (

@@ -84,7 +84,7 @@ def _check_own_order(schedule: Schedule) -> None:
 
 
 def _missing(schedule: Schedule, action: Action) -> ScheduleError:
-    """The error for an action that is nowhere, shown at the end of the rank that lacks it."""
+    """The error for a missing action, shown at the end of the rank that lacks it."""
     rank = schedule.placement[action.stage]
     orders = [(*order, action) if r == rank else order for r, order in enumerate(schedule.orders)]
     shown = replace(schedule, orders=tuple(orders))
