@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -35,12 +35,20 @@ def errors_without_traceback(*others: type[Exception]) -> Iterator[None]:
     raise typer.Exit(2)
 
 
-def bare_table() -> Table:
-    """A table without columns yet, whose only line is the one under its head."""
+def bare_table(*headers: str, right: Sequence[str] = ()) -> Table:
+    """A table whose only line is the one under its head.
+
+    Args:
+        headers: of the first columns.
+        right: headers of the columns after these, which are aligned to the right.
+    """
     from rich import box
     from rich.table import Table
 
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = Table(*headers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for header in right:
+        table.add_column(header, justify="right")
+    return table
 
 
 def wide_console() -> Console:

@@ -1,4 +1,4 @@
-"""`lightning-pipeline plan`: where to cut a model, and what to expect, before there is a device."""
+"""`lightning-pipeline plan`: where to cut a model, and what to expect, without devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_pipeline.strategy.offline_plan import OfflinePlans
 
 _LAUNCH_S = 5e-6
-"""What any operation takes at least."""
+"""The least time of any operation."""
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -139,10 +139,7 @@ def _show(plans: OfflinePlans) -> None:
     from lightning_pipeline.planning.plan import print_plan, size
 
     best, _ = next(iter(plans.plans.values()))
-    table = bare_table()
-    table.add_column("schedule")
-    for header in ("virtual stages", "step", "bubble", "peak memory by rank"):
-        table.add_column(header, justify="right")
+    table = bare_table("schedule", right=("virtual stages", "step", "bubble", "peak memory by rank"))
     for name, (made, _) in plans.plans.items():
         virtual = len(made.stages) // made.num_stages
         peaks = " ".join(map(size, made.peak_bytes))

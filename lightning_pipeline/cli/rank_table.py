@@ -24,7 +24,7 @@ from lightning_pipeline.cli.common import CommandError, bare_table, errors_witho
 from lightning_pipeline.schedules.validation import read_text
 
 MAX_DEVICES = 4096
-"""Of a server."""
+"""Devices of a server."""
 MAX_CONF_BYTES = 2**20
 
 app = typer.Typer(
@@ -68,11 +68,11 @@ def check(file: File, stages: Stages = None, generation: Machine = None) -> None
     with errors_without_traceback(RankTableError):
         table = read_rank_table(file)
         findings = _findings(table, generation)
-        # Placed as they are numbered, which has a meaning only where the numbers have.
-        if stages is not None and not _errors(findings):
+        # Stages are placed by rank numbers, which are meaningless in a table with errors.
+        if stages is not None and not _has_errors(findings):
             findings += check_placement(table, stages)
         _print_ranks(table)
-        if stages is not None and not _errors(findings):
+        if stages is not None and not _has_errors(findings):
             _print_stages(table, stages)
         _report(findings)
     servers = f"{len(table.servers)} server{'s' * (len(table.servers) > 1)}"
@@ -153,11 +153,11 @@ def _finish(
     *,
     force: bool,
 ) -> None:
-    """Check the table and write it; nothing is written of one that cannot be used."""
+    """Check the table and write it, unless it has errors."""
     if output is not None and os.path.lexists(output) and not force:
         raise CommandError(f"{output} exists: choose another --output, or replace it with --force")
     findings = _findings(table, generation)
-    if stages is not None and not _errors(findings):
+    if stages is not None and not _has_errors(findings):
         findings += check_placement(table, stages)
     lost = lost_in(table, to.value)
     if lost:
@@ -178,19 +178,15 @@ def _findings(table: RankTable, generation: Generation | None) -> list[RuleViola
     return check_rank_table(table, None if generation is None else generation.value)
 
 
-def _errors(findings: Sequence[RuleViolation]) -> list[RuleViolation]:
-    return [finding for finding in findings if finding.is_error]
+def _has_errors(findings: Sequence[RuleViolation]) -> bool:
+    return any(finding.is_error for finding in findings)
 
 
 def _report(findings: Sequence[RuleViolation]) -> None:
     """Print warnings, then errors; with errors the command ends."""
-    errors = _errors(findings)
-    for finding in findings:
-        if not finding.is_error:
-            typer.echo(f"Warning: {finding}", err=True)
-    for finding in errors:
-        typer.echo(f"Error: {finding}", err=True)
-    if errors:
+    for finding in sorted(findings, key=lambda finding: finding.is_error):
+        typer.echo(f"{'Error' if finding.is_error else 'Warning'}: {finding}", err=True)
+    if _has_errors(findings):
         raise typer.Exit(2)
 
 
@@ -214,7 +210,7 @@ def _server(text: str, device_ids: list[int]) -> Server:
 
 
 def _hccn_addresses(path: Path, device_ids: list[int]) -> dict[int, str]:
-    """What a server's /etc/hccn.conf says: ``address_0=192.168.1.1`` and so on."""
+    """The addresses in a server's /etc/hccn.conf: ``address_0=192.168.1.1`` and so on."""
     try:
         text = read_text(path, kind="an hccn.conf", most=MAX_CONF_BYTES)
     except ValueError as error:
@@ -228,7 +224,7 @@ def _hccn_addresses(path: Path, device_ids: list[int]) -> dict[int, str]:
 
 
 def _numbers(text: str) -> list[int]:
-    """``"0-3,6"`` as numbers."""
+    """Parse ``"0-3,6"``."""
     numbers: list[int] = []
     try:
         for part in text.split(","):
@@ -258,7 +254,7 @@ def _chosen(table: RankTable, server_id: str | None) -> Server:
     return table.servers[names.index(server_id)]
 
 
-# -- tables for the eye -----------------------------------------------------------------------------------------------
+# -- printed tables ---------------------------------------------------------------------------------------------------
 
 
 def _print_ranks(table: RankTable) -> None:
@@ -289,10 +285,8 @@ def _print_stages(table: RankTable, num_stages: int) -> None:
 def _print(headers: list[str], rows: list[list[str]]) -> None:
     from rich.markup import escape
 
-    shown = bare_table()
-    for header in headers:
-        shown.add_column(header)
+    table = bare_table(*headers)
     for row in rows:
-        shown.add_row(*map(escape, row))
-    wide_console().print(shown)
+        table.add_row(*map(escape, row))
+    wide_console().print(table)
     typer.echo()

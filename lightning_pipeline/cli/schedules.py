@@ -167,25 +167,23 @@ def _figures(schedule: Schedule, costs: Costs) -> dict[str, Any]:
 
 def _print_table(rows: list[dict[str, Any]], costs: Costs) -> None:
     counts = {f"{row['num_ranks']} ranks, {row['num_microbatches']} micro-batches" for row in rows}
-    table = bare_table()
-    table.add_column("\nschedule", no_wrap=True)
-    for header in ("\nranks", "micro-\nbatches") if len(counts) > 1 else ():
-        table.add_column(header, justify="right")
-    for header in ("virtual\nstages", "step\ntime", "\nbubble"):
-        table.add_column(header, justify="right")
+    has_several_counts = len(counts) > 1
+    right = ["\nranks", "micro-\nbatches"] * has_several_counts + ["virtual\nstages", "step\ntime", "\nbubble"]
+    table = bare_table("\nschedule", right=right)
+    table.columns[0].no_wrap = True
     table.add_column("activations\nby rank")
     table.add_column("the same in\nmicro-batches")
     for row in rows:
         table.add_row(
             row["schedule"],
-            *([str(row["num_ranks"]), str(row["num_microbatches"])] if len(counts) > 1 else []),
+            *([str(row["num_ranks"]), str(row["num_microbatches"])] * has_several_counts),
             f"{row['num_virtual_stages']:g}",
             f"{row['makespan']:.5g}",
             f"{row['bubble']:.1%}",
             " ".join(map(str, row["peak_live"])),
             " ".join(f"{peak:.3g}" for peak in row["peak_microbatches"]),
         )
-    typer.echo(f"{counts.pop()}; {costs}\n" if len(counts) == 1 else f"{costs}\n")
+    typer.echo(f"{costs}\n" if has_several_counts else f"{counts.pop()}; {costs}\n")
     wide_console().print(table)
 
 
