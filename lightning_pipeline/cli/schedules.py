@@ -77,7 +77,7 @@ def simulate(
 ) -> None:
     """Compare schedules: time of a step, bubble, and how many virtual stages' activations each rank holds at most."""
     with errors_without_traceback():
-        costs = Costs.parse(forward, input_grad, weight_grad, transfer)
+        costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
         left_out: dict[str, str] = {}
         if schedules:
             chosen = [_choose(name, ranks, microbatches, virtual_stages, falls_back=True) for name in schedules]
@@ -117,7 +117,7 @@ def draw(
 ) -> None:
     """Draw a schedule: a row for each rank, time to the right. Text and CSV have a slot for each action."""
     with errors_without_traceback():
-        costs = Costs.parse(forward, input_grad, weight_grad, transfer)
+        costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
         chosen = _choose(schedule, ranks, microbatches, virtual_stages)
         simulation = costs.simulate(chosen)
         several = chosen.num_stages > chosen.num_ranks
@@ -149,7 +149,7 @@ def draw(
         typer.echo(f"{title_and_bubble}: {output}")
 
 
-def _figures(schedule: Schedule, costs: Costs) -> dict[str, Any]:
+def _figures(schedule: Schedule, costs: CostOptions) -> dict[str, Any]:
     """A schedule's results as they are printed in JSON; `peak_microbatches` counts all of a rank's virtual stages."""
     simulation = costs.simulate(schedule)
     virtual = _virtual_stages_of(schedule)
@@ -165,7 +165,7 @@ def _figures(schedule: Schedule, costs: Costs) -> dict[str, Any]:
     }
 
 
-def _print_table(rows: list[dict[str, Any]], costs: Costs) -> None:
+def _print_table(rows: list[dict[str, Any]], costs: CostOptions) -> None:
     counts = {f"{row['num_ranks']} ranks, {row['num_microbatches']} micro-batches" for row in rows}
     has_several_counts = len(counts) > 1
     right = ["\nranks", "micro-\nbatches"] * has_several_counts + ["virtual\nstages", "step\ntime", "\nbubble"]
@@ -246,7 +246,7 @@ def _virtual_stages_of(schedule: Schedule) -> float:
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostOptions:
     """Times of a rank's share of the model for one micro-batch.
 
     Attributes:
@@ -259,7 +259,7 @@ class Costs:
     transfer: float
 
     @classmethod
-    def parse(cls, forward: str, input_grad: str, weight_grad: str, transfer: float) -> Costs:
+    def parse(cls, forward: str, input_grad: str, weight_grad: str, transfer: float) -> CostOptions:
         """Read the options.
 
         Raises:
