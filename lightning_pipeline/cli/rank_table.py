@@ -67,10 +67,7 @@ def check(file: File, stages: Stages = None, generation: Machine = None) -> None
     """Check a rank table, and show where its ranks and the stages of a pipeline sit."""
     with errors_without_traceback(RankTableError):
         table = read_rank_table(file)
-        findings = _findings(table, generation)
-        # Stages are placed by rank numbers, which are meaningless in a table with errors.
-        if stages is not None and not _has_errors(findings):
-            findings += check_placement(table, stages)
+        findings = _findings(table, generation, stages)
         _print_ranks(table)
         if stages is not None and not _has_errors(findings):
             _print_stages(table, stages)
@@ -138,7 +135,7 @@ def processes(
     """Print the variables of each process of a server, a line for each: `env $LINE python train.py` starts one."""
     with errors_without_traceback(RankTableError):
         table = read_rank_table(file)
-        _report(_findings(table, None))
+        _report(_findings(table, None, None))
         chosen = _chosen(table, server)
     for device in chosen.devices:
         typer.echo(f"RANK_ID={device.rank} RANK_SIZE={len(table)} DEVICE_ID={device.device_id}")
@@ -156,9 +153,7 @@ def _finish(
     """Check the table and write it, unless it has errors."""
     if output is not None and os.path.lexists(output) and not force:
         raise CommandError(f"{output} exists: choose another --output, or replace it with --force")
-    findings = _findings(table, generation)
-    if stages is not None and not _has_errors(findings):
-        findings += check_placement(table, stages)
+    findings = _findings(table, generation, stages)
     lost = lost_in(table, to.value)
     if lost:
         typer.echo(f"Warning: {to.value} has no place for {', '.join(lost)}: left out", err=True)
@@ -174,8 +169,12 @@ def _finish(
     typer.echo(f"Wrote {output} ({to.value}).")
 
 
-def _findings(table: RankTable, generation: Generation | None) -> list[RuleViolation]:
-    return check_rank_table(table, None if generation is None else generation.value)
+def _findings(table: RankTable, generation: Generation | None, stages: int | None) -> list[RuleViolation]:
+    findings = check_rank_table(table, None if generation is None else generation.value)
+    # Stages are placed by rank numbers, which are meaningless in a table with errors.
+    if stages is not None and not _has_errors(findings):
+        findings += check_placement(table, stages)
+    return findings
 
 
 def _has_errors(findings: Sequence[RuleViolation]) -> bool:
