@@ -84,7 +84,9 @@ class Machine:
         speeds: relative speed of each rank, 1 for one on which the segments take their times; empty for equal ranks.
         bytes_per_second: of a link between two ranks.
         latency: seconds of any transfer.
-        overhead: seconds that any forward or backward of a stage takes beside its segments, for messages and Python.
+        overhead: seconds that any forward or backward of a stage takes beside its segments.
+        message: seconds that a rank spends on any value that it sends or receives.
+        byte: seconds that it spends on each byte of them.
         replicas: pipelines that sum their gradients at the end of the step.
         receives_ahead: micro-batches whose values, and gradients, a rank allocates before they are needed.
         sends_underway: values, and gradients, that a rank may have sent and cannot free yet.
@@ -95,6 +97,8 @@ class Machine:
     bytes_per_second: float = float("inf")
     latency: float = 0.0
     overhead: float = 0.0
+    message: float = 0.0
+    byte: float = 0.0
     replicas: int = 1
     receives_ahead: int = 0
     sends_underway: int = 0
@@ -190,12 +194,15 @@ class Evaluator:
         if cuts in self.plans:
             return self.plans[cuts]
         machine, num_ranks = self.machine, self.schedule.num_ranks
-        bounds = (0, *cuts, len(self.segments))
-        stages = [join(self.segments[a:b]) for a, b in pairwise(bounds)]
-        forward, backward = (
-            [self.work(totals, stage, a, b) for stage, (a, b) in enumerate(pairwise(bounds))]
-            for totals in (self.forward, self.backward)
-        )
+        stages = [join(self.segments[a:b]) for a, b in pairwise((0, *cuts, len(self.segments)))]
+        forward, backward = [], []
+        for number, (rank, stage) in enumerate(zip(self.placement, stages, strict=True)):
+            # A stage receives before its first segment, and sends before the next stage's.
+            boundaries = [stages[other] for other in (number, number + 1) if 0 < other < len(stages)]
+            fixed = machine.overhead + sum(machine.message * s.messages for s in boundaries)
+            speed = machine.speed(rank)
+            forward.append(stage.forward / speed + fixed + sum(machine.byte * s.received for s in boundaries))
+            backward.append(stage.backward / speed + fixed + sum(machine.byte * s.returned for s in boundaries))
         halves = [seconds / 2 for seconds in backward]  # of a split backward; their shares are unknown
         transfers = [machine.transfer(stage) for stage in stages[1:]]
         simulation = simulate(self.schedule, forward, halves, halves, transfers)

@@ -277,7 +277,7 @@ class Partitioner:
 
     def _measure_what_stages_cost(self, transport: Transport) -> None:
         link = measure_link(transport, self._device)
-        own = measure_overhead(transport, self._device)
+        own = measure_overhead(transport, self._device, link.message if link is not None else 0.0)
         if link is not None:
             self._machine = replace(self._machine, **asdict(link), overhead=own)
 

@@ -13,13 +13,13 @@ from lightning_pipeline.runtime.transport import Transport
 from tests.runtime.test_transport import run
 
 
-def test_it_is_that_of_visits() -> None:
+def test_it_is_that_of_visits_and_messages() -> None:
     run(_visits_take_longer, stages=2)
 
 
 def _visits_take_longer(transport: Transport) -> None:
     with torch.inference_mode():  # as in a validation step before training
-        plain = measure_overhead(transport, transport.device)
+        plain = measure_overhead(transport, transport.device, message=0.0)
     assert 0 < plain < 0.2
 
     forward = Visit.forward
@@ -31,5 +31,8 @@ def _visits_take_longer(transport: Transport) -> None:
         forward(visit, microbatch)
 
     with mock.patch.object(Visit, "forward", slower):
-        slow = measure_overhead(transport, transport.device)
+        slow = measure_overhead(transport, transport.device, message=0.0)
         assert 1.5e-3 < slow - plain < 0.2
+        # A rank of two sends or receives two values of each micro-batch.
+        without_messages = measure_overhead(transport, transport.device, message=1e-3)
+        assert 0.3e-3 < slow - without_messages < 1.7e-3

@@ -64,6 +64,8 @@ def test_no_cut_is_faster(name: str, num_ranks: int, num_microbatches: int, num_
         speeds=[generator.choice((0.5, 1.0, 2.0)) for _ in range(num_ranks)] if seed % 2 else (),
         bytes_per_second=generator.choice((10.0, 1e9)),
         latency=generator.choice((0.0, 0.5)),
+        message=generator.choice((0.0, 0.1)),
+        byte=generator.choice((0.0, 0.01)),
         overhead=generator.choice((0.0, 0.3)),
         replicas=1 + seed % 3,
     )
@@ -100,10 +102,13 @@ def test_a_plan_says_what_the_schedule_does_with_it() -> None:
     assert plan.memory == [2 * (3 * 4.0 + 10.0), 1 * (4.0 + 10.0)]
 
 
-def test_actions_take_time_beside_the_model() -> None:
-    segments = [Segment(str(i), 1.0, 1.0) for i in range(3)]
-    spans = evaluate(segments, build("gpipe", 3, 3), (1, 2), Machine(overhead=0.25)).simulation.spans
-    assert {span.end - span.start for order in spans for span in order} == {1.25}
+def test_a_rank_spends_time_on_what_it_sends_and_receives() -> None:
+    segments = [Segment(str(i), 1.0, 1.0, received=8.0, returned=2.0, messages=3) for i in range(3)]
+    spans = evaluate(segments, build("gpipe", 3, 3), (1, 2), Machine(message=0.25, byte=0.5)).simulation.spans
+    forward, backward = 3 * 0.25 + 8 * 0.5, 3 * 0.25 + 2 * 0.5  # at each end of a stage
+    took = [[span.end - span.start for span in (order[0], order[-1])] for order in spans]
+    assert took[0] == [1 + forward, 1 + backward]
+    assert took[1] == [1 + 2 * forward, 1 + 2 * backward]
 
 
 def test_a_shared_parameter_is_held_once_by_each_rank() -> None:
