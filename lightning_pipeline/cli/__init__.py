@@ -1,7 +1,7 @@
 """The console command `lightning-pipeline`.
 
-A command is a function in a file of its own, added in `app`; a group of commands is a Typer application there. A module
-here imports what needs torch or Lightning inside its functions, so that the other commands start at once.
+A command is a function that `app` adds; a group of commands is a Typer application. Modules here import torch and
+Lightning inside of functions only, so that commands without them start at once.
 """
 
 from lightning_pipeline.cli.app import app

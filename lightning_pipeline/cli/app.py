@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_pipeline.cli import checkpoint, demo, draw, plan, rank_table, simulate
+from lightning_pipeline.cli import checkpoint, demo, plan, rank_table, schedules
 
 app = typer.Typer(
     name="lightning-pipeline",
@@ -19,24 +19,24 @@ app = typer.Typer(
 )
 
 
-def _tell_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"lightning-pipeline {version('lightning-pipeline')}")
         raise typer.Exit
 
 
 @app.callback()
 def options(
-    tell_version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit.")
+    print_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """What goes before a command."""
+    """Options before a command."""
 
 
 app.command()(demo.demo)
-app.command()(simulate.simulate)
-app.command()(draw.draw)
+app.command()(schedules.simulate)
+app.command()(schedules.draw)
 app.command()(plan.plan)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(rank_table.app, name="rank-table")

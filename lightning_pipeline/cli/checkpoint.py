@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_pipeline.cli.common import CommandError, told_to_the_user
+from lightning_pipeline.cli.common import CommandError, errors_without_traceback
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -34,7 +34,7 @@ def convert(
     ] = True,
 ) -> None:
     """Turn a checkpoint folder into one plain Lightning file, or a file into a folder. One process does it."""
-    with told_to_the_user():
+    with errors_without_traceback():
         if os.path.lexists(destination) and not force:
             raise CommandError(f"{destination} exists: choose another DESTINATION, or replace it with --force")
         if source.resolve() == destination.resolve():
@@ -42,7 +42,7 @@ def convert(
         from lightning_pipeline.checkpoint.folder import convert_checkpoint  # which takes torch
         from lightning_pipeline.checkpoint.torch_files import CheckpointError
 
-        with told_to_the_user(CheckpointError):
+        with errors_without_traceback(CheckpointError):
             tensors = convert_checkpoint(source, destination, weights_only=weights_only)
     from rich.filesize import decimal
 

@@ -1,14 +1,14 @@
-"""What the commands share: errors without a traceback, options and tables."""
+"""What the commands share: errors without a traceback, and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from lightning_pipeline.schedules import SCHEDULE_NAMES, ScheduleError
+from lightning_pipeline.schedules import ScheduleError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class CommandError(Exception):
-    """A request that cannot be met; the message names what was received and the way out."""
+    """A request that cannot be met; the message names what was given and the way out."""
 
 
 @contextmanager
-def told_to_the_user(*others: type[Exception]) -> Iterator[None]:
-    """Print faults in schedules, files and requests, and those of the other kinds given, and end with exit code 2."""
+def errors_without_traceback(*others: type[Exception]) -> Iterator[None]:
+    """Print errors in schedules, files and requests, and `others`, without a traceback, and end with exit code 2."""
     kinds: tuple[type[Exception], ...] = (CommandError, ScheduleError, ModuleNotFoundError, *others)
     try:
         yield
@@ -35,43 +35,24 @@ def told_to_the_user(*others: type[Exception]) -> Iterator[None]:
     raise typer.Exit(2)
 
 
-NAMES_HELP = f"{', '.join(SCHEDULE_NAMES)}; or a CSV file, which brings its own counts."
+def bare_table(*headers: str, right: Sequence[str] = ()) -> Table:
+    """A table whose only line is the one under its head.
 
-Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks that hold one copy of the model.")]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Micro-batches in one step.")]
-VirtualStages = Annotated[
-    int | None,
-    typer.Option(
-        "--virtual-stages",
-        "-v",
-        min=1,
-        show_default="2 for schedules made for several, else 1",
-        help="Virtual stages on each rank, where a schedule takes several.",
-    ),
-]
-Forward = Annotated[
-    str,
-    typer.Option(
-        metavar="TIME",
-        help="Time of a micro-batch's forward on a rank. Each of v virtual stages takes a v-th of it, which keeps "
-        "schedules comparable. Or a list such as 1,1,2: one for each of RANKS equal parts of the model.",
-    ),
-]
-InputGrad = Annotated[str, typer.Option(metavar="TIME", help="Likewise, of the gradients of the inputs.")]
-WeightGrad = Annotated[str, typer.Option(metavar="TIME", help="Likewise, of the gradients of the weights.")]
-Transfer = Annotated[float, typer.Option(min=0, metavar="TIME", help="Time until a value is on another rank.")]
-
-
-def bare_table() -> Table:
-    """A table without columns yet, and without lines but the one under its head."""
+    Args:
+        headers: of the first columns.
+        right: headers of the columns after these, which are aligned to the right.
+    """
     from rich import box
     from rich.table import Table
 
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = Table(*headers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for header in right:
+        table.add_column(header, justify="right")
+    return table
 
 
 def wide_console() -> Console:
-    """Standard output. Where it is no terminal there is no width at which anything has to be wrapped."""
+    """Standard output, so wide that nothing is wrapped where it is no terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)

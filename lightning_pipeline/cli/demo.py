@@ -27,13 +27,11 @@ def demo(
     """Train a small network on several CPU processes, and in one process: the losses are the same, bit for bit."""
     pipelined = _train(stages)
     if pipelined is None:
-        return  # of another rank: this process was started by the first one, with the same command
+        return  # this is another rank, which the first one has started with the same command
     alone = _train(1)
     assert alone is not None
     console = wide_console()
-    table = bare_table()
-    for head in ("step", f"loss on {stages} processes", "loss in one process"):
-        table.add_column(head, justify="right")
+    table = bare_table(right=("step", f"loss on {stages} processes", "loss in one process"))
     for step in (*range(0, _STEPS, _STEPS // 4), _STEPS - 1):
         table.add_row(str(step + 1), repr(pipelined[step]), repr(alone[step]))
     console.print(table)
@@ -57,7 +55,7 @@ def _train(num_stages: int) -> list[float] | None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
     class Spirals(LightningModule):
-        """Tells the arms of a spiral apart."""
+        """Classifies points by the arm of a spiral that they lie on."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""`lightning-pipeline plan`: where to cut a model, and what to expect, before there is a device."""
+"""`lightning-pipeline plan`: where to cut a model, and what to expect, without devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightning_pipeline.cli.common import CommandError, bare_table, told_to_the_user, wide_console
+from lightning_pipeline.cli.common import CommandError, bare_table, errors_without_traceback, wide_console
 from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.schedules import save_chrome_trace, save_picture
 from lightning_pipeline.schedules.timeline import Timeline, extent, load_chrome_trace
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_pipeline.strategy.offline_plan import OfflinePlans
 
 _LAUNCH_S = 5e-6
-"""What any operation takes at least."""
+"""The least time of any operation."""
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -90,7 +90,7 @@ def plan(
 
     The script builds its model without memory for its parameters, and its step runs on tensors without data.
     """
-    with told_to_the_user(ValueError):
+    with errors_without_traceback(ValueError):
         require_counts(stages, microbatches or 1, 1)
         _require_finite(device_tflops, device_gbps, link_gbps, link_latency)
         limits = [_bytes(part) for part in memory.split(",")] if memory else []
@@ -101,7 +101,7 @@ def plan(
             raise CommandError(f"cannot draw {draw}; its ending chooses the format: .svg, .png or .json")
         if draw is not None and from_timeline is not None:
             raise CommandError("--draw shows a new plan, and --from-timeline makes none: leave one of them out")
-        from lightning_pipeline.planning.trace import DeviceSpeed
+        from lightning_pipeline.planning.tracing import DeviceSpeed
         from lightning_pipeline.strategy.offline_plan import plan_on_paper, rebalance_on_paper
 
         speed = DeviceSpeed(device_tflops * 1e12, device_gbps * 1e9, _LAUNCH_S)
@@ -127,24 +127,20 @@ def plan(
             ),
         )
         _show(plans)
-        name, best = next(iter(plans.plans.items()))
-        spans = plans.simulations[name].spans
-        typer.echo(f"\n{name}\n{_drawn(spans)}")
+        name, (best, simulation) = next(iter(plans.plans.items()))
+        typer.echo(f"\n{name}\n{_drawn(simulation.spans)}")
         if output is not None:
             typer.echo(f"\nwritten: {best.save(output)}")
         if draw is not None:
-            _draw(spans, draw, name)
+            _draw(simulation.spans, draw, name)
 
 
 def _show(plans: OfflinePlans) -> None:
     from lightning_pipeline.planning.plan import print_plan, size
 
-    best = next(iter(plans.plans.values()))
-    table = bare_table()
-    table.add_column("schedule")
-    for header in ("virtual stages", "step", "bubble", "peak memory by rank"):
-        table.add_column(header, justify="right")
-    for name, made in plans.plans.items():
+    best, _ = next(iter(plans.plans.values()))
+    table = bare_table("schedule", right=("virtual stages", "step", "bubble", "peak memory by rank"))
+    for name, (made, _) in plans.plans.items():
         virtual = len(made.stages) // made.num_stages
         peaks = " ".join(map(size, made.peak_bytes))
         table.add_row(name, str(virtual), f"{made.step_seconds * 1e3:.4g} ms", f"{made.bubble:.1%}", peaks)

@@ -29,11 +29,11 @@ from lightning_pipeline.accelerators.rank_table_rules import (
     renumber,
     replicas_by_server,
 )
-from lightning_pipeline.cli.common import CommandError, bare_table, told_to_the_user, wide_console
+from lightning_pipeline.cli.common import CommandError, bare_table, errors_without_traceback, wide_console
 from lightning_pipeline.schedules.validation import read_text
 
 MAX_DEVICES = 4096
-"""Of a server."""
+"""Devices of a server."""
 MAX_CONF_BYTES = 2**20
 
 app = typer.Typer(
@@ -55,7 +55,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the file that --ou
 @app.command()
 def check(file: File, stages: Stages = None, generation: Machine = None) -> None:
     """Check a rank table, and show where its ranks and the stages of a pipeline sit."""
-    with told_to_the_user(RankTableError):
+    with errors_without_traceback(RankTableError):
         table = read_rank_table(file)
         findings = check_rank_table(table, generation)
         # Stages are placed by rank, which means nothing while the ranks are wrong.
@@ -88,7 +88,7 @@ def make(
     force: Force = False,
 ) -> None:
     """Make a rank table: ranks go through the servers in the order of their ids, and there through the devices."""
-    with told_to_the_user(RankTableError):
+    with errors_without_traceback(RankTableError):
         ids = _numbers(devices)
         ranks = [rank for text in servers for rank in _ranks_of(text, ids)]
         _write(renumber(RankTable(tuple(ranks))), to, output, force=force)
@@ -105,7 +105,7 @@ def convert(
     force: Force = False,
 ) -> None:
     """Write a rank table in another format, with other ranks, or both."""
-    with told_to_the_user(RankTableError):
+    with errors_without_traceback(RankTableError):
         table = read_rank_table(file)
         _write(renumber(table) if renumbered else table, to or table.format, output, force=force)
 
@@ -121,7 +121,7 @@ def processes(
     ] = None,
 ) -> None:
     """Print the variables of each process of a server, a line for each: `env $LINE python train.py` starts one."""
-    with told_to_the_user(RankTableError):
+    with errors_without_traceback(RankTableError):
         table = read_rank_table(file)
         _report(check_rank_table(table))
         ranks = table.servers[_server_of_processes(table, server)]
@@ -187,7 +187,7 @@ def _hccn_addresses(path: Path, device_ids: list[int]) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    """``"0-3,6"`` as numbers."""
+    """Parse ``"0-3,6"``."""
     numbers: list[int] = []
     try:
         for part in text.split(","):
@@ -215,7 +215,7 @@ def _server_of_processes(table: RankTable, server_id: str | None) -> str:
     raise CommandError(f"{which} an address or the name of this machine: choose one with --server ({', '.join(names)})")
 
 
-# -- tables for the eye -----------------------------------------------------------------------------------------------
+# -- printed tables ---------------------------------------------------------------------------------------------------
 
 
 def _print_ranks(table: RankTable) -> None:
@@ -244,10 +244,8 @@ def _spaced(ranks: Sequence[Rank]) -> str:
 def _print(headers: list[str], rows: list[list[str]]) -> None:
     from rich.markup import escape
 
-    shown = bare_table()
-    for header in headers:
-        shown.add_column(header)
+    table = bare_table(*headers)
     for row in rows:
-        shown.add_row(*map(escape, row))
-    wide_console().print(shown)
+        table.add_row(*map(escape, row))
+    wide_console().print(table)
     typer.echo()

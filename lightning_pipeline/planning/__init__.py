@@ -1,1 +1,1 @@
-"""Where to cut: traces, costs, the search for the fastest cut, and plans."""
+"""Where to cut: the profile of a step, the search for the fastest cut, and plans."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import build
 
 _SIZES = (16, 1 << 20)
-"""Numbers of four bytes: one message says the latency, the other what a byte adds."""
+"""Numbers of four bytes: one message shows the latency, the other what a byte adds."""
 _LINK_TIMES = (32, 8)
 """Messages of each size. Their mean counts: some take ten times as long as the fastest, until a thread wakes, and the
 stages of a run wait for these as well."""
@@ -67,7 +66,7 @@ def measure_link(transport: Transport | None, device: torch.device) -> Link | No
             if transport.stage == 0:
                 transport.send(value, 1, Channel.FORWARD)
                 arriving = transport.recv(meta, 1, Channel.BACKWARD)
-                if not is_cpu:  # which the wait would keep busy
+                if not is_cpu:  # waiting would keep the thread busy
                     own_times.append(clock() - own)
                 _wait(arriving)
             else:
@@ -90,7 +89,7 @@ def measure_link(transport: Transport | None, device: torch.device) -> Link | No
 
 
 def own_clock(device: torch.device) -> Callable[[], float]:
-    """Seconds in which this process had a core: on the CPU with Gloo's threads, which take them from the stages."""
+    """The time in which this process had a core: on the CPU with Gloo's threads, which take cores from the stages."""
     return time.process_time if device.type == "cpu" else time.thread_time
 
 
@@ -104,8 +103,8 @@ def _wait(arriving: PendingReceive | StagedReceive) -> torch.Tensor:
 _MICROBATCHES = 8
 _TIMES = 5
 _WIDTH, _SAMPLES = 384, 16
-"""Of layers that take about as long as their overhead, and half a megabyte of cache: a rank that finds it full of what
-others left there is slower than in a loop of its own."""
+"""Layers that take about as long as their overhead and fill half a megabyte of cache, so that stages find the cache as
+full of other data as in a run."""
 
 
 @torch.inference_mode(False)
@@ -113,7 +112,7 @@ others left there is slower than in a loop of its own."""
 def measure_overhead(transport: Transport, device: torch.device, message: float) -> float:
     """Seconds that each action of a schedule takes from a rank beside the model's work, without messages.
 
-    By a model of small layers, one on each rank: they take caches and cores from one another as they do in a run. All
+    Measured by a model of small layers, one on each rank, so that ranks compete for caches and cores as in a run. All
     ranks of the pipeline must call it.
 
     Args:
@@ -126,7 +125,7 @@ def measure_overhead(transport: Transport, device: torch.device, message: float)
 
 
 def _beyond_the_model(transport: Transport, device: torch.device) -> float:
-    """Seconds that a step takes from this rank, beyond its share of what it takes without stages."""
+    """Seconds of this rank that a step takes in stages, beyond its share of a step without stages."""
     num_stages = transport.num_stages
     module = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_stages)).to(device)
     stages = resolve(module, {str(stage): stage for stage in range(1, num_stages)}, num_stages)
@@ -152,22 +151,22 @@ def _beyond_the_model(transport: Transport, device: torch.device) -> float:
         kind="overhead", step=lambda state, batch: (None, step(batch)), loss_of=lambda state, loss: loss, seed=0
     )
 
-    def in_stages() -> None:
+    def run_in_stages() -> None:
         pipeline.run(work, list(microbatches) if transport.stage == 0 else None)
 
-    def plainly() -> None:
+    def run_alone() -> None:
         for microbatch in microbatches:
             step(microbatch).backward()
 
-    return _mean(in_stages, device) - _mean(plainly, device) / num_stages
+    return _mean(run_in_stages, device) - _mean(run_alone, device) / num_stages
 
 
 def _mean(run: Callable[[], None], device: torch.device) -> float:
     clock = own_clock(device)
-    run()  # finds out what there is to know
+    run()  # learns shapes
     times = []
     for _ in range(_TIMES):
         began = clock()
         run()
         times.append(clock() - began)
-    return statistics.fmean(times)
+    return fmean(times)

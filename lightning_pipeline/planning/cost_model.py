@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -16,7 +17,7 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a step between two places where it can be cut, on one micro-batch.
+    """A contiguous part of a step, with its costs for one micro-batch.
 
     Attributes:
         name: the module that begins it; empty for the step's beginning.
@@ -25,12 +26,13 @@ class Segment:
         received: bytes that a cut before it sends.
         returned: bytes of gradients that come back over that cut.
         kept: bytes kept for the backward.
-        forward_peak: the most bytes that its forward takes of a micro-batch, what it keeps included.
-        backward_peak: likewise its backward.
+        forward_peak: the most bytes that its forward needs for a micro-batch, including what it keeps.
+        backward_peak: likewise for its backward.
         state: bytes of each parameter it uses, with gradient and optimizer state. Segments that share one on a rank
             hold it once.
         flops: floating-point operations of forward and backward.
         messages: values that a cut before it sends.
+        last: of joined segments, the module that begins the last one.
     """
 
     name: str
@@ -44,23 +46,50 @@ class Segment:
     state: Mapping[str, float] = field(default_factory=dict)
     flops: float = 0.0
     messages: int = 0
+    last: str = ""
+
+
+def join(segments: Sequence[Segment]) -> Segment:
+    """Consecutive segments as one."""
+    first = segments[0]
+    kept_before = [0.0, *accumulate(s.kept for s in segments)]
+    return Segment(
+        name=first.name,
+        forward=sum(s.forward for s in segments),
+        backward=sum(s.backward for s in segments),
+        received=first.received,
+        returned=first.returned,
+        kept=kept_before[-1],
+        # What the earlier segments keep is still there when a later one reaches its peak, in both directions.
+        forward_peak=max(kept + s.forward_peak for kept, s in zip(kept_before, segments, strict=False)),
+        backward_peak=max(kept + s.backward_peak for kept, s in zip(kept_before, segments, strict=False)),
+        state={name: size for s in segments for name, size in s.state.items()},
+        flops=sum(s.flops for s in segments),
+        messages=first.messages,
+        last=segments[-1].name,
+    )
+
+
+def state_of(segments: Iterable[Segment]) -> float:
+    """Bytes of parameters, gradients and optimizer state; a parameter that several segments share counts once."""
+    return sum({name: size for segment in segments for name, size in segment.state.items()}.values())
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of one pipeline, in its order, and what is between them.
+    """The devices of one pipeline, in its order, and the links between them.
 
     Attributes:
-        memory: bytes of each rank; one number for all, None for no bound.
-        speeds: how fast each rank is, 1 for one on which the segments take their times; empty for equal ranks.
+        memory: bytes of each rank; one number for all, None for no limit.
+        speeds: relative speed of each rank, 1 for one on which the segments take their times; empty for equal ranks.
         bytes_per_second: of a link between two ranks.
         latency: seconds of any transfer.
         overhead: seconds that any forward or backward of a stage takes beside its segments.
         message: seconds that a rank spends on any value that it sends or receives.
         byte: seconds that it spends on each byte of them.
         replicas: pipelines that sum their gradients at the end of the step.
-        receives_ahead: micro-batches for whose values, and gradients, a rank makes room before they are needed.
-        sends_underway: values, and gradients, that a rank may have sent and cannot let go of yet.
+        receives_ahead: micro-batches whose values, and gradients, a rank allocates before they are needed.
+        sends_underway: values, and gradients, that a rank may have sent and cannot free yet.
     """
 
     memory: float | Sequence[float] | None = None
@@ -78,57 +107,62 @@ class Machine:
         return self.speeds[rank] if self.speeds else 1.0
 
     def limit(self, rank: int) -> float:
-        """Bytes that this rank has."""
+        """Bytes of memory on this rank."""
         if self.memory is None:
             return float("inf")
         return self.memory[rank] if isinstance(self.memory, Sequence) else self.memory
 
+    def transfer(self, after: Segment) -> float:
+        """Seconds that the values before a segment take to cross to another rank, in either direction."""
+        return self.latency + max(after.received, after.returned) / self.bytes_per_second
+
+    def reduction(self, state: float) -> float:
+        """Seconds of a ring all-reduce of gradients; a quarter of a parameter's bytes under AdamW is its gradient."""
+        return 2 * (self.replicas - 1) / self.replicas * state / 4 / self.bytes_per_second
+
+    def in_flight(self, starts: Sequence[Segment], ends: Sequence[Segment]) -> float:
+        """Bytes of the messages of a rank beside those that its stages work on; the largest stage counts.
+
+        Args:
+            starts: the segments before which the rank's stages receive.
+            ends: the segments before which they send.
+        """
+        arriving = max((s.received for s in starts), default=0.0) + max((s.returned for s in ends), default=0.0)
+        leaving = max((s.received / max(1, s.messages) for s in ends), default=0.0)
+        leaving += max((s.returned / max(1, s.messages) for s in starts), default=0.0)
+        return self.receives_ahead * arriving + self.sends_underway * leaving
+
 
 @dataclass(frozen=True)
 class Plan:
-    """A cut with what is expected of it.
+    """A simulated cut.
 
     Attributes:
         schedule: the schedule it is for.
         cuts: the first segment of each later virtual stage.
-        seconds: of a step, the sum of gradients over replicas included.
+        stages: the virtual stages, each as one segment.
+        seconds: of a step, including the sum of gradients over replicas.
         simulation: of the schedule.
         memory: peak bytes of each rank.
-        excess: bytes by which the fullest rank has too little; 0 if all fit.
+        excess: bytes that the fullest rank lacks; 0 if all fit.
         is_best: no other plan is faster; else the search ended before it was sure.
     """
 
     schedule: Schedule
     cuts: Cuts
+    stages: list[Segment]
     seconds: float
     simulation: Simulation
     memory: list[float]
     excess: float
     is_best: bool = False
 
-    def stages(self, num_segments: int) -> list[range]:
-        """The segments of each virtual stage."""
-        return [range(a, b) for a, b in pairwise((0, *self.cuts, num_segments))]
-
-
-def evaluate(segments: Sequence[Segment], schedule: Schedule, cuts: Cuts, machine: Machine | None = None) -> Plan:
-    """What is to be expected of a given cut."""
-    return Evaluator(segments, schedule, machine or Machine()).plan(tuple(cuts))
-
-
-def state_of(segments: Sequence[Segment]) -> float:
-    """Bytes of parameters, gradients and optimizer state; what several segments share counts once."""
-    state: dict[str, float] = {}
-    for segment in segments:
-        state.update(segment.state)
-    return sum(state.values())
-
 
 class Evaluator:
-    """Simulates cuts of one step under one schedule, and remembers what came of each.
+    """Simulates cuts of one step under one schedule, and remembers the results.
 
     Args:
-        schedule: with whole backwards or split ones; it says the number of virtual stages and where they are.
+        schedule: with whole or split backwards; it determines the number and placement of virtual stages.
 
     Raises:
         ScheduleError: fewer segments than virtual stages.
@@ -145,88 +179,56 @@ class Evaluator:
                 f"{len(self.segments)} segments cannot be cut into {self.num_stages} stages: use fewer, or give the "
                 f"step more places to cut at"
             )
-        self.forward = [0.0, *accumulate(s.forward for s in self.segments)]
-        self.backward = [0.0, *accumulate(s.backward for s in self.segments)]
-        self.kept = [0.0, *accumulate(s.kept for s in self.segments)]
-        users: dict[str, list[int]] = {}
-        for number, segment in enumerate(self.segments):
-            for name in segment.state:
-                users.setdefault(name, []).append(number)
-        self._shared = {name: numbers for name, numbers in users.items() if len(numbers) > 1}
-        self._own_state = [
-            0.0,
-            *accumulate(sum(size for name, size in s.state.items() if name not in self._shared) for s in self.segments),
-        ]
+        # Sums over segments before each one: bounds of many thousand cuts are computed from differences of these.
+        self.forward = _sums(s.forward for s in self.segments)
+        self.backward = _sums(s.backward for s in self.segments)
+        self.kept = _sums(s.kept for s in self.segments)
+        users = Counter(name for segment in self.segments for name in segment.state)
+        self.unshared_state = _sums(
+            sum(size for name, size in segment.state.items() if users[name] == 1) for segment in self.segments
+        )
         self.plans: dict[Cuts, Plan] = {}
 
     def plan(self, cuts: Cuts) -> Plan:
         """Simulate one cut."""
         if cuts in self.plans:
             return self.plans[cuts]
-        bounds = (0, *cuts, len(self.segments))
-        stages = list(enumerate(pairwise(bounds)))
-        forward = [self.work(self.forward, stage, a, b) for stage, (a, b) in stages]
-        backward = [self.work(self.backward, stage, a, b) for stage, (a, b) in stages]
-        transfer = [self.transfer(cut) for cut in cuts]
-        for stage, (a, b) in stages:
-            for crossing in (self.segments[cut] for cut in (a, b) if 0 < cut < len(self.segments)):
-                values = self.machine.message * crossing.messages
-                forward[stage] += values + self.machine.byte * crossing.received
-                backward[stage] += values + self.machine.byte * crossing.returned
-        # What a split backward's halves take is not known: half each.
-        halves = [seconds / 2 for seconds in backward]
-        simulation = simulate(self.schedule, forward, halves, halves, transfer)
-        memory = peak_bytes(self.schedule, *self._activations(bounds))
+        machine, num_ranks = self.machine, self.schedule.num_ranks
+        stages = [join(self.segments[a:b]) for a, b in pairwise((0, *cuts, len(self.segments)))]
+        forward, backward = [], []
+        for number, (rank, stage) in enumerate(zip(self.placement, stages, strict=True)):
+            # A stage receives before its first segment, and sends before the next stage's.
+            boundaries = [stages[other] for other in (number, number + 1) if 0 < other < len(stages)]
+            fixed = machine.overhead + sum(machine.message * s.messages for s in boundaries)
+            speed = machine.speed(rank)
+            forward.append(stage.forward / speed + fixed + sum(machine.byte * s.received for s in boundaries))
+            backward.append(stage.backward / speed + fixed + sum(machine.byte * s.returned for s in boundaries))
+        halves = [seconds / 2 for seconds in backward]  # of a split backward; their shares are unknown
+        transfers = [machine.transfer(stage) for stage in stages[1:]]
+        simulation = simulate(self.schedule, forward, halves, halves, transfers)
+        kept = [stage.kept + stage.received for stage in stages]
+        peaks = [
+            [max(held, stage.received + peak) for held, stage, peak in zip(kept, stages, of_stages, strict=True)]
+            for of_stages in ([s.forward_peak for s in stages], [s.backward_peak for s in stages])
+        ]
+        memory = peak_bytes(self.schedule, kept, *peaks)
         seconds = simulation.makespan
-        for rank in range(self.schedule.num_ranks):
-            state = self.state([(a, b) for stage, (a, b) in stages if self.placement[stage] == rank])
-            memory[rank] += state + self._on_the_way([part for stage, part in stages if self.placement[stage] == rank])
-            ends = simulation.spans[rank][-1].end if simulation.spans[rank] else 0.0
-            seconds = max(seconds, ends + self._reduction(state))
-        excess = max(max(0.0, used - self.machine.limit(rank)) for rank, used in enumerate(memory))
-        made = self.plans[cuts] = Plan(self.schedule, cuts, seconds, simulation, memory, excess)
-        return made
+        for rank in range(num_ranks):
+            own = [number for number, place in enumerate(self.placement) if place == rank]
+            state = state_of(stages[number] for number in own)
+            starts = [stages[number] for number in own if number > 0]
+            ends = [stages[number + 1] for number in own if number + 1 < len(stages)]
+            memory[rank] += state + machine.in_flight(starts, ends)
+            finished = simulation.spans[rank][-1].end if simulation.spans[rank] else 0.0
+            seconds = max(seconds, finished + machine.reduction(state))
+        excess = max(max(0.0, memory[rank] - machine.limit(rank)) for rank in range(num_ranks))
+        plan = self.plans[cuts] = Plan(self.schedule, cuts, stages, seconds, simulation, memory, excess)
+        return plan
 
     def work(self, totals: Sequence[float], stage: int, start: int, stop: int) -> float:
-        """Seconds of a row of segments on the rank of a stage; `totals` is `forward` or `backward`."""
+        """Seconds of consecutive segments on the rank of a stage; `totals` is `forward` or `backward`."""
         return (totals[stop] - totals[start]) / self.machine.speed(self.placement[stage]) + self.machine.overhead
 
-    def _activations(self, bounds: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
-        """Bytes that each stage keeps of a micro-batch, and the most that its forward and its backward take."""
-        kept, forward, backward = [], [], []
-        for a, b in pairwise(bounds):
-            received = self.segments[a].received
-            kept.append(self.kept[b] - self.kept[a] + received)
-            before = [received + self.kept[number] - self.kept[a] for number in range(a, b)]
-            segments = self.segments[a:b]
-            forward.append(max(kept[-1], *(x + s.forward_peak for x, s in zip(before, segments, strict=True))))
-            backward.append(max(kept[-1], *(x + s.backward_peak for x, s in zip(before, segments, strict=True))))
-        return kept, forward, backward
 
-    def _on_the_way(self, parts: Sequence[tuple[int, int]]) -> float:
-        """Bytes of what a rank's stages send and receive beside what they work on, whichever of them is the largest."""
-        starts = [self.segments[start] for start, _ in parts if start]
-        ends = [self.segments[stop] for _, stop in parts if stop < len(self.segments)]
-        arriving = max((s.received for s in starts), default=0.0) + max((s.returned for s in ends), default=0.0)
-        leaving = max((s.received / max(1, s.messages) for s in ends), default=0.0)
-        leaving += max((s.returned / max(1, s.messages) for s in starts), default=0.0)
-        return self.machine.receives_ahead * arriving + self.machine.sends_underway * leaving
-
-    def state(self, parts: Sequence[tuple[int, int]]) -> float:
-        """Bytes of parameters, gradients and optimizer state of rows of segments on one rank."""
-        total = sum(self._own_state[stop] - self._own_state[start] for start, stop in parts)
-        for name, numbers in self._shared.items():
-            if any(start <= number < stop for start, stop in parts for number in numbers):
-                total += self.segments[numbers[0]].state[name]
-        return total
-
-    def transfer(self, cut: int) -> float:
-        """Seconds that what crosses a cut takes, either way."""
-        segment = self.segments[cut]
-        size = max(segment.received, segment.returned)
-        return self.machine.latency + size / self.machine.bytes_per_second
-
-    def _reduction(self, state: float) -> float:
-        """Of gradients in a ring; a fourth of what AdamW's parameters take is their gradients."""
-        replicas = self.machine.replicas
-        return 2 * (replicas - 1) / replicas * state / 4 / self.machine.bytes_per_second
+def _sums(amounts: Iterable[float]) -> list[float]:
+    return [0.0, *accumulate(amounts)]

@@ -1,4 +1,4 @@
-"""Running a step under observation, call by call, without leaving a trace on the module."""
+"""Runs a step under observation, call by call, without changing the module."""
 
 from __future__ import annotations
 
@@ -21,76 +21,67 @@ Step = Callable[[Any], Tensor | None]
 """Runs the user's step on a micro-batch and returns the loss that backward starts from; None without a backward."""
 
 
-@contextmanager
-def gradients_apart(root: nn.Module) -> Iterator[None]:
-    """While entered, ``.grad`` of each parameter is a tensor of zeros, to which backwards add, as all but the first of
-    a step's micro-batches do. Afterwards it is what it was. Hooks that wait for a gradient are not called."""
-    parameters = [parameter for parameter in root.parameters() if parameter.requires_grad]
-    before = [(parameter, parameter.grad, parameter._post_accumulate_grad_hooks) for parameter in parameters]
-    hooks = [(own, dict(own)) for _, _, own in before if own]
-    for own, _ in hooks:
-        own.clear()
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    try:
-        yield
-    finally:
-        for parameter, gradient, _ in before:
-            parameter.grad = gradient
-        for own, content in hooks:
-            own.update(content)
-
-
-def run_backward(loss: Tensor | None, sequence: list[int], reached: Callable[[int], None]) -> None:
-    """Backward from `loss`.
-
-    Autograd runs nodes in the reverse order of their making, so the backwards of positions follow one another.
+def run_by_position(
+    root: nn.Module,
+    step: Step,
+    batch: Any,
+    *,
+    begin: Callable[[str, Any], None],
+    begin_backward: Callable[[int], None],
+    end: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a step and its backward, and report each position as it begins (see `profile`).
 
     Args:
-        sequence: number of the next autograd node at the beginning of each position.
-        reached: called with the position whose backward begins.
+        begin: called with the module's name and its arguments when a position begins in the forward.
+        begin_backward: called with the number of the position whose backward begins.
+        end: called when a module's call ends.
     """
-    if loss is None or loss.grad_fn is None:
-        return
-    first: dict[int, tuple[int, Any]] = {}
+    is_forward = True
+    sequence = [torch.autograd._get_sequence_nr()]  # of the first autograd node that each position may make
+
+    def call(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not is_forward:  # activation checkpointing computes it again, which belongs to the backward around it
+            return forward(*args, **kwargs)
+        begin(name, (args, kwargs))
+        sequence.append(torch.autograd._get_sequence_nr())
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            end()
+
+    with called_through(root, call), _without_reentrant_checkpoints():
+        loss = step(batch)
+        is_forward = False
+        if loss is not None and loss.grad_fn is not None:
+            _run_backward(loss, sequence, begin_backward)
+
+
+def _run_backward(loss: Tensor, sequence: list[int], begin: Callable[[int], None]) -> None:
+    """Autograd runs nodes in the reverse order of their making, so each position's backward begins with the last node
+    that its forward has made."""
+    last: dict[int, tuple[int, Any]] = {}
     seen = {loss.grad_fn}
     todo = [loss.grad_fn]
     while todo:
         node = todo.pop()
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-        number = node._sequence_nr()
-        if number < (1 << 62):  # those of AccumulateGrad are beyond all others
+        unseen = {following for following, _ in node.next_functions} - seen - {None}  # type: ignore[union-attr]
+        seen |= unseen
+        todo += unseen
+        number = node._sequence_nr()  # type: ignore[union-attr]
+        if number < (1 << 62):  # AccumulateGrad nodes have numbers beyond all others
             position = bisect_right(sequence, number) - 1
-            if position not in first or first[position][0] < number:
-                first[position] = (number, node)
+            if position not in last or last[position][0] < number:
+                last[position] = (number, node)
     handles = [
-        node.register_prehook(lambda gradients, position=position: reached(position))
-        for position, (_, node) in first.items()
+        node.register_prehook(lambda gradients, position=position: begin(position))
+        for position, (_, node) in last.items()
     ]
     try:
         torch.autograd.backward(loss)
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def called_through(root: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """While entered, the forward of each submodule runs as ``call(name, forward, args, kwargs)``, and none compiled."""
-
-    def through(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: call(name, forward, args, kwargs)
-
-    with overridden() as override:
-        for name, module in root.named_modules():
-            if is_compiled(module):
-                override(module, *uncompiled(module))
-            if name and not isinstance(module, torch.jit.ScriptModule) and has_forward(module):
-                override(module, "forward", through(name, module.forward))
-        yield
 
 
 def called_names(root: nn.Module, step: Step, batch: Any) -> set[str]:
@@ -107,19 +98,55 @@ def called_names(root: nn.Module, step: Step, batch: Any) -> set[str]:
 
 
 @contextmanager
-def without_reentrant() -> Iterator[None]:
-    """While entered, checkpointed parts of the reentrant kind are recomputed as the other kind's are.
+def called_through(root: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """While entered, the forward of each submodule runs as ``call(name, forward, args, kwargs)``, never compiled."""
+
+    def through(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: call(name, forward, args, kwargs)
+
+    with overridden() as override:
+        for name, module in root.named_modules():
+            if is_compiled(module):
+                override(module, *uncompiled(module))
+            if name and not isinstance(module, torch.jit.ScriptModule) and has_forward(module):
+                override(module, "forward", through(name, module.forward))
+        yield
+
+
+@contextmanager
+def gradients_apart(root: nn.Module) -> Iterator[None]:
+    """While entered, each parameter's ``.grad`` is a tensor of zeros to which backwards add, as all but the first
+    micro-batch of a step do. Afterwards it is what it was. Hooks that wait for a gradient are not called."""
+    parameters = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in parameters]
+    hooks = [(own, dict(own)) for parameter in parameters if (own := parameter._post_accumulate_grad_hooks)]
+    for own, _ in hooks:
+        own.clear()
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for own, content in hooks:
+            own.update(content)
+
+
+@contextmanager
+def _without_reentrant_checkpoints() -> Iterator[None]:
+    """While entered, reentrant activation checkpoints are computed as the other kind.
 
     In a pipeline each leaf inside of them is checkpointed by itself, and their backward is not one node.
     """
     reentrant = torch_checkpoint.CheckpointFunction
 
-    class AsTheOtherKind:
+    class NonReentrant:
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-    torch_checkpoint.CheckpointFunction = AsTheOtherKind  # type: ignore[assignment,misc]
+    torch_checkpoint.CheckpointFunction = NonReentrant  # type: ignore[assignment,misc]
     try:
         yield
     finally:
@@ -138,9 +165,9 @@ class LiveBytes:
         self._others = set(map(memory_of, others))
         self._alive: dict[int, weakref.ref[Any]] = {}
 
-    def note(self, made: Iterable[Any]) -> None:
-        """These may be new; what is no tensor is passed over, as are sparse ones."""
-        for tensor in made:
+    def note(self, values: Iterable[Any]) -> None:
+        """Count the strided tensors among these values whose storages are new."""
+        for tensor in values:
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from lightning_pipeline.partition.stage_config import nearest
-from lightning_pipeline.planning.cost_model import Machine, Segment, evaluate
-from lightning_pipeline.planning.costs import StepCosts
-from lightning_pipeline.planning.plan import EFFORT, FINENESS, MOST, NEGLIGIBLE, StagePlan, described
+from lightning_pipeline.planning.cost_model import Evaluator, Machine, Segment, join
+from lightning_pipeline.planning.plan import StagePlan, describe
+from lightning_pipeline.planning.planner import EFFORT, FINENESS, MAX_CANDIDATES, NEGLIGIBLE
+from lightning_pipeline.planning.profile import Position, Profile
 from lightning_pipeline.planning.search import best_plans
-from lightning_pipeline.planning.trace import Call
 from lightning_pipeline.schedules.recorded_costs import Costs
 from lightning_pipeline.schedules.schedule import Schedule
 
-FINEST = 4
-"""Candidates of a stage, about: what moves is to be a part that one knows by name."""
+_FINEST = 4
+"""Candidates for each stage, about: modules that move should be ones that users know by name."""
 
 
 @dataclass(frozen=True)
@@ -52,69 +53,65 @@ class Rebalance:
 
 
 def rebalance(
-    costs: StepCosts,
+    profile: Profile,
     stage_config: Mapping[str, int],
     measured: Costs,
     schedule: Schedule,
-    machine: Machine,
     state_bytes: Callable[[str], float] = lambda name: 0.0,
 ) -> Rebalance:
-    """The best cut, if every stage's segments share what was measured of it as they share what was estimated.
+    """The best cut, if the segments of a stage share its measured times in proportion to the profile's.
 
     Args:
-        costs: of the step, measured or estimated.
-        stage_config: where it is cut: the first module of each later virtual stage.
-        measured: what each virtual stage took.
+        stage_config: where the step is cut: the first module of each later virtual stage.
+        measured: times of each virtual stage.
         schedule: of the run.
 
     Raises:
         ValueError: a stage begins with a module that the step does not call.
     """
-    cuts = _calls_of(costs, stage_config)
-    if len(cuts) + 1 != schedule.num_stages:
+    beginnings = _first_calls(profile, stage_config)
+    if len(beginnings) + 1 != schedule.num_stages:
         raise ValueError(
-            f"stage_config={dict(stage_config)} begins {len(cuts) + 1} stages, and the timeline is of a schedule with "
-            f"{schedule.num_stages}: give both of the same run"
+            f"stage_config={dict(stage_config)} begins {len(beginnings) + 1} stages, and the timeline is of a schedule "
+            f"with {schedule.num_stages}: give both of the same run"
         )
-    calls = _candidates(costs, cuts, schedule.num_stages)
-    segments = costs.segments(calls, state_bytes)
-    bounds = tuple(calls.index(cut) + 1 for cut in cuts)
+    calls = _candidates(profile, beginnings, schedule.num_stages)
+    segments = profile.segments(calls, state_bytes)
+    cuts = tuple(calls.index(call) + 1 for call in beginnings)
     scaled: list[Segment] = []
-    for stage, (start, stop) in enumerate(pairwise((0, *bounds, len(segments)))):
+    for stage, (start, stop) in enumerate(pairwise((0, *cuts, len(segments)))):
         own = segments[start:stop]
-        forward, backward = sum(s.forward for s in own), sum(s.backward for s in own)
+        whole = join(own)
         scaled += [
             replace(
-                s,
-                forward=measured.forward[stage] * (s.forward / forward if forward else 1 / len(own)),
-                backward=measured.backward[stage] * (s.backward / backward if backward else 1 / len(own)),
+                segment,
+                forward=measured.forward[stage] * _share(segment.forward, whole.forward, len(own)),
+                backward=measured.backward[stage] * _share(segment.backward, whole.backward, len(own)),
             )
-            for s in own
+            for segment in own
         ]
-    machine = replace(machine, latency=measured.transfer, bytes_per_second=float("inf"), overhead=0.0)
-    now = evaluate(scaled, schedule, bounds, machine)
+    machine = Machine(latency=measured.transfer)
+    now = Evaluator(scaled, schedule, machine).plan(cuts)
     best = best_plans(scaled, schedule, machine, effort=EFFORT, gap=NEGLIGIBLE)[0]
     if best.seconds > now.seconds * (1 - NEGLIGIBLE):
         best = now
-    stages = [
-        {number: stage for stage, part in enumerate(plan.stages(len(scaled))) for number in part}
-        for plan in (now, best)
-    ]
+    ways = [(bisect_right(now.cuts, number), bisect_right(best.cuts, number)) for number in range(len(scaled))]
     moves: list[tuple[str, str, int, int]] = []
-    ways = [(stages[0][number], stages[1][number]) for number in range(len(scaled))]
     for (before, after), group in groupby(range(len(scaled)), key=ways.__getitem__):
         if before != after:
-            numbers = list(group)
-            first, last = (scaled[number].name or "the beginning of the step" for number in (numbers[0], numbers[-1]))
-            moves.append((first, last, before, after))
-    plans = [described(plan, scaled, is_measured=True) for plan in (now, best)]
-    return Rebalance(plans[0], plans[1], moves)
+            names = [scaled[number].name or "the beginning of the step" for number in group]
+            moves.append((names[0], names[-1], before, after))
+    return Rebalance(describe(now, is_measured=True), describe(best, is_measured=True), moves)
 
 
-def _calls_of(costs: StepCosts, stage_config: Mapping[str, int]) -> list[Call]:
+def _share(part: float, whole: float, count: int) -> float:
+    return part / whole if whole else 1 / count
+
+
+def _first_calls(profile: Profile, stage_config: Mapping[str, int]) -> list[Position]:
     """The first call of each later stage's modules, in order."""
-    starts: dict[int, Call] = {}
-    for call in costs.trace.calls:
+    starts: dict[int, Position] = {}
+    for call in profile.calls:
         stage = nearest(stage_config, call.name)
         if stage and stage not in starts:
             starts[stage] = call
@@ -125,13 +122,12 @@ def _calls_of(costs: StepCosts, stage_config: Mapping[str, int]) -> list[Call]:
     return [starts[stage] for stage in sorted(starts)]
 
 
-def _candidates(costs: StepCosts, cuts: Sequence[Call], num_stages: int) -> list[Call]:
-    """Places to cut, those of now among them; fine enough that a move of one matters little."""
-    tree = costs.tree()
-    calls: list[Call] = []
-    for fineness in (f for f in FINENESS if f <= FINEST):
-        finer = costs.candidates(1 / (fineness * num_stages), tree)
-        if len(finer) <= MOST * num_stages:
+def _candidates(profile: Profile, cuts: Sequence[Position], num_stages: int) -> list[Position]:
+    """Places to cut, the present ones among them; fine enough that a move of one matters little."""
+    calls: list[Position] = []
+    for fineness in FINENESS:
+        finer = profile.candidates(1 / (fineness * num_stages))
+        if fineness <= _FINEST and len(finer) <= MAX_CANDIDATES * num_stages:
             calls = finer
     apart = [
         call

@@ -1,13 +1,13 @@
-"""Puts back what a step has changed in a module, and in the Python objects that it reaches.
+"""Restores what a step changes in a module, and in the Python objects that the module reaches.
 
-Measuring where to cut runs the user's step before the run does, as often as it takes. Whatever that leaves behind, such
-as a count, a meter's sums or a generator one draw further, would make the run differ from one process:
+Measuring where to cut runs the user's step several times before the run does. Whatever that leaves behind, such as a
+count, a meter's sums or a random generator that has advanced, would make the run differ from one process::
 
     root ── modules ── attributes ── lists, dictionaries, meters, arrays, generators, closures ...
                     └─ globals and class attributes that their methods name
 
-All of these are walked before the step and put back after it. What cannot be put back, as a generator function that has
-gone on, is an error if it has.
+All of these are walked before the step and restored after it. State that cannot be restored, such as the position of a
+generator function, is an error if it has changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.partition.placeholder import Placeholder, become, memory_of
 
 MAX_ITEMS = 1000
-"""Longer collections are tables, not what a step collects: they get their items back, and nobody looks into these."""
+"""Longer collections are tables, not what a step collects: their items are restored, but not what is in these."""
 _MAX_OBJECTS = 100_000
 _MAX_ARRAY_BYTES = 1 << 28
 _PLAIN = frozenset(
@@ -49,11 +49,11 @@ _PLAIN = frozenset(
     )
 )
 _LIBRARIES = frozenset({"torch", "numpy", "lightning_pipeline", *PACKAGES, *sys.stdlib_module_names} - {"__main__"})
-"""Their functions and objects are left alone: a part of one that is put back may not fit the rest."""
+"""Their functions and objects are left alone: restoring a part of their state could make it inconsistent."""
 _OPEN = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 """Classes of the standard library whose objects are what the user puts into them."""
 _RUNNING = ("_thread", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "socket", "subprocess")
-"""What has one of these goes on by itself, and is left alone as well."""
+"""Objects that hold one of these change by themselves, and are left alone as well."""
 _COPIED: tuple[type, ...] = (
     itertools.count,
     itertools.cycle,
@@ -66,20 +66,20 @@ _COPIED: tuple[type, ...] = (
 
 @contextmanager
 def left_as_it_was(root: nn.Module, others: Iterable[object] = ()) -> Iterator[None]:
-    """While entered, steps may run; afterwards buffers, attributes and what is reached from them are as before.
+    """While entered, steps may run; afterwards buffers, attributes and what they refer to are as before.
 
-    Buffers and other tensors that a module keeps get their values back in place, and so do parameters that a step has
-    been seen to write into (`about_to_write`), as the averages of a teacher are: a copy of every parameter would take
-    as much memory as the model.
+    Buffers and other tensors that a module keeps are restored in place. So are parameters that a step was seen to write
+    into (`about_to_write`), such as a teacher's averages: copies of all parameters would take as much memory as the
+    model.
 
     Args:
-        others: what else a step may change: optimizers, of which it may set the learning rates.
+        others: what else a step may change, such as the learning rates of optimizers.
 
     Raises:
         ValueError: a step has taken from a generator or a loader that cannot be set back.
     """
-    found = _Found(root, others)
-    with torch._C.DisableTorchFunction():  # in a hook, where each rank has others, too
+    found = _Snapshot(root, others)
+    with torch._C.DisableTorchFunction():  # in a hook, parameters of other ranks are placeholders
         data = [(parameter, parameter.detach()) for parameter in found.parameters]
     for parameter, _ in data:
         if parameter in _written:
@@ -98,7 +98,7 @@ def left_as_it_was(root: nn.Module, others: Iterable[object] = ()) -> Iterator[N
 
 
 def about_to_write(tensor: Tensor) -> None:
-    """A step writes into a tensor's memory: a parameter that has it is put back."""
+    """Called before an operation writes into a tensor; if that is a parameter, it will be restored."""
     parameter = _entered[-1].with_memory.get(memory_of(tensor)) if _entered else None
     if parameter is not None and parameter not in _written:
         _written[parameter] = True
@@ -107,7 +107,7 @@ def about_to_write(tensor: Tensor) -> None:
 
 
 _written = WeakIdKeyDictionary()
-"""Parameters that steps write into."""
+"""Parameters that steps are known to write into."""
 
 
 def _is_plain(parameter: Tensor) -> bool:
@@ -115,20 +115,18 @@ def _is_plain(parameter: Tensor) -> bool:
     return is_plain and not parameter.is_meta and not isinstance(parameter, FakeTensor)
 
 
-class _Found:
-    """What a step may change, as it was."""
+class _Snapshot:
+    """The state that a step may change."""
 
     def __init__(self, root: nn.Module, others: Iterable[object]) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._undo: list[Callable[[], object]] = []
         self._once: list[tuple[str, Callable[[], Any], Any]] = []
         self.parameters = [parameter for parameter in root.parameters() if _is_plain(parameter)]
-        """With those of modules that are kept in lists or objects, as a teacher may be."""
+        """Those of modules that are kept in lists or objects, such as a teacher, are added below."""
         own = set(map(id, self.parameters))
-        self._seen: dict[int, Any] = {}  # which keeps them alive, so that no other object gets the number
-        self._todo: list[tuple[str, Any]] = []
-        for name, module in root.named_modules():
-            self._todo.append((f"{name}." if name else "", module))
+        self._seen: dict[int, Any] = {}  # by id; it keeps the objects alive, or others might get the same id
+        self._todo = [(f"{name}." if name else "", module) for name, module in root.named_modules()]
         self._todo += [("", other) for other in others]
         while self._todo and len(self._seen) < _MAX_OBJECTS:
             self._visit(*self._todo.pop())
@@ -142,13 +140,13 @@ class _Found:
             undo()
         with torch.no_grad():
             for tensor, values in self._tensors.values():
-                if type(tensor) is Placeholder:  # a step that was recorded has written into it
+                if type(tensor) is Placeholder:  # a recorded step has written into it
                     become(tensor, values)
-                else:  # batch norm's kernels do not count their writes as versions
+                else:  # always: writes by batch norm's kernels do not show in the tensor's version
                     tensor.copy_(values)
 
     def check(self) -> None:
-        """Whether what cannot be put back is as it was."""
+        """Raise a ValueError if state has changed that cannot be restored."""
         for name, place_of, before in self._once:
             if place_of() != before:
                 raise ValueError(
@@ -188,54 +186,51 @@ class _Found:
             self._once.append((name, lambda: value._num_yielded, value._num_yielded))
         elif hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
             self._todo += [(name, part) for part in _parts_of_iterator(value)]
-        elif isinstance(value, Optimizer):  # its state belongs to updates, of which there are none
+        elif isinstance(value, Optimizer):  # its state changes in updates only, and none are made
             self._todo.append((name, value.param_groups))
         elif isinstance(value, LRScheduler):
             self._visit_attributes(f"{name}.", vars(value))
-        elif not self._has_state_of_its_own(value):
-            self._visit_object(name, value)
-
-    def _has_state_of_its_own(self, value: Any) -> bool:
-        """Whether it is a generator of random numbers, or an array."""
-        if isinstance(value, torch.Generator):
-            self._undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             self._undo.append(partial(value.setstate, value.getstate()))
-        elif (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.random.Generator):
-            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+        elif isinstance(value, torch.Generator):
             self._undo.append(partial(value.set_state, value.get_state()))
-        elif numpy is not None and isinstance(value, numpy.ndarray):
-            if value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES:
-                self._undo.append(partial(numpy.copyto, value, value.copy()))
-        else:
+        elif not self._is_of_numpy(value):
+            self._visit_object(name, value)
+
+    def _is_of_numpy(self, value: Any) -> bool:
+        """Whether it is an array or a random generator of numpy, which is optional."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
             return False
-        return True
+        if isinstance(value, numpy.random.RandomState):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, numpy.random.Generator):
+            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, numpy.ndarray) and value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES:
+            self._undo.append(partial(numpy.copyto, value, value.copy()))
+        return isinstance(value, (numpy.random.RandomState, numpy.random.Generator, numpy.ndarray))
 
     def _visit_collection(self, name: str, value: Any) -> None:
         if isinstance(value, dict):
             self._visit_attributes(f"{name}: " if name else "", value)
             return
         before = [_copied(item) for item in value] if len(value) <= MAX_ITEMS else list(value)
-        self._undo.append(partial(_fill, value, before))
+        self._undo.append(partial(_refill, value, before))
         self._visit_items(name, before)
 
     def _visit_attributes(self, name: str, home: dict[Any, Any]) -> None:
-        if len(home) > MAX_ITEMS:
-            self._undo.append(partial(_fill_dictionary, home, list(home.items())))
-            return
-        before = [(key, _copied(value)) for key, value in home.items()]
-        self._undo.append(partial(_fill_dictionary, home, before))
-        for key, value in before:
-            if type(value) not in _PLAIN:
-                self._todo.append((f"{name}{key}", value))
+        before = [*home.items()]
+        if len(home) <= MAX_ITEMS:
+            before = [(key, _copied(value)) for key, value in before]
+            self._todo += [(f"{name}{key}", value) for key, value in before if type(value) not in _PLAIN]
+        self._undo.append(partial(_refill, home, before))
 
     def _visit_items(self, name: str, items: Any) -> None:
         if len(items) <= MAX_ITEMS:
             self._todo += [(name, item) for item in items if type(item) not in _PLAIN]
 
     def _visit_function(self, name: str, function: types.FunctionType) -> None:
-        """Its closure, and globals that its code names."""
+        """Its closure, and the globals that its code names."""
         if _is_of_library(function.__module__):
             return
         for cell in function.__closure__ or ():
@@ -246,7 +241,7 @@ class _Found:
         scope = function.__globals__
         for key in function.__code__.co_names:
             if key in scope and not isinstance(scope[key], (type, types.ModuleType)):
-                self._undo.append(partial(_fill_key, scope, key, scope[key]))
+                self._undo.append(partial(scope.__setitem__, key, scope[key]))
                 self._todo.append((key, scope[key]))
 
     def _visit_class(self, cls: type) -> None:
@@ -262,13 +257,14 @@ class _Found:
                     self._todo.append((f"{base.__name__}.{key}", value))
 
     def _visit_object(self, name: str, value: Any) -> None:
-        """An object of a class that is written in Python, by the user or a package."""
+        """An object of a class that is written in Python, by the user or in a package."""
         kind = type(value)
         if isinstance(value, type) or not (isinstance(value, _OPEN) or all(map(_is_users, kind.__mro__))):
             return
         attributes = getattr(value, "__dict__", None)
-        slots = [key for base in kind.__mro__ for key in _names(vars(base).get("__slots__", ()))]
-        own = [(key, getattr(value, key)) for key in slots if hasattr(value, key)]
+        slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+        keys = [key for names in slots for key in ((names,) if isinstance(names, str) else names)]
+        own = [(key, getattr(value, key)) for key in keys if hasattr(value, key)]
         contents = [*(attributes.values() if type(attributes) is dict else ()), *(content for _, content in own)]
         if any(type(content).__module__.partition(".")[0] in _RUNNING for content in contents):
             return
@@ -280,8 +276,8 @@ class _Found:
         self._visit_class(kind)
 
 
-_entered: list[_Found] = []
-"""Of each `left_as_it_was` that is entered."""
+_entered: list[_Snapshot] = []
+"""Of each active `left_as_it_was`."""
 
 
 def _is_of_library(module: str | None) -> bool:
@@ -289,27 +285,23 @@ def _is_of_library(module: str | None) -> bool:
 
 
 def _is_users(base: type) -> bool:
-    """Whether a class statement of the user, or of a package, has made a class; `object` and Generic are as good."""
-    is_python = base.__flags__ & 1 << 9
+    """Whether a class is written in Python by the user or in a package, or is a base without state such as `object`."""
+    is_python = base.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
     return base in (object, abc.ABC, Generic, Protocol) or bool(is_python and not _is_of_library(base.__module__))
 
 
-def _names(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
-
-
 def _copied(value: Any) -> Any:
-    """A copy of an iterator that can be copied, to be put in its place; everything else as it is."""
+    """A copy of an iterator that can be copied, which will replace it; everything else unchanged."""
     if type(value) not in _COPIED:
         return value
     with warnings.catch_warnings(), suppress(TypeError):
-        warnings.simplefilter("ignore")  # Python 3.14 is to have no copies of itertools
+        warnings.simplefilter("ignore")  # Python 3.14 will drop copies of itertools
         return copy.copy(value)
     return value
 
 
 def _parts_of_iterator(value: Any) -> list[Any]:
-    """What an iterator such as zip or itertools.cycle takes from."""
+    """The sources of an iterator such as zip or itertools.cycle."""
     with warnings.catch_warnings(), suppress(TypeError):
         warnings.simplefilter("ignore")
         reduced = value.__reduce__()
@@ -322,31 +314,17 @@ def _place_of_generator(generator: Any) -> Any:
     return None if frame is None else (frame.f_lasti, {key: id(value) for key, value in frame.f_locals.items()})
 
 
-def _same(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    now, before = list(now), list(before)
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
-
-
-def _fill(value: Any, before: list[Any]) -> None:
-    if _same(value, before):
+def _refill(value: Any, before: list[Any]) -> None:
+    """Give a collection its former items, which are pairs for a dictionary."""
+    is_dictionary = isinstance(value, dict)
+    parts = itertools.chain.from_iterable if is_dictionary else iter
+    now = [*value.items()] if is_dictionary else [*value]
+    if len(now) == len(before) and all(a is b for a, b in zip(parts(now), parts(before), strict=True)):
         return
-    kind: Any = next(kind for kind in (list, set, deque) if isinstance(value, kind))
+    # Not the methods of subclasses, which may do more: Counter.update adds.
+    kind: Any = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(value, kind))
     kind.clear(value)
-    kind.update(value, before) if kind is set else kind.extend(value, before)
-
-
-def _fill_dictionary(value: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
-    keys, values = [key for key, _ in before], [item for _, item in before]
-    if _same(value, keys) and _same(value.values(), values):
-        return
-    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-    kind.clear(value)
-    kind.update(value, before)
-
-
-def _fill_key(home: dict[str, Any], key: str, before: Any) -> None:
-    if home.get(key) is not before:
-        home[key] = before
+    (kind.extend if kind in (list, deque) else kind.update)(value, before)
 
 
 def _set_if_changed(owner: Any, name: str, before: Any) -> None:

@@ -1,33 +1,33 @@
-"""Schedules as data: what each rank computes, sends and receives, and in which order.
+"""Schedules as values: what each rank computes, sends and receives, and in which order.
 
-A builder writes compute actions, :func:`lower` adds the communication, :func:`check` proves the result, and
-:func:`simulate` tells its times, :func:`render`, :func:`save_picture` and :func:`save_chrome_trace` show it. Standard
-library only; pictures need matplotlib.
+A builder makes a schedule of compute actions, :func:`check` proves that it is sound, and :func:`lower` adds the
+communication. :func:`simulate` computes its times, and :func:`render`, :func:`save_picture` and
+:func:`save_chrome_trace` show them. Everything here needs the standard library only, and pictures matplotlib.
 """
 
 from lightning_pipeline.schedules.builders import (
+    SCHEDULE_NAMES,
+    build,
+    build_for_batch,
+    default_virtual_stages,
     forward_only,
     gpipe,
     interleaved_1f1b,
     interleaved_1f1b_low_memory,
+    interleaved_zero_bubble,
     one_f_one_b,
+    placement_of,
+    zbv,
+    zero_bubble,
 )
 from lightning_pipeline.schedules.checking import check
 from lightning_pipeline.schedules.custom import as_schedule, load_csv, save_csv
 from lightning_pipeline.schedules.lowering import fuse, lower
 from lightning_pipeline.schedules.recorded_costs import Costs, measured_costs, recorded_schedule
-from lightning_pipeline.schedules.registry import (
-    SCHEDULE_NAMES,
-    build,
-    build_for_batch,
-    default_virtual_stages,
-    placement_of,
-)
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
 from lightning_pipeline.schedules.simulation import Simulation, Span, render, simulate
 from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share, save_chrome_trace, save_picture
 from lightning_pipeline.schedules.validation import ScheduleError
-from lightning_pipeline.schedules.zero_bubble import interleaved_zero_bubble, zbv, zero_bubble
 
 __all__ = [
     "SCHEDULE_NAMES",

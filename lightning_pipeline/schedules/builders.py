@@ -1,14 +1,19 @@
-"""Builders of the schedules with whole backwards, and of the forward-only one.
+"""The named schedules.
 
-Drawings have a column for each slot of time; forward and backward take one each.
+Drawings have a column for each slot of time, in which F, B, I and W take one slot each, and a dot where a rank is idle.
+Those with I and W split backwards into the gradients of inputs, which the stage before waits for, and the gradients of
+weights, which nothing waits for and which fill what would be idle time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
 from itertools import groupby, product
 
-from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, loop_placement
+from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, loop_placement, v_placement
 from lightning_pipeline.schedules.validation import ScheduleError, require_counts
 
 
@@ -56,13 +61,8 @@ def gpipe(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) ->
     backward in descending order of stages. Micro-batches ascend in both.
     """
     require_counts(num_ranks, num_microbatches, num_virtual_stages)
-    orders = []
-    for rank in range(num_ranks):
-        stages = range(rank, num_ranks * num_virtual_stages, num_ranks)
-        forwards = [(stage, i) for stage in stages for i in range(num_microbatches)]
-        backwards = [(stage, i) for stage in reversed(stages) for i in range(num_microbatches)]
-        orders.append(_alternate(forwards, backwards, warm_up=len(forwards)))
-    return _schedule("gpipe", orders, num_microbatches, num_virtual_stages)
+    num_forwards = num_virtual_stages * num_microbatches
+    return _looped("gpipe", num_ranks, num_microbatches, num_virtual_stages, num_microbatches, lambda _: num_forwards)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
@@ -76,21 +76,16 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_virtual_stages: int =
     Raises:
         ScheduleError: for more than one virtual stage on a rank.
     """
-    require_counts(num_ranks, num_microbatches, num_virtual_stages)
-    if num_virtual_stages != 1:
+    if num_virtual_stages > 1:
         raise ScheduleError(
             f"1f1b runs one virtual stage on each rank, got num_virtual_stages={num_virtual_stages}; "
             f"for several use interleaved_1f1b, interleaved_1f1b_low_memory or looped_bfs"
         )
-    orders = []
-    for rank in range(num_ranks):
-        passes = [(rank, i) for i in range(num_microbatches)]
-        orders.append(_alternate(passes, passes, warm_up=num_ranks - rank - 1))
-    return _schedule("1f1b", orders, num_microbatches, num_virtual_stages)
+    return _interleaved("1f1b", num_ranks, num_microbatches, num_virtual_stages, hop=1)
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
-    """1F1B that goes round the ranks once for each virtual stage, in groups of about ``num_ranks`` micro-batches::
+    """1F1B that goes around the ranks once for each virtual stage, in groups of about ``num_ranks`` micro-batches::
 
         rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
         rank 1   .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
@@ -113,36 +108,213 @@ def interleaved_1f1b_low_memory(num_ranks: int, num_microbatches: int, num_virtu
 
 
 def _interleaved(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int, *, hop: int) -> Schedule:
+    """Groups of `num_ranks` micro-batches, and `hop` forwards of warm-up for each rank behind."""
     require_counts(num_ranks, num_microbatches, num_virtual_stages)
-    extra = num_microbatches % num_ranks
-    # The first group takes in what does not fill a group of its own.
-    first = min(num_ranks + extra, num_microbatches)
+    # The first group includes those that do not fill a group of their own.
+    first = min(num_ranks + num_microbatches % num_ranks, num_microbatches)
+    before_last = (num_virtual_stages - 1) * first  # forwards of earlier virtual stages on the same rank
+    return _looped(
+        name, num_ranks, num_microbatches, num_virtual_stages, first, lambda behind: before_last + hop * behind
+    )
+
+
+def _looped(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_virtual_stages: int,
+    first: int,
+    warm_up_of: Callable[[int], int],
+) -> Schedule:
+    """Stages go around the ranks, and each group of micro-batches goes through all stages before the next one.
+
+    Args:
+        first: micro-batches of the first group; the others have `num_ranks`.
+        warm_up_of: forwards of a rank before it alternates with backwards, by the number of ranks behind it.
+    """
 
     def group(microbatch: int) -> int:
-        return 0 if microbatch < first else (microbatch - extra) // num_ranks
+        return 0 if microbatch < first else 1 + (microbatch - first) // num_ranks
 
     turns = list(product(range(num_virtual_stages), range(num_microbatches)))
     ascending = sorted(turns, key=lambda turn: (group(turn[1]), turn[0], turn[1]))
     descending = sorted(turns, key=lambda turn: (group(turn[1]), -turn[0], turn[1]))
     orders = []
     for rank in range(num_ranks):
-        forwards = [(local * num_ranks + rank, i) for local, i in ascending]
-        backwards = [(local * num_ranks + rank, i) for local, i in descending]
-        warm_up = (num_virtual_stages - 1) * first + hop * (num_ranks - rank - 1)
-        orders.append(_alternate(forwards, backwards, warm_up=warm_up))
-    return _schedule(name, orders, num_microbatches, num_virtual_stages)
+        f = [Action(Kind.F, local * num_ranks + rank, i) for local, i in ascending]
+        b = [Action(Kind.B, local * num_ranks + rank, i) for local, i in descending]
+        warm_up = min(warm_up_of(num_ranks - rank - 1), len(f))
+        steady = [action for pair in zip(f[warm_up:], b, strict=False) for action in pair]
+        orders.append((*f[:warm_up], *steady, *b[len(f) - warm_up :]))
+    return Schedule(name, tuple(orders), num_microbatches, loop_placement(num_ranks, num_virtual_stages))
 
 
-def _alternate(
-    forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], *, warm_up: int
-) -> tuple[Action, ...]:
-    """``warm_up`` forwards, then a forward and a backward in turn, then the other backwards; (stage, micro-batch)."""
-    warm_up = min(warm_up, len(forwards))
-    f = [Action(Kind.F, stage, microbatch) for stage, microbatch in forwards]
-    b = [Action(Kind.B, stage, microbatch) for stage, microbatch in backwards]
-    steady = [action for pair in zip(f[warm_up:], b, strict=False) for action in pair]
-    return (*f[:warm_up], *steady, *b[len(f) - warm_up :])
+def zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
+    """1F1B whose weight gradients wait until a rank would be idle (ZB-H1 of arXiv 2401.10241)::
+
+        rank 0  0F0 0F1  .  0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3
+        rank 1   .  1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
+
+    Rank r is r weight gradients behind, so every rank holds as many micro-batches as rank 0 does in 1F1B.
+
+    Raises:
+        ScheduleError: for more than one virtual stage on a rank.
+    """
+    if num_virtual_stages > 1:
+        raise ScheduleError(
+            f"zero_bubble runs one virtual stage on each rank, got num_virtual_stages={num_virtual_stages}; "
+            f"for several use interleaved_zero_bubble, for two in a V zbv"
+        )
+    return replace(interleaved_zero_bubble(num_ranks, num_microbatches, num_virtual_stages), name="zero_bubble")
 
 
-def _schedule(name: str, orders: list[tuple[Action, ...]], num_microbatches: int, num_virtual_stages: int) -> Schedule:
-    return Schedule(name, tuple(orders), num_microbatches, loop_placement(len(orders), num_virtual_stages))
+def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
+    """Low-memory interleaved 1F1B whose weight gradients wait until a rank would be idle (ZB1P of arXiv 2401.10241)::
+
+        rank 0  0F0 0F1 2F0 2F1  .  2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
+        rank 1   .  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
+
+    Rank r is r weight gradients behind, so every rank holds as many activations as rank 0 does.
+    """
+    whole = interleaved_1f1b_low_memory(num_ranks, num_microbatches, num_virtual_stages)
+    orders = tuple(_split_backwards(order, behind=rank) for rank, order in enumerate(whole.orders))
+    return replace(whole, name="interleaved_zero_bubble", orders=orders)
+
+
+def zbv(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) -> Schedule:
+    """Two virtual stages on each rank, placed in a V: r on the way down, 2 * num_ranks - 1 - r back up::
+
+        rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+        rank 1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 1W3 2W3
+
+    Every rank holds at most ``2 * num_ranks`` activations. From ``2 * num_ranks - 1`` micro-batches on no rank waits
+    between its first and last action where F, I and W take equal times. With fewer the order is the one for that many,
+    without those that are missing. The order is from arXiv 2405.15362.
+
+    Raises:
+        ScheduleError: unless there are two virtual stages on each rank.
+    """
+    require_counts(num_ranks, num_microbatches, num_virtual_stages)
+    if num_virtual_stages != 2:
+        raise ScheduleError(
+            f"zbv runs two virtual stages on each rank, got num_virtual_stages={num_virtual_stages}; "
+            f"use num_virtual_stages=2, or zero_bubble for one and interleaved_zero_bubble for any number"
+        )
+    full = max(num_microbatches, 2 * num_ranks - 1)
+    require_counts(num_ranks, full, num_virtual_stages)
+    orders = tuple(_zbv_order(num_ranks, full, rank) for rank in range(num_ranks))
+    return Schedule("zbv", orders, full, v_placement(num_ranks)).take(num_microbatches)
+
+
+def _zbv_order(num_ranks: int, num_microbatches: int, rank: int) -> tuple[Action, ...]:
+    """One rank's order; needs ``2 * num_ranks - 1`` micro-batches."""
+    behind = num_ranks - rank - 1
+    # How often, and which actions: 0 is the stage on the way down, 1 the one back up. Micro-batches ascend in each.
+    phases = [
+        (2 * behind, "F0"),
+        (rank + 1, "F0 F1"),
+        (behind, "I1 W1 F1"),
+        (num_microbatches - 2 * num_ranks + rank + 1, "I1 W1 F0 I0 W0 F1"),
+        (behind, "I1 W1 I0 W0 F1"),
+        (1, "I1 W1 I0"),
+        (rank, "I1 I0"),
+        (behind, "W0 I0"),
+        (rank + 1, "W0"),
+        (rank, "W1"),
+    ]
+    stages = {"0": rank, "1": 2 * num_ranks - 1 - rank}
+    done: Counter[str] = Counter()
+    order = []
+    for times, pattern in phases:
+        for step in pattern.split() * times:
+            order.append(Action(Kind(step[0]), stages[step[1]], done[step]))
+            done[step] += 1
+    return tuple(order)
+
+
+def _split_backwards(order: Sequence[Action], *, behind: int) -> tuple[Action, ...]:
+    """Each B becomes I, and its W follows the I that comes ``behind`` later; what is left comes last."""
+    split: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in order:
+        if action.kind is not Kind.B:
+            split.append(action)
+            continue
+        split.append(replace(action, kind=Kind.I))
+        waiting.append(replace(action, kind=Kind.W))
+        if len(waiting) > behind:
+            split.append(waiting.popleft())
+    return (*split, *waiting)
+
+
+# Builder, and virtual stages on a rank unless the user chooses.
+_SCHEDULES: dict[str, tuple[Callable[[int, int, int], Schedule], int]] = {
+    "forward": (forward_only, 1),
+    "gpipe": (gpipe, 1),
+    "looped_bfs": (gpipe, 2),
+    "1f1b": (one_f_one_b, 1),
+    "interleaved_1f1b": (interleaved_1f1b, 2),
+    "interleaved_1f1b_low_memory": (interleaved_1f1b_low_memory, 2),
+    "zero_bubble": (zero_bubble, 1),
+    "interleaved_zero_bubble": (interleaved_zero_bubble, 2),
+    "zbv": (zbv, 2),
+}
+
+SCHEDULE_NAMES = tuple(_SCHEDULES)
+"""The names that :func:`build` knows."""
+
+
+def build(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
+    """Build the schedule called ``name``, with compute actions only.
+
+    Args:
+        name: one of :data:`SCHEDULE_NAMES`; "looped_bfs" is "gpipe" under the name it has with several virtual stages.
+        num_ranks: ranks that work together on one copy of the model.
+        num_microbatches: micro-batches in one step; for training at least ``num_ranks``.
+        num_virtual_stages: virtual stages on each rank; 1 for "1f1b" and "zero_bubble", 2 for "zbv".
+
+    Raises:
+        ScheduleError: for an unknown name or counts that the schedule cannot have.
+    """
+    schedule = build_for_batch(name, num_ranks, num_microbatches, num_virtual_stages)
+    if schedule.has_backward and num_microbatches < num_ranks:
+        raise ScheduleError(
+            f"num_microbatches must be at least the number of ranks for training, got num_microbatches="
+            f"{num_microbatches} for {num_ranks} ranks; use {num_ranks} micro-batches or more, or fewer ranks"
+        )
+    return schedule
+
+
+def build_for_batch(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
+    """:func:`build` for any number of micro-batches, on the same placement.
+
+    For a last batch that is too small for one micro-batch on each rank: it leaves ranks idle, but has to be trained.
+    """
+    builder, _ = _named(name)
+    return replace(builder(num_ranks, num_microbatches, num_virtual_stages), name=name)
+
+
+def placement_of(name: str, num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
+    """For each virtual stage, the rank where the schedule called ``name`` has it, whatever the micro-batches.
+
+    Raises:
+        ScheduleError: for an unknown name or a number of virtual stages that the schedule cannot have.
+    """
+    return build_for_batch(name, num_ranks, 1, num_virtual_stages).placement
+
+
+def default_virtual_stages(name: str) -> int:
+    """Virtual stages on each rank where nothing says otherwise: two for those that interleave, else one.
+
+    Raises:
+        ScheduleError: for an unknown name.
+    """
+    return _named(name)[1]
+
+
+def _named(name: str) -> tuple[Callable[[int, int, int], Schedule], int]:
+    if name not in _SCHEDULES:
+        close = get_close_matches(name, _SCHEDULES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ScheduleError(f"unknown schedule {name!r}; {hint}the schedules are {', '.join(_SCHEDULES)}")
+    return _SCHEDULES[name]

@@ -1,4 +1,4 @@
-"""Schedules that users write, as lists of actions or as CSV files in torch.distributed.pipelining's format."""
+"""Schedules by users: lists of actions, or CSV files in torch.distributed.pipelining's format."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def as_schedule(
     A virtual stage is placed on the first rank that names it. The result is not checked further: see ``check``.
 
     Args:
-        value: for each rank, compute actions in the order it does them, as Actions or text such as ``"0F0"``; None and
-            blank text are idle time and left out.
-        name: what to call it in messages.
+        value: for each rank, compute actions in order, as Actions or text such as ``"0F0"``; None and empty text are
+            idle time and left out.
+        name: used in messages.
         num_microbatches: micro-batches in one step.
 
     Raises:
@@ -104,8 +104,8 @@ def load_csv(path: str | PathLike[str]) -> Schedule:
     A virtual stage is placed on the first rank that names it. The file is not checked further: see ``check``.
 
     Raises:
-        ScheduleError: it is no CSV file or a larger one than any schedule (``limits``), has a cell that is no compute
-            action or a stage that no rank names, or is empty. Names the file.
+        ScheduleError: it is not a CSV file, is larger than any schedule (``validation``), has a cell that is not a
+            compute action or a stage that no rank names, or is empty. Names the file.
         OSError: it cannot be read.
     """
     path = Path(path)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ from lightning_pipeline.schedules.simulation import Simulation, needs, simulate
 from lightning_pipeline.schedules.timeline import Timeline
 from lightning_pipeline.schedules.validation import ScheduleError
 
-_BACKWARD = (Kind.B, Kind.I)
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _SENT_BY = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.I}
 
@@ -26,7 +25,7 @@ class Costs:
         forward: time of F, one number for each virtual stage.
         input_grad: time of I, likewise.
         weight_grad: time of W, likewise.
-        transfer: from the end of a computation to the moment its value is there on another rank.
+        transfer: from the end of a computation until its value has arrived on another rank.
         backward: time of B, which may be less than I and W take together; their sum where no B was seen.
     """
 
@@ -48,8 +47,8 @@ class Costs:
 def measured_costs(timelines: Sequence[Timeline], placement: Sequence[int]) -> Costs:
     """The costs with which a simulation of the recorded schedule takes about as long as the record.
 
-    A send, and what a rank does between two actions while it has nothing to wait for, count to the computations beside
-    them. Each number is a mean over the micro-batches of a step, and of the steps the median: what is slow now and then
+    A send, and time between two actions in which a rank has nothing to wait for, count towards the computations beside
+    them. Each number is a mean over the micro-batches of a step, and the median over steps: what is slow now and then
     within every step counts, a step that is slow as a whole does not.
 
     Args:
@@ -61,18 +60,25 @@ def measured_costs(timelines: Sequence[Timeline], placement: Sequence[int]) -> C
         ScheduleError: a stage has no F.
     """
     steps = [list(_computations(timeline, placement)) for timeline in timelines]
-    transfer = max(0.0, _typical([_waits(step) for step in steps]).get(_ANY, 0.0))
-    own = _typical([_own_times(step, transfer) for step in steps])
-    sending = _typical([_sending_times(step) for step in steps])
-    stages = range(len(placement))
-    missing = [stage for stage in stages if (Kind.F, stage) not in own]
-    if missing:
-        raise ScheduleError(
-            f"{len(timelines)} recorded steps have no forward of stage {missing[0]}; record at least one whole step"
-        )
-    forward = [own[Kind.F, stage] + sending.get((Kind.F, stage), 0.0) for stage in stages]
-    input_grad, weight_grad, backward = [], [], []
-    for stage in stages:
+    waits = [[wait for c in step if (wait := c.wait_for_input) is not None] for step in steps]
+    transfer = max(0.0, median([fmean(of_step) for of_step in waits if of_step] or [0.0]))
+    own_of_steps: dict[_Key, list[float]] = defaultdict(list)
+    sending_of_steps: dict[_Key, list[float]] = defaultdict(list)
+    for step in steps:
+        for key, same in _grouped(step, lambda c: (c.action.kind, c.action.stage)):
+            gaps = [gap for c in same if (gap := c.gap_before(transfer)) is not None]
+            own_of_steps[key].append(fmean(c.end - c.start for c in same) + (fmean(gaps) if gaps else 0.0))
+        for key, same in _grouped(step, lambda c: (c.result.kind, c.result.stage)):
+            sending_of_steps[key].append(fmean(c.sending for c in same))
+    own = {key: median(times) for key, times in own_of_steps.items()}
+    sending = {key: median(times) for key, times in sending_of_steps.items()}
+    forward, input_grad, weight_grad, backward = [], [], [], []
+    for stage in range(len(placement)):
+        if (Kind.F, stage) not in own:
+            raise ScheduleError(
+                f"{len(timelines)} recorded steps have no forward of stage {stage}; record at least one whole step"
+            )
+        forward.append(own[Kind.F, stage] + sending[Kind.F, stage])
         whole = own.get((Kind.B, stage))
         half = (whole or 0.0) / 2
         i, w = own.get((Kind.I, stage), half), own.get((Kind.W, stage), half)
@@ -97,16 +103,13 @@ def recorded_schedule(timeline: Timeline, placement: Sequence[int]) -> Schedule:
 
 
 _Key = tuple[Kind, int]
-_Samples = Mapping[_Key, Sequence[float]]
-_ANY: _Key = (Kind.F, 0)
-"""The key of samples that are not told apart by kind and stage."""
 
 
 class _Computation(NamedTuple):
     """A recorded compute action.
 
     Attributes:
-        free: when its rank was done with what came before; None for a rank's first.
+        free: when its rank had finished its earlier actions; None for a rank's first.
         sent: when its input from another rank was sent; None where there is none.
         sending: what its rank spent on sending its result on.
     """
@@ -118,6 +121,23 @@ class _Computation(NamedTuple):
     end: float
     sending: float
 
+    @property
+    def result(self) -> Action:
+        """What another rank may receive of it; of a whole backward the gradients of the inputs."""
+        return replace(self.action, kind=Kind.I) if self.action.kind is Kind.B else self.action
+
+    @property
+    def wait_for_input(self) -> float | None:
+        """Seconds from the send of its input, where the rank was idle then; else None."""
+        is_idle = self.free is not None and self.sent is not None and self.sent > self.free
+        return self.start - self.sent if is_idle else None  # type: ignore[operator]
+
+    def gap_before(self, transfer: float) -> float | None:
+        """Seconds before it in which the rank had nothing to wait for; None if it may have waited."""
+        if self.free is None or (self.sent is not None and self.sent + transfer > self.free):
+            return None
+        return max(0.0, self.start - self.free)
+
 
 def _computations(timeline: Timeline, placement: Sequence[int]) -> Iterator[_Computation]:
     sent: dict[Action, float] = {}
@@ -126,7 +146,7 @@ def _computations(timeline: Timeline, placement: Sequence[int]) -> Iterator[_Com
         before = 0.0
         for action, start, end in row:
             if action.kind in _SENT_BY:
-                value = Action(_SENT_BY[action.kind], action.stage, action.microbatch)
+                value = replace(action, kind=_SENT_BY[action.kind])
                 sent[value], sending[value] = end, end - before
             # A receive takes time only where it waits, which is not the rank's doing.
             before = before + (end - start) if action.kind in _RECEIVES else end
@@ -135,44 +155,17 @@ def _computations(timeline: Timeline, placement: Sequence[int]) -> Iterator[_Com
         for action, start, end in row:
             if action.kind.is_compute:
                 inputs = [v for v in needs(action, len(placement)) if placement[v.stage] != rank and v in sent]
-                result = Action(Kind.I if action.kind is Kind.B else action.kind, action.stage, action.microbatch)
                 latest = max((sent[value] for value in inputs), default=None)
-                yield _Computation(action, free, latest, start, end, sending.get(result, 0.0))
+                computation = _Computation(action, free, latest, start, end, 0.0)
+                yield computation._replace(sending=sending.get(computation.result, 0.0))
             if action.kind not in _RECEIVES:
                 free = end
 
 
-def _waits(step: Sequence[_Computation]) -> _Samples:
-    """From the send of an input to the start that waited for it, where the rank was idle meanwhile."""
-    return {
-        _ANY: [c.start - c.sent for c in step if c.free is not None and c.sent is not None and c.sent > c.free],
-    }
-
-
-def _own_times(step: Sequence[_Computation], transfer: float) -> _Samples:
-    """What the computations took, each with the time before it that its rank did not spend waiting."""
-    durations: dict[_Key, list[float]] = defaultdict(list)
-    gaps: dict[_Key, list[float]] = defaultdict(list)
-    for c in step:
-        key = (c.action.kind, c.action.stage)
-        durations[key].append(c.end - c.start)
-        if c.free is not None and (c.sent is None or c.sent + transfer <= c.free):
-            gaps[key].append(max(0.0, c.start - c.free))
-    return {key: [fmean(values) + (fmean(gaps[key]) if gaps[key] else 0.0)] for key, values in durations.items()}
-
-
-def _sending_times(step: Sequence[_Computation]) -> _Samples:
-    samples: dict[_Key, list[float]] = defaultdict(list)
-    for c in step:
-        samples[Kind.I if c.action.kind in _BACKWARD else c.action.kind, c.action.stage].append(c.sending)
-    return samples
-
-
-def _typical(steps: Sequence[_Samples]) -> dict[_Key, float]:
-    """The mean within a step, the median over steps."""
-    means: dict[_Key, list[float]] = defaultdict(list)
-    for samples in steps:
-        for key, values in samples.items():
-            if values:
-                means[key].append(fmean(values))
-    return {key: median(values) for key, values in means.items()}
+def _grouped(
+    step: Sequence[_Computation], key_of: Callable[[_Computation], _Key]
+) -> Iterable[tuple[_Key, list[_Computation]]]:
+    groups: dict[_Key, list[_Computation]] = defaultdict(list)
+    for computation in step:
+        groups[key_of(computation)].append(computation)
+    return groups.items()

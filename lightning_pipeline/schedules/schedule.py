@@ -12,7 +12,7 @@ from lightning_pipeline.schedules.validation import MAX_PASSES, ScheduleError, s
 
 
 class Kind(str, Enum):
-    """What an action does. Members compare and hash like their text, so ``Kind.F == "F"``."""
+    """What an action does. Members compare and hash as their text, so ``Kind.F == "F"``."""
 
     F = "F"
     """Forward."""
@@ -23,13 +23,13 @@ class Kind(str, Enum):
     W = "W"
     """Gradients of the weights only, after ``I``."""
     SEND_F = "SEND_F"
-    """Hand the stage's outputs to the next stage."""
+    """Send the stage's outputs to the next stage."""
     RECV_F = "RECV_F"
-    """Take the stage's inputs from the previous stage."""
+    """Receive the stage's inputs from the previous stage."""
     SEND_B = "SEND_B"
-    """Hand the gradients of the stage's inputs to the previous stage."""
+    """Send the gradients of the stage's inputs to the previous stage."""
     RECV_B = "RECV_B"
-    """Take the gradients of the stage's outputs from the next stage."""
+    """Receive the gradients of the stage's outputs from the next stage."""
 
     # Without it, Python 3.12 formats a member as "Kind.F".
     __str__ = str.__str__
@@ -42,7 +42,7 @@ class Kind(str, Enum):
 
 _COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 _NOTATION = re.compile(r"([0-9]+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]+)")
-_MAX_DIGITS = 18  # of a number that is read at all, leading zeros too
+_MAX_DIGITS = 18  # of a number, with leading zeros
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -94,12 +94,11 @@ class Action:
     __repr__ = __str__
 
 
-# A marked grid wider than this is cut to the columns around its first mark.
-_MAX_MARKED_COLUMNS = 24
+_MAX_MARKED_COLUMNS = 24  # a wider marked grid is cut to the columns around its first mark
 
 
 def format_grid(rows: Sequence[Sequence[str]]) -> str:
-    """One line for each rank, its cells centred in columns as wide as their widest cell."""
+    """One line for each rank, with cells centred in columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     label = len(str(len(rows) - 1))
     return "\n".join(
@@ -138,14 +137,14 @@ def v_placement(num_ranks: int) -> tuple[int, ...]:
 class Schedule:
     """One list of actions for each rank; iterates, indexes and compares as that.
 
-    The name is a label only: two schedules are equal when they do the same on every rank.
+    The name is only a label: two schedules are equal if they do the same on every rank.
 
     Args:
-        name: what to call it in messages.
-        orders: for each rank, its actions in the order it does them.
+        name: used in messages.
+        orders: for each rank, its actions in order.
         num_microbatches: micro-batches in one step.
-        placement: for each virtual stage, counted along the data, the rank it is on.
-        lowered: True once sends and receives are part of the orders.
+        placement: for each virtual stage, in the order of the data, its rank.
+        lowered: whether the orders contain sends and receives.
 
     Raises:
         ScheduleError: if the placement names a rank that does not exist.
@@ -202,9 +201,9 @@ class Schedule:
         return replace(self, orders=orders, lowered=False)
 
     def take(self, num_microbatches: int) -> Schedule:
-        """This schedule for the first micro-batches only, such as those of a last batch that is smaller.
+        """This schedule for the first micro-batches only, such as those of a smaller last batch.
 
-        What is left keeps its order, so it is as sound as the whole.
+        The remaining actions keep their order, so it is as sound as the whole.
 
         Raises:
             ScheduleError: unless ``num_microbatches`` is between 1 and what the schedule has.

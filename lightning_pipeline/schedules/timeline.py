@@ -56,9 +56,9 @@ def idle_share(timeline: Timeline) -> float:
 
 
 def overlapped_share(timeline: Timeline, reductions: Reductions) -> float:
-    """The share of the time in which a rank's gradients travel that passes before the last action's end: 0 to 1.
+    """The share of the all-reduces' time that passes before the last action's end, 0 to 1; 1.0 without all-reduces.
 
-    What comes after it is what the all-reduces add to the step; 1.0 where nothing travels.
+    The rest is what all-reduces add to the step.
 
     Raises:
         ScheduleError: if there are no actions.
@@ -71,9 +71,9 @@ def overlapped_share(timeline: Timeline, reductions: Reductions) -> float:
 
 
 def one_at_a_time(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """All the time that `spans` cover, in their order of ending: each from its start, or the end of the one before.
+    """Disjoint spans that cover the same time, by their ends: each from its start, or from the end of the one before.
 
-    Buckets that start together travel one after another; this is about when each of them does.
+    Buckets that start together are transferred one after another, about in these spans.
     """
     shares: list[tuple[float, float]] = []
     for start, end in sorted(spans, key=lambda span: span[1]):
@@ -81,11 +81,8 @@ def one_at_a_time(spans: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     return shares
 
 
-Event = dict[str, object]
-
-
 def load_chrome_trace(path: str | PathLike[str]) -> list[list[tuple[Action, float, float]]]:
-    """The timeline that :func:`save_chrome_trace` has written, in seconds; all-reduces are left out.
+    """Read a timeline that :func:`save_chrome_trace` wrote, in seconds; all-reduces are left out.
 
     Raises:
         ScheduleError: the file is no such trace.
@@ -137,38 +134,23 @@ def save_chrome_trace(
         ScheduleError: if there are no actions.
     """
     begin, _ = extent(timeline)
-    microseconds = unit * 1e6
-    events: list[Event] = []
+
+    def event(rank: int, name: str, phase: str, time: float, **others: object) -> dict[str, object]:
+        microseconds = (time - begin) * unit * 1e6
+        return {"name": name, "ph": phase, "pid": 0, "tid": rank, "ts": microseconds, **others}
+
+    events: list[dict[str, object]] = []
     for rank, row in enumerate(timeline):
-        name = labels[rank] if labels else f"rank {rank}"
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}})
-        events += (
-            {
-                "name": str(action),
-                "cat": action.kind.value,
-                "ph": "X",
-                "pid": 0,
-                "tid": rank,
-                "ts": (start - begin) * microseconds,
-                "dur": (stop - start) * microseconds,
-                "args": {"stage": action.stage, "microbatch": action.microbatch},
-            }
-            for action, start, stop in row
-        )
+        label = labels[rank] if labels else f"rank {rank}"
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": label}})
+        for action, start, stop in row:
+            where = {"stage": action.stage, "microbatch": action.microbatch}
+            length = (stop - start) * unit * 1e6
+            events.append(event(rank, str(action), "X", start, dur=length, cat=action.kind.value, args=where))
         for bucket, span in enumerate(reductions[rank] if reductions else ()):
-            events += (
-                {
-                    "name": f"all-reduce, {name}",
-                    "cat": "all-reduce",
-                    "ph": phase,
-                    "id": f"{rank}.{bucket}",
-                    "pid": 0,
-                    "tid": rank,
-                    "ts": (time - begin) * microseconds,
-                    "args": {"bucket": bucket},
-                }
-                for phase, time in zip("be", span, strict=True)
-            )
+            for phase, time in zip("be", span, strict=True):
+                of_bucket = {"cat": "all-reduce", "id": f"{rank}.{bucket}", "args": {"bucket": bucket}}
+                events.append(event(rank, f"all-reduce, {label}", phase, time, **of_bucket))
     path = Path(path)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     return path

@@ -1,11 +1,10 @@
-"""The error that every fault in a schedule raises, and the limits that input is checked against.
+"""The error that every fault in a schedule raises, and limits that input is checked against.
 
-What a schedule may be at most. Each number that somebody types or that stands in a file is held against these before
-anything of its size is made: a slip of the keyboard, or a file that somebody else has written, is then told in a line
-and does not fill the memory of the machine.
+Numbers that users type or that stand in a file are compared with these limits before anything of that size is
+allocated, so that a typo or an untrusted file gives a short error and does not fill the machine's memory.
 
-The largest schedule takes half a minute and 600 MB to build and check; the largest that is known to have been trained
-with (some 128 ranks and 1000 micro-batches) is a quarter of it.
+The largest schedule takes half a minute and 600 MB to build and check; the largest that is known to have been used for
+training (some 128 ranks and 1000 micro-batches) is a quarter of it.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ class _Quotes(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """``repr(value)``, shortened in the middle where it is long: a value from a file may be of any size and depth."""
+    """``repr(value)``, shortened in the middle if it is long: a value from a file may have any size and depth."""
     return _Quotes().repr(value)
 
 
 MAX_RANKS = 4096
 """Ranks that hold one copy of a model."""
 MAX_PASSES = 2**18
-"""Virtual stages times micro-batches, so also the one or the other; each is a forward and one or two backwards."""
+"""Virtual stages times micro-batches, so a limit of each as well; a pass is a forward and one or two backwards."""
 MAX_ACTIONS = 3 * MAX_PASSES
 """Of all ranks together, in a file."""
 MAX_CSV_BYTES = 16 * 2**20
-"""Of a schedule's file: room for that many actions and as many idle slots again."""
+"""Of a schedule's file: room for that many actions and as many idle slots."""
 MAX_TRACE_BYTES = 256 * 2**20
 """Of a recorded timeline."""
 MAX_PROCESSES = 2**20
@@ -51,11 +50,11 @@ MAX_PROCESSES = 2**20
 MAX_PICTURE_RANKS = 256
 """Rows of a picture; they take 400 MB to draw."""
 MAX_TIME = 1e12
-"""Of an action, in whatever unit, so that sums stay finite. In a trace's microseconds it is eleven days."""
+"""Of an action, in any unit, so that sums stay finite. In a trace's microseconds it is eleven days."""
 
 
 def require_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int) -> None:
-    """Raise a ScheduleError for a count below one, or a schedule that is larger than any may be."""
+    """Raise a ScheduleError for a count below one, or a schedule that is too large."""
     counts = (
         f"num_ranks={shown(num_ranks)}, num_microbatches={shown(num_microbatches)}, "
         f"num_virtual_stages={shown(num_virtual_stages)}"
@@ -70,18 +69,18 @@ def require_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: in
 
 
 def read_text(path: str | PathLike[str], *, kind: str, most: int) -> str:
-    """The text of a file, in UTF-8; line ends stay as they are, and a byte order mark is left out.
+    """The text of a file in UTF-8; line ends are kept, and a byte order mark is removed.
 
     Args:
-        kind: what the file is to be, for messages: "a CSV file".
+        kind: what the file should be, for messages: "a CSV file".
         most: bytes that it may have.
 
     Raises:
-        ValueError: it is larger, or no text. Names the file.
+        ValueError: it is larger, or not text. Names the file.
         OSError: it cannot be read.
     """
     with Path(path).open("rb") as file:
-        content = file.read(most + 1)  # and no more, whatever the size that a device or a pipe says it has
+        content = file.read(most + 1)  # no more than that, as devices and pipes have no size to check first
     if len(content) > most:
         raise ValueError(f"{path} is too large for {kind}: it has more than {most:,} bytes")
     try:

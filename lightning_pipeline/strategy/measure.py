@@ -1,4 +1,4 @@
-"""Measures the costs of a LightningModule's steps on all ranks together, without side effects."""
+"""Profiles a LightningModule's steps on all ranks together, without side effects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,11 +19,11 @@ from lightning_pipeline.engine.collectives import over_replicas
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.rng import generators, generators_kept
-from lightning_pipeline.planning.costs import StepCosts, estimate_step
 from lightning_pipeline.planning.observing import called_names
+from lightning_pipeline.planning.profile import Profile
 from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.planning.timing import measured_speed, time_step
-from lightning_pipeline.planning.trace import trace_step
+from lightning_pipeline.planning.tracing import estimate_step, trace_step
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
@@ -36,7 +35,7 @@ from .patches import own_statistics
 from .stage_optimizers import inner
 
 SeededStep = Callable[..., Tensor | None]
-"""A `Step` that takes a `seed`, too."""
+"""A `Step` that also takes a `seed`."""
 
 Described = tuple[tree.Layout, list[Tensor], list[bool]]
 T = TypeVar("T")
@@ -115,20 +114,19 @@ def loss_step(
     return step
 
 
-def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> StepCosts:
-    """Measure the step by running it a few times; the whole module is on `device`."""
-    speed = measured_speed(device, dtype_of(module))
+def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, device: torch.device) -> Profile:
+    """Profile the step by running it a few times, on the device where the whole module is."""
     with _over_replicas(module):  # backward has collectives, too
-        trace = trace_step(module, step, tree.replace(microbatch, Tensor.clone), speed)
+        traced = trace_step(module, step, tree.replace(microbatch, Tensor.clone))
+        names = {call.name for call in traced.calls}
         for seed in _OTHER_SEEDS:
-            names = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
-            trace.optional |= names.symmetric_difference(trace.names)
-        forward, backward = time_step(module, step, microbatch, trace, device)
-    return StepCosts(module, trace, forward, backward, is_measured=True)
+            others = called_names(module, partial(step, seed=seed), tree.replace(microbatch, Tensor.clone))
+            traced.optional |= names ^ others
+        return time_step(step, microbatch, traced, device)
 
 
-def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> StepCosts:
-    """Estimate a training step without running it: parts of the module may be on the meta device."""
+def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> Profile:
+    """Profile the training step without running it: parts of the module may be on the meta device."""
     step = loss_step(module, "training_step", after_batch(module, 0), device)
     return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
 
@@ -171,11 +169,6 @@ def _plant_seeds(drawn_from: list[torch.Generator], seed: int) -> None:
 # -- together ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Failed:
-    message: str
-
-
 def on_all_ranks(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
     """What the first rank decides, on all ranks. All must call it, and all fail if the first one does.
 
@@ -186,33 +179,32 @@ def on_all_ranks(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, de
     Raises:
         ValueError: on the other ranks, with the first one's error, which the first one itself re-raises.
     """
-    outcome: Any = None
-    failure: Exception | None = None
+    outcome, failure = None, None
     if decides:
         try:
             outcome = decide()
         except Exception as error:
             failure = error
-            outcome = _Failed(f"{type(error).__name__}: {error}")
-    outcome = broadcast(outcome)
+    message = None if failure is None else f"the first rank failed: {type(failure).__name__}: {failure}"
+    outcome, message = broadcast((outcome, message))
     if failure is not None:
         raise failure
-    if isinstance(outcome, _Failed):
-        raise ValueError(f"the first rank failed: {outcome.message}")
+    if message is not None:
+        raise ValueError(message)
     return outcome
 
 
 def described(microbatches: Mapping[int, Any]) -> Described:
     """Micro-batches in a form to broadcast: layout, tensors on the CPU, and which of these were on a device."""
     tensors, layout = tree.flatten(microbatches)
-    is_away = [tensor.device.type != "cpu" for tensor in tensors]
-    return layout, [tensor.detach().to("cpu", copy=True) for tensor in tensors], is_away
+    from_device = [tensor.device.type != "cpu" for tensor in tensors]
+    return layout, [tensor.detach().to("cpu", copy=True) for tensor in tensors], from_device
 
 
 def restored(microbatches: Described, device: torch.device) -> dict[int, Any]:
-    """The micro-batches that `described` was given on another rank."""
-    layout, tensors, is_away = microbatches
-    moved = [tensor.to(device) if away else tensor for tensor, away in zip(tensors, is_away, strict=True)]
+    """The micro-batches of `described`, on another rank."""
+    layout, tensors, from_device = microbatches
+    moved = [tensor.to(device) if moves else tensor for tensor, moves in zip(tensors, from_device, strict=True)]
     return tree.rebuild(layout, moved)
 
 
@@ -243,7 +235,7 @@ def state_per_parameter(optimizer: Optimizer) -> float:
         tried = type(optimizer)([matrix], **options)
         tried.step()
         state = tried.state[matrix]
-    except Exception:  # optimizers take whatever arguments they like, and this is an estimate
+    except Exception:  # an optimizer's constructor may need other arguments, and this is an estimate
         return _USUAL_STATE
     return sum(value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim()) / matrix.numel()
 

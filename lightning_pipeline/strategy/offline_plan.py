@@ -9,7 +9,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
 from lightning_pipeline.partition.stage_config import read_stage_config, resolve
 from lightning_pipeline.planning.cost_model import Machine
-from lightning_pipeline.planning.costs import estimate_step
-from lightning_pipeline.planning.plan import NothingToCutError, StagePlan, plan_stages
+from lightning_pipeline.planning.observing import Step
+from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.planning.planner import NothingToCutError, ranked_plans
 from lightning_pipeline.planning.rebalance import Rebalance, rebalance
-from lightning_pipeline.planning.trace import DeviceSpeed, Step
+from lightning_pipeline.planning.tracing import DeviceSpeed, estimate_step
 from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, Simulation, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.timeline import Timeline
 
@@ -35,7 +36,7 @@ from .pipeline import PipelineStrategy
 from .schedule_choice import TRAINING_SCHEDULES, ScheduleChoice
 
 
-@dataclass(frozen=True)
+@dataclass
 class OfflinePlans:
     """The best plan for each schedule.
 
@@ -43,17 +44,15 @@ class OfflinePlans:
         model: the LightningModule's class.
         num_parameters: total number of elements of its parameters.
         batch_size: samples of a batch.
-        plans: by schedule, the fastest first; all of them fit.
-        simulations: of the plans.
+        plans: by schedule, with their simulations, the fastest first; all fit the memory.
         left_out: by schedule, why there is no plan.
     """
 
     model: str
     num_parameters: int
     batch_size: int
-    plans: dict[str, StagePlan]
-    simulations: dict[str, Simulation]
-    left_out: dict[str, str]
+    plans: dict[str, tuple[StagePlan, Simulation]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def plan_on_paper(
@@ -81,34 +80,29 @@ def plan_on_paper(
     microbatch = microbatches_of(batch, count, module)[0]
     costs = estimate_step(module, _step_of(made), microbatch, speed)
     state_bytes = bytes_with_state(module, _optimizers(made))
-    plans: dict[str, StagePlan] = {}
-    simulations: dict[str, Simulation] = {}
-    left_out: dict[str, str] = {}
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    found = OfflinePlans(type(module).__name__, numbers, batch_size(batch) or 1)
     failure: ValueError | None = None
     seen: list[Schedule] = []
     for name in schedules or TRAINING_SCHEDULES:
         try:
             choice = ScheduleChoice(name)
-            sizes = {"num_stages": num_stages, "num_microbatches": count}
-            schedule = choice.bind(**sizes, num_virtual_stages=choice.usual_virtual_stages).full
+            virtual = choice.usual_virtual_stages
+            schedule = choice.bind(num_stages=num_stages, num_microbatches=count, num_virtual_stages=virtual).full
             if schedule in seen:
-                left_out[name] = f"here the same as {seen[seen.index(schedule)].name}"
+                found.left_out[name] = f"here the same as {seen[seen.index(schedule)].name}"
                 continue
             seen.append(schedule)
-            plan, simulations[name] = plan_stages(costs, [schedule], machine, state_bytes)
-            plans[name] = plan
-        except (NothingToCutError, ScheduleError) as error:
-            left_out[name] = str(error)
-            failure = failure or error
+            found.plans[name] = next(ranked_plans(costs, [schedule], machine, state_bytes))
         except ValueError as error:
-            left_out[name] = str(error)
-            failure = error
-    if not plans:
-        assert failure is not None
+            found.left_out[name] = str(error)
+            # That the model does not fit says more than that a schedule cannot have these counts.
+            if failure is None or not isinstance(error, (NothingToCutError, ScheduleError)):
+                failure = error
+    if failure is not None and not found.plans:
         raise failure
-    plans = dict(sorted(plans.items(), key=lambda item: item[1].step_seconds))
-    numbers = sum(parameter.numel() for parameter in module.parameters())
-    return OfflinePlans(type(module).__name__, numbers, batch_size(batch) or 1, plans, simulations, left_out)
+    found.plans = dict(sorted(found.plans.items(), key=lambda item: item[1][0].step_seconds))
+    return found
 
 
 def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timeline, *, speed: DeviceSpeed) -> Rebalance:
@@ -139,7 +133,7 @@ def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timelin
     stages = resolve(module, config, schedule.num_ranks, has_virtual_stages=has_virtual_stages)
     microbatch = microbatches_of(made.first_batch(), schedule.num_microbatches, module)[0]
     costs = estimate_step(module, _step_of(made), microbatch, speed)
-    return rebalance(costs, stages.exact, measured_costs([timeline], placement), schedule, Machine())
+    return rebalance(costs, stages.exact, measured_costs([timeline], placement), schedule)
 
 
 def _step_of(made: ScriptRun) -> Step:

@@ -16,16 +16,9 @@ from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
 from lightning_pipeline.partition.stage_config import AUTO, StageMap, count_stages, resolve
 from lightning_pipeline.planning.calibration import measure_link, measure_overhead
 from lightning_pipeline.planning.cost_model import Machine
-from lightning_pipeline.planning.costs import StepCosts, between
-from lightning_pipeline.planning.plan import (
-    EFFORT,
-    NothingToCutError,
-    StagePlan,
-    plan_of_modules,
-    plan_stages,
-    print_plan,
-    ranked_plans,
-)
+from lightning_pipeline.planning.plan import StagePlan, print_plan
+from lightning_pipeline.planning.planner import EFFORT, NothingToCutError, plan_of_modules, ranked_plans
+from lightning_pipeline.planning.profile import Profile, between
 from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
@@ -214,7 +207,9 @@ class Partitioner:
             batch = sample_batch(training_loader(trainer))
             count = self._counts(batch)[-1]
             costs = estimate_training_step(module, microbatches_of(batch, count, module)[0], self._device)
-            plan, _ = plan_stages(costs, self._schedules(count), self._machine, bytes_with_state(module, []))
+            plan, _ = next(
+                ranked_plans(costs, self._schedules(count), self._machine, bytes_with_state(module, []))
+            )
         print_plan(plan)
         return plan
 
@@ -255,19 +250,19 @@ class Partitioner:
 
     def _costs_on_all(
         self, name: str, step: SeededStep, microbatches: Mapping[int, Any], transport: Transport
-    ) -> dict[int, StepCosts] | Exception:
+    ) -> dict[int, Profile] | Exception:
         """What a micro-batch of each size costs on this rank. All ranks measure at once, which also shows how fast each
         is. Returns the error where measuring fails: all ranks raise the first rank's."""
         if self.is_whole:
             self._measure_what_stages_cost(transport)
-        measured: dict[int, StepCosts] = {}
+        measured: dict[int, Profile] = {}
         failure: Exception | None = None
         try:
             measured = {count: self._costs(name, step, micro) for count, micro in microbatches.items()}
         except Exception as error:  # not raised here, as the other ranks wait in `speeds_of`
             failure = error
         is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
-        seconds = sum(sum(costs.both_ways) for costs in measured.values()) if is_measured else float("nan")
+        seconds = sum(costs.seconds for costs in measured.values()) if is_measured else float("nan")
         self._machine = replace(self._machine, speeds=speeds_of(seconds, transport))
         return failure or measured
 
@@ -279,7 +274,7 @@ class Partitioner:
 
     def _plans(
         self,
-        measured: Mapping[int, StepCosts],
+        measured: Mapping[int, Profile],
         step: SeededStep,
         microbatches: Mapping[int, Any],
         counts: Sequence[int],
@@ -322,7 +317,7 @@ class Partitioner:
             num_microbatches=plan.num_microbatches,
         )
 
-    def _costs(self, name: str, step: SeededStep, microbatch: Any) -> StepCosts:
+    def _costs(self, name: str, step: SeededStep, microbatch: Any) -> Profile:
         try:
             return replace(measure_step(self._module, step, microbatch, self._device), step=name)
         except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""PipelineRebalance: a callback that reports whether another cut would be faster."""
+"""PipelineRebalance: a callback that says whether another cut would be faster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing_extensions import override
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.recorded_times import gather_spans
 from lightning_pipeline.partition.microbatch import microbatches_of
-from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.planning.rebalance import Rebalance, rebalance
 from lightning_pipeline.schedules import measured_costs, recorded_schedule
 
@@ -73,7 +72,7 @@ class PipelineRebalance(Callback):
             microbatch = microbatches_of(batch, pipeline.num_microbatches, pl_module)[0]
             with without_side_effects(pl_module, strategy.root_device):
                 costs = estimate_training_step(pl_module, microbatch, strategy.root_device)
-            return rebalance(costs, pipeline.recorder.calls.stages.exact, measured, schedule, Machine())
+            return rebalance(costs, pipeline.recorder.calls.stages.exact, measured, schedule)
 
         # Each pipeline decides by itself: replicas may see usual batches in different steps.
         assert transport is not None  # there are several stages

@@ -52,8 +52,6 @@ _MIN_STEPS, _MAX_STEPS = 3, 8
 """Timed steps of each plan."""
 _WARM_UP = 2.5
 """What a plan's first two steps take, in steps: one learns shapes, the other makes buffers."""
-LEAST = _WARM_UP + _MIN_STEPS
-"""What trying a plan takes, in steps."""
 
 
 def choose_plan(
@@ -89,15 +87,14 @@ def worth_trying(module: nn.Module, plans: Sequence[StagePlan], limit: float) ->
     Args:
         limit: bytes that a device has; plans need room next to the whole module.
     """
-    if not plans[0].is_measured:
-        return []
-    if any(is_compiled(part) for part in module.modules()):  # a compiler takes longer than all steps together
+    # Compiling takes longer than all steps together.
+    if not plans[0].is_measured or any(is_compiled(part) for part in module.modules()):
         return []
     whole = 2 * sum(parameter.nbytes for parameter in module.parameters())  # with gradients
     chosen: list[StagePlan] = []
     left = BUDGET_S
     for plan in plans:
-        needed = plan.step_seconds * LEAST
+        needed = plan.step_seconds * (_WARM_UP + _MIN_STEPS)
         is_near = plan.step_seconds <= plans[0].step_seconds * (1 + NEAR)
         if is_near and needed <= left and whole + max(plan.peak_bytes) <= limit:
             chosen.append(plan)
@@ -168,11 +165,18 @@ class TrialSteps:
     def _pipeline(self, plan: StagePlan) -> Pipeline:
         stages = resolve(self._module, plan.stage_config, plan.num_stages, has_virtual_stages=plan.has_virtual_stages)
         schedules = self._schedules_of(plan)
+        transport = self._transport
+        topology = transport.topology.along(schedules.placement)
+        if topology != transport.topology:  # virtual stages may send to other ranks
+            assert transport.store is not None
+            transport = Transport.shared(
+                topology, transport.requested_device, transport.timeout, transport.store, transport.notice
+            )
         return Pipeline(
-            rank=self._transport.stage,
+            rank=transport.stage,
             placement=schedules.placement,
             device=self._device,
-            transport=self._transport_along(schedules.placement),
+            transport=transport,
             tensors=ModuleTensors(self._module, stages),
             calls=KeyedCalls(self._module, stages),
             holders=lambda number: range(plan.num_stages),
@@ -180,17 +184,8 @@ class TrialSteps:
             num_microbatches=plan.num_microbatches,
         )
 
-    def _transport_along(self, placement: Sequence[int]) -> Transport:
-        """The transport that the plan's pipeline would have: virtual stages need further routes."""
-        own = self._transport
-        topology = own.topology.along(placement)
-        if topology == own.topology:
-            return own
-        assert own.store is not None
-        return Transport.shared(topology, own.requested_device, own.timeout, own.store, own.notice)
-
     def _seconds(self, pipeline: Pipeline) -> float:
-        """Of one step."""
+        """Run one step; its time on the slowest rank."""
         microbatches = None
         if self._transport.stage == 0:
             own = tree.replace(self._batch, Tensor.clone)  # which the step may write into
@@ -268,12 +263,12 @@ class _OnOneRank:
             holders=lambda number: (0,),
             seed_draw=draws.seed,
             training=False,
-            earlier=_nothing_is_earlier,
+            earlier=_no_earlier_microbatch,
         )
 
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
+        self.finish_before(recording, with_own=False)
         with set_aside():
-            self._run.run_up_to(recording.event)
             return self._run.data_of(values)
 
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -288,5 +283,5 @@ class _OnOneRank:
         return show(tensor)
 
 
-def _nothing_is_earlier(recording: object, value: int) -> Tensor:
+def _no_earlier_microbatch(recording: object, value: int) -> Tensor:
     raise AssertionError("a trial has one micro-batch")

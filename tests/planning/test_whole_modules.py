@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.planning.costs import StepCosts
-from lightning_pipeline.planning.plan import StagePlan, plan_of_modules
-from lightning_pipeline.planning.trace import DeviceSpeed, trace_step
+from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.planning.planner import plan_of_modules
+from lightning_pipeline.planning.tracing import trace_step
 from lightning_pipeline.schedules import Schedule, build
 
 
@@ -36,9 +36,9 @@ class Alone(nn.Module):
 
 
 def _plan(module: nn.Module, schedule: Schedule) -> StagePlan | None:
-    trace = trace_step(module, module, torch.ones(4, 8), DeviceSpeed(flops=1e9, memory_bytes=1e15))
-    times = [1.0] * trace.num_positions
-    return plan_of_modules(StepCosts(module, trace, times, times, is_measured=True), schedule, lambda name: 1.0)
+    traced = trace_step(module, module, torch.ones(4, 8))
+    times = [1.0] * len(traced.positions)
+    return plan_of_modules(traced.timed(times, times), schedule, lambda name: 1.0)
 
 
 def test_each_module_has_a_stage_in_the_order_of_first_calls() -> None:

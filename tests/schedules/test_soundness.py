@@ -15,6 +15,7 @@ from lightning_pipeline.schedules import (
     default_virtual_stages,
     lower,
 )
+from tests.schedules.rendezvous import run_with_blocking_sends
 
 FIXED = ("1f1b", "zero_bubble", "zbv")
 # Ranks, micro-batches and virtual stages: as many as there are ranks, not a multiple of them, about two for each rank
@@ -34,7 +35,8 @@ LARGE = [
 
 
 def prove(schedule: Schedule) -> None:
-    check(lower(schedule))
+    check(schedule)
+    run_with_blocking_sends(lower(schedule))
     seen = defaultdict(list)
     for action in (action for order in schedule for action in order):
         # One row for I, alone or as a part of B.

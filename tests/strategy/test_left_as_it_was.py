@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 
 from lightning_pipeline.planning.plan import StagePlan
 from lightning_pipeline.planning.restoring import left_as_it_was
-from lightning_pipeline.planning.trace import DeviceSpeed, trace_step
+from lightning_pipeline.planning.tracing import trace_step
 from lightning_pipeline.strategy.trials import fault_of_cut
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -74,7 +74,7 @@ def test_parameters_that_a_step_writes_into_are_put_back(how: str) -> None:
     parameters = dict(module.named_parameters())
     before = {name: value.clone() for name, value in parameters.items()}
     with left_as_it_was(module):
-        trace_step(module, module, X, DeviceSpeed(flops=1e9, memory_bytes=1e15))
+        trace_step(module, module, X)
         with left_as_it_was(module):
             now = module.teacher.weight.clone()
             module(X)
@@ -188,7 +188,7 @@ def test_python_objects_are_put_back() -> None:
     expected = copy.deepcopy(make().state())
     module = make()
     with left_as_it_was(module):
-        trace_step(module, module, X, DeviceSpeed(flops=1e9, memory_bytes=1e15))
+        trace_step(module, module, X)
         for _ in range(3):
             assert module.state() != expected
             module(X)

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +22,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
 from lightning_pipeline.partition.placeholder import is_absent
-from lightning_pipeline.planning.costs import StepCosts
+from lightning_pipeline.planning.profile import Profile
 from lightning_pipeline.strategy import partitioner, trials
 from tests.launching import launch
 from tests.models.lit import LayerDrop
@@ -258,9 +257,10 @@ def unequal(world: int) -> dict[str, Any]:
     measure_step = partitioner.measure_step
     seconds = 1e-3 * (1 + 2 * torch.distributed.get_rank())
 
-    def even(*args: Any) -> StepCosts:
+    def even(*args: Any) -> Profile:
         costs = measure_step(*args)
-        return replace(costs, **{way: [seconds] * costs.trace.num_positions for way in ("forward", "backward")})
+        times = [seconds] * len(costs.positions)
+        return costs.timed(times, times)
 
     with (
         mock.patch.object(partitioner, "measure_step", even),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeline.planning.cost_model import Machine
-from lightning_pipeline.planning.costs import StepCosts, between, cut_tree, estimate_step
-from lightning_pipeline.planning.plan import NothingToCutError, plan_stages, ranked_plans
+from lightning_pipeline.planning.cost_model import Machine, Segment
+from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.planning.planner import NothingToCutError, ranked_plans
+from lightning_pipeline.planning.profile import Profile, between
 from lightning_pipeline.planning.rebalance import rebalance
 from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.planning.timing import time_step
-from lightning_pipeline.planning.trace import DeviceSpeed, trace_step
-from lightning_pipeline.schedules import build
+from lightning_pipeline.planning.tracing import DeviceSpeed, estimate_step, trace_step
+from lightning_pipeline.schedules import Simulation, build
 from lightning_pipeline.schedules.recorded_costs import Costs
 
 SPEED = DeviceSpeed(flops=1e9, memory_bytes=1e15)
@@ -48,20 +50,28 @@ class Net(nn.Module):
         return self.head(self.layers[3](x + skip)).square().mean()
 
 
-def traced(net: nn.Module, x: Tensor | None = None) -> StepCosts:
-    trace = trace_step(net, net, torch.ones(ROWS, WIDTH) if x is None else x, SPEED)
-    seconds = [[work.seconds for work in way] for way in (trace.forward, trace.backward)]
-    return StepCosts(net, trace, seconds[0], seconds[1], is_measured=False)
+def traced(net: nn.Module, x: Tensor | None = None) -> Profile:
+    return trace_step(net, net, torch.ones(ROWS, WIDTH) if x is None else x, SPEED)
 
 
-def outermost(net: nn.Module) -> list[str]:
-    return [node.call.name for node in cut_tree(net, traced(net).trace)]
+def best_plan(*args: Any) -> tuple[StagePlan, Simulation]:
+    return next(ranked_plans(*args))
+
+
+def outermost(profile: Profile) -> list[str]:
+    """Names of the candidates of which none is inside of another."""
+    return [call.name for call in profile.candidates(2.0)]
+
+
+def by_name(profile: Profile, state_bytes: float = 0.0) -> dict[str, Segment]:
+    segments = profile.segments(profile.candidates(2.0)[1:], lambda name: state_bytes)
+    return {segment.name: segment for segment in segments}
 
 
 def test_what_crosses_a_cut_is_what_is_used_behind_it() -> None:
     costs = traced(Net())
-    calls = [node.call for node in costs.tree()]
-    assert [call.name for call in calls] == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
+    calls = costs.candidates(2.0)
+    assert outermost(costs) == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
     received = {s.name: s.received for s in costs.segments(calls[1:], lambda name: 0.0)}
     assert received == {"": 0.0, "layers.1": SIZE, "layers.2": 2 * SIZE, "layers.3": SIZE, "head": SIZE}
     assert [s.messages for s in costs.segments(calls[1:], lambda name: 0.0)] == [0, 1, 2, 1, 1]
@@ -70,7 +80,7 @@ def test_what_crosses_a_cut_is_what_is_used_behind_it() -> None:
 
 def test_work_is_counted_where_it_is_done_in_both_directions() -> None:
     costs = traced(Net())
-    segments = {s.name: s for s in costs.segments([n.call for n in costs.tree()][1:], lambda name: 4.0)}
+    segments = by_name(costs, state_bytes=4.0)
     product = 2 * ROWS * WIDTH * 64  # of one of the two matrices of the large layer
     assert segments["layers.2"].flops == 2 * product * 3
     assert segments["layers.2"].backward == pytest.approx(2 * segments["layers.2"].forward)
@@ -83,18 +93,18 @@ def test_an_estimate_on_fake_tensors_counts_the_same() -> None:
     fake = Net().to("meta")
     estimated = estimate_step(fake, fake, x, SPEED)
     assert all(parameter.is_meta for parameter in fake.parameters())
-    found, expected = estimated.trace, traced(real).trace
-    for name in ("calls", "values", "parameters", "kept", "forward_peak", "backward_peak"):
-        assert getattr(found, name) == getattr(expected, name), name
-    assert [work.flops for work in found.forward] == [work.flops for work in expected.forward]
-    assert [work.flops for work in found.backward] == [work.flops for work in expected.backward]
-    assert estimated.forward == pytest.approx(traced(real).forward, rel=1e-3)
+    found, expected = estimated.positions, traced(real).positions
+    assert estimated.values == traced(real).values
+    assert [replace(position, forward=0, backward=0) for position in found] == [
+        replace(position, forward=0, backward=0) for position in expected
+    ]
+    assert [p.forward for p in found] == pytest.approx([p.forward for p in expected], rel=1e-3)
 
 
 def test_no_stage_begins_inside_of_a_layer_that_may_be_left_out() -> None:
     costs = traced(Net())
     assert "layers.2.second" in [call.name for call in costs.candidates(0.1)]
-    costs.trace.optional.add("layers.1")
+    costs = replace(costs, optional={"layers.1"})
     assert [call.name for call in costs.candidates(0.1)] == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
 
 
@@ -109,15 +119,15 @@ class Wide(nn.Module):
 
 def test_peaks_are_what_is_alive_at_once() -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Wide(), nn.Linear(WIDTH, WIDTH, bias=False))
-    trace = trace_step(net, lambda x: net(x).square().sum(), torch.ones(ROWS, WIDTH), SPEED)
+    positions = trace_step(net, lambda x: net(x).square().sum(), torch.ones(ROWS, WIDTH)).positions
     batch, number = SIZE, 4
     # The batch and the first layer's result, then Wide's moment on top, then what two layers keep and the loss.
-    assert trace.forward_peak[1:3] == [2 * batch, 2 * batch + 4 * SIZE + number]
-    assert trace.kept[1:] == [batch, 0, 2 * SIZE]
+    assert [p.forward_peak for p in positions[1:3]] == [2 * batch, 2 * batch + 4 * SIZE + number]
+    assert [p.kept for p in positions[1:]] == [batch, 0, 2 * SIZE]
     # Backward of the last layer: batch, its input and output, two gradients and the one of its weight.
     weight = WIDTH * WIDTH * 4
-    assert trace.backward_peak[3] >= 3 * SIZE + SIZE + weight
-    assert trace.backward_peak[1] <= batch + SIZE + weight + 3 * number
+    assert positions[3].backward_peak >= 3 * SIZE + SIZE + weight
+    assert positions[1].backward_peak <= batch + SIZE + weight + 3 * number
 
 
 def test_measuring_leaves_gradients_and_their_hooks_alone() -> None:
@@ -126,7 +136,7 @@ def test_measuring_leaves_gradients_and_their_hooks_alone() -> None:
     weight.grad = torch.full_like(weight, 3.0)
     weight.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter))
     costs = traced(net)
-    time_step(net, net, torch.ones(ROWS, WIDTH), costs.trace, torch.device("cpu"))
+    time_step(net, torch.ones(ROWS, WIDTH), costs, torch.device("cpu"))
     assert not called
     assert weight.grad.eq(3.0).all() and net.layers[0].first.weight.grad is None
     net(torch.ones(ROWS, WIDTH)).backward()
@@ -190,10 +200,10 @@ class InFunction(Net):
 
 
 def test_only_what_a_stage_can_begin_with_is_a_candidate() -> None:
-    assert outermost(Repeats()) == ["borrows", "layers.2", "layers.3", "head"]
+    assert outermost(traced(Repeats())) == ["borrows", "layers.2", "layers.3", "head"]
     # A stage that began with layers.2 would have layers.3 carry that stage as its lowest; one inside of it does not.
-    assert outermost(Backwards())[:3] == ["layers.3", "layers.2.first", "layers.2.second"]
-    assert outermost(InFunction()) == ["layers.0", "layers.3", "head"]
+    assert outermost(traced(Backwards()))[:3] == ["layers.3", "layers.2.first", "layers.2.second"]
+    assert outermost(traced(InFunction())) == ["layers.0", "layers.3", "head"]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -204,10 +214,7 @@ def test_what_is_checkpointed_is_not_kept_and_is_computed_twice(reentrant: bool)
             x = checkpoint(self.layers[2], x, use_reentrant=reentrant)
             return self.head(self.layers[3](x)).square().mean()
 
-    plain, spared = (
-        {s.name: s for s in costs.segments([n.call for n in costs.tree()][1:], lambda name: 0.0)}
-        for costs in (traced(Net()), traced(Checkpointed()))
-    )
+    plain, spared = by_name(traced(Net())), by_name(traced(Checkpointed()))
     assert spared["layers.2"].kept < plain["layers.2"].kept / 4
     assert spared["layers.2"].flops == plain["layers.2"].flops * 7 / 6  # the last product is not needed again
     assert spared["layers.3"].flops == plain["layers.3"].flops
@@ -228,10 +235,9 @@ def test_times_are_of_the_parts_they_are_measured_in() -> None:
     def step(batch: Tensor) -> Tensor:
         return net(batch).mean()
 
-    trace = trace_step(net, step, x, SPEED)
-    forward, backward = time_step(net, step, x, trace, torch.device("cpu"))
-    costs = StepCosts(net, trace, forward, backward, is_measured=True)
-    segments = costs.segments([node.call for node in costs.tree()][1:], lambda name: 0.0)
+    costs = time_step(step, x, trace_step(net, step, x), torch.device("cpu"))
+    assert costs.is_measured
+    segments = [*by_name(costs).values()]
     assert len(segments) == 5
     assert segments[1].forward == segments[2].forward  # of equal structure
     assert 0 < segments[4].forward < segments[1].forward
@@ -241,7 +247,7 @@ def test_times_are_of_the_parts_they_are_measured_in() -> None:
 
 def test_a_plan_names_modules_and_a_fault_leads_to_another() -> None:
     costs = traced(Net())
-    plan, simulation = plan_stages(costs, [build("1f1b", 2, 4)], Machine(), lambda name: 1.0)
+    plan, simulation = best_plan(costs, [build("1f1b", 2, 4)], Machine(), lambda name: 1.0)
     assert list(plan.stage_config.values()) == [1]
     assert plan.step_seconds == simulation.makespan
     seen: list[str] = []
@@ -261,7 +267,7 @@ def test_other_plans_come_after_the_best_one() -> None:
     costs = traced(_mean_of(*(Layer(width) for width in (37, 26, 37))))
     schedules = [build("1f1b", 2, 16), build("gpipe", 2, 16)]
     plans = [plan for plan, _ in ranked_plans(costs, schedules, Machine(), lambda name: 1.0)]
-    assert plans[0] == plan_stages(costs, schedules, Machine(), lambda name: 1.0)[0]
+    assert plans[0] == best_plan(costs, schedules, Machine(), lambda name: 1.0)[0]
     by_size = {plan.schedule: [p.stage_config for p in plans if p.schedule == plan.schedule] for plan in plans}
     assert by_size.keys() == {"1f1b", "gpipe"}
     for cuts in by_size.values():  # inside of a layer and between two, each once
@@ -289,7 +295,7 @@ def test_the_same_place_by_another_name_is_no_other_plan() -> None:
 )
 def test_smaller_modules_have_to_be_worth_it(widths: list[int], is_finer: bool) -> None:
     costs = traced(_mean_of(*(Layer(width) for width in widths)))
-    plan, _ = plan_stages(costs, [build("1f1b", 2, 16)], Machine(), lambda name: 1.0)
+    plan, _ = best_plan(costs, [build("1f1b", 2, 16)], Machine(), lambda name: 1.0)
     assert (next(iter(plan.stage_config)).count(".") > 0) == is_finer, plan
 
 
@@ -304,19 +310,20 @@ def _mean_of(*layers: nn.Module) -> nn.Module:
 def test_too_little_memory_says_how_much_is_missing() -> None:
     message = r"for 2 stages, rank \d needs 1.\d* GiB and has 1, so 0.\d* GiB are missing.*use more stages"
     with pytest.raises(ValueError, match=message):
-        plan_stages(traced(Net()), [build("1f1b", 2, 4)], Machine(memory=2**30), lambda name: 2.0**28)
+        best_plan(traced(Net()), [build("1f1b", 2, 4)], Machine(memory=2**30), lambda name: 2.0**28)
 
 
 def test_too_few_places_to_cut() -> None:
     with pytest.raises(NothingToCutError, match=r"Net is to be cut into 20 stages.* use devices=\d+"):
-        plan_stages(traced(Net()), [build("1f1b", 20, 20)], Machine(), lambda name: 0.0)
+        best_plan(traced(Net()), [build("1f1b", 20, 20)], Machine(), lambda name: 0.0)
 
 
 def test_costs_between_two_sizes_of_a_micro_batch() -> None:
     small, large = traced(Net(), torch.ones(2, WIDTH)), traced(Net(), torch.ones(6, WIDTH))
     middle = between(small, large, 0.5)
-    assert middle.trace.kept == traced(Net(), torch.ones(4, WIDTH)).trace.kept
-    assert sum(middle.forward) == pytest.approx((sum(small.forward) + sum(large.forward)) / 2)
+    expected = traced(Net(), torch.ones(4, WIDTH))
+    assert [position.kept for position in middle.positions] == [position.kept for position in expected.positions]
+    assert middle.seconds == pytest.approx((small.seconds + large.seconds) / 2)
 
 
 def test_a_slow_stage_gives_a_part_away() -> None:
@@ -325,19 +332,18 @@ def test_a_slow_stage_gives_a_part_away() -> None:
     def step(batch: Tensor) -> Tensor:
         return net(batch).mean()
 
-    trace = trace_step(net, step, torch.ones(ROWS, WIDTH), SPEED)
-    costs = StepCosts(net, trace, [w.seconds for w in trace.forward], [w.seconds for w in trace.backward], False)
+    costs = trace_step(net, step, torch.ones(ROWS, WIDTH), SPEED)
     measured = Costs([1.0, 3.0], [1.0, 3.0], [1.0, 3.0], 0.0, [2.0, 6.0])
-    found = rebalance(costs, {"5": 1}, measured, build("1f1b", 2, 8), Machine())
+    found = rebalance(costs, {"5": 1}, measured, build("1f1b", 2, 8))
     assert found.now.stage_config == {"5": 1}
     assert found.moves == [("5", "6", 1, 0)]
     assert found.better.stage_config == {"7": 1}
     assert 0.1 < found.gain < 0.35
     assert "move 5 to 6 from stage 1 to stage 0" in str(found)
     level = Costs([1.0, 1.0], [1.0, 1.0], [1.0, 1.0], 0.0, [2.0, 2.0])
-    assert "as good as any" in str(rebalance(costs, {"5": 1}, level, build("1f1b", 2, 8), Machine()))
+    assert "as good as any" in str(rebalance(costs, {"5": 1}, level, build("1f1b", 2, 8)))
     with pytest.raises(ValueError, match="begins 3 stages"):
-        rebalance(costs, {"5": 1, "6": 2}, level, build("1f1b", 2, 8), Machine())
+        rebalance(costs, {"5": 1, "6": 2}, level, build("1f1b", 2, 8))
 
 
 def test_a_stage_may_begin_inside_of_a_module_that_begins_another() -> None:
@@ -346,10 +352,9 @@ def test_a_stage_may_begin_inside_of_a_module_that_begins_another() -> None:
     def step(batch: Tensor) -> Tensor:
         return net(batch).mean()
 
-    trace = trace_step(net, step, torch.ones(ROWS, WIDTH), SPEED)
-    costs = StepCosts(net, trace, [w.seconds for w in trace.forward], [w.seconds for w in trace.backward], False)
+    costs = trace_step(net, step, torch.ones(ROWS, WIDTH), SPEED)
     level = Costs([1.0] * 3, [1.0] * 3, [1.0] * 3, 0.0, [2.0] * 3)
-    found = rebalance(costs, {"1": 1, "1.2": 2}, level, build("1f1b", 3, 8), Machine())
+    found = rebalance(costs, {"1": 1, "1.2": 2}, level, build("1f1b", 3, 8))
     assert [stage.first for stage in found.now.stages[1:]] == ["1", "1.2"]
 
 
@@ -382,3 +387,11 @@ def test_running_a_step_leaves_the_module_as_it_was() -> None:
     assert module.total is total and module.seen is seen and float(total) == 0
     assert not hasattr(module, "mask") and not hasattr(module, "made")
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_step_without_a_place_to_cut() -> None:
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + super().forward(x + 1)
+
+    assert outermost(traced(Twice())) == []

@@ -1,0 +1,315 @@
+"""`lightning-pipeline simulate` compares schedules, and `draw` shows one as text, picture, trace or table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lightning_pipeline.cli.common import CommandError, bare_table, errors_without_traceback, wide_console
+from lightning_pipeline.schedules import (
+    SCHEDULE_NAMES,
+    Schedule,
+    ScheduleError,
+    Simulation,
+    build,
+    check,
+    default_virtual_stages,
+    load_csv,
+    lower,
+    render,
+    save_chrome_trace,
+    save_csv,
+    save_picture,
+)
+from lightning_pipeline.schedules import simulate as simulate_schedule
+from lightning_pipeline.schedules.schedule import format_grid
+from lightning_pipeline.schedules.validation import MAX_TIME, shown
+
+_NAMES_HELP = f"{', '.join(SCHEDULE_NAMES)}; or a CSV file, which brings its own counts."
+_TRACE_UNIT = 1e-3  # one unit of the costs is a millisecond in a trace, whose viewers have no other notion of time
+
+Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks that hold one copy of the model.")]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Micro-batches in one step.")]
+VirtualStages = Annotated[
+    int | None,
+    typer.Option(
+        "--virtual-stages",
+        "-v",
+        min=1,
+        show_default="2 for schedules made for several, else 1",
+        help="Virtual stages on each rank, where a schedule takes several.",
+    ),
+]
+Forward = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME",
+        help="Time of a micro-batch's forward on a rank. Each of v virtual stages takes a v-th of it, which keeps "
+        "schedules comparable. Or a list such as 1,1,2: one for each of RANKS equal parts of the model.",
+    ),
+]
+InputGrad = Annotated[str, typer.Option(metavar="TIME", help="Likewise, of the gradients of the inputs.")]
+WeightGrad = Annotated[str, typer.Option(metavar="TIME", help="Likewise, of the gradients of the weights.")]
+Transfer = Annotated[float, typer.Option(min=0, metavar="TIME", help="Time until a value is on another rank.")]
+
+
+def simulate(
+    schedules: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCHEDULE",
+            help=f"{_NAMES_HELP} Default: all for training that can be built.",
+            show_default=False,
+        ),
+    ] = None,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    virtual_stages: VirtualStages = None,
+    forward: Forward = "1",
+    input_grad: InputGrad = "1",
+    weight_grad: WeightGrad = "1",
+    transfer: Transfer = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Compare schedules: time of a step, bubble, and how many virtual stages' activations each rank holds at most."""
+    with errors_without_traceback():
+        costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
+        left_out: dict[str, str] = {}
+        if schedules:
+            chosen = [_choose(name, ranks, microbatches, virtual_stages, falls_back=True) for name in schedules]
+        else:
+            chosen = _all_that_fit(ranks, microbatches, virtual_stages, left_out)
+        rows = [_figures(schedule, costs) for schedule in chosen]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        _print_table(rows, costs)
+        for name, reason in left_out.items():
+            typer.echo(f"Left out: {name}, {reason}")
+
+
+def draw(
+    schedule: Annotated[str, typer.Argument(metavar="SCHEDULE", help=_NAMES_HELP)],
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    virtual_stages: VirtualStages = None,
+    forward: Forward = "1",
+    input_grad: InputGrad = "1",
+    weight_grad: WeightGrad = "1",
+    transfer: Transfer = 0.0,
+    lowered: Annotated[
+        bool, typer.Option("--lowered", help="Text only: each rank's order with its sends and receives.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write a picture (.svg, .png), a trace for chrome://tracing and Perfetto (.json), a table that can be "
+            "trained with (.csv), or the text (.txt).",
+        ),
+    ] = None,
+) -> None:
+    """Draw a schedule: a row for each rank, time to the right. Text and CSV have a slot for each action."""
+    with errors_without_traceback():
+        costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
+        chosen = _choose(schedule, ranks, microbatches, virtual_stages)
+        simulation = costs.simulate(chosen)
+        several = chosen.num_stages > chosen.num_ranks
+        virtual = f", {_virtual_stages_of(chosen):g} virtual stages each" * several
+        title = f"{chosen.name}: {chosen.num_ranks} ranks{virtual}, {chosen.num_microbatches} micro-batches"
+        title_and_bubble = f"{title}, bubble {simulation.bubble:.1%}"
+
+        def text() -> str:
+            if lowered:
+                return f"{title}\n{format_grid([[str(action) for action in order] for order in lower(chosen)])}"
+            return f"{title_and_bubble}\n{render(chosen)}"
+
+        if output is None:
+            typer.echo(text())
+            return
+        suffix = output.suffix.lower()
+        if lowered and suffix != ".txt":
+            raise CommandError(f"--lowered is drawn as text only, got --output {output}; write to a .txt file")
+        if suffix == ".txt":
+            output.write_text(f"{text()}\n", encoding="utf-8")
+        elif suffix == ".csv":
+            save_csv(chosen, output)
+        elif suffix == ".json":
+            save_chrome_trace(simulation.spans, output, unit=_TRACE_UNIT)
+        elif suffix in (".svg", ".png"):
+            save_picture(simulation.spans, output, title=title)
+        else:
+            raise CommandError(f"cannot write {output}; its ending chooses the format: .svg, .png, .json, .csv or .txt")
+        typer.echo(f"{title_and_bubble}: {output}")
+
+
+def _figures(schedule: Schedule, costs: CostOptions) -> dict[str, Any]:
+    """A schedule's results as they are printed in JSON; `peak_microbatches` counts all of a rank's virtual stages."""
+    simulation = costs.simulate(schedule)
+    virtual = _virtual_stages_of(schedule)
+    return {
+        "schedule": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        "num_virtual_stages": virtual,
+        "makespan": simulation.makespan,
+        "bubble": simulation.bubble,
+        "peak_live": simulation.peak_live,
+        "peak_microbatches": [peak / virtual for peak in simulation.peak_live],
+    }
+
+
+def _print_table(rows: list[dict[str, Any]], costs: CostOptions) -> None:
+    counts = {f"{row['num_ranks']} ranks, {row['num_microbatches']} micro-batches" for row in rows}
+    has_several_counts = len(counts) > 1
+    right = ["\nranks", "micro-\nbatches"] * has_several_counts + ["virtual\nstages", "step\ntime", "\nbubble"]
+    table = bare_table("\nschedule", right=right)
+    table.columns[0].no_wrap = True
+    table.add_column("activations\nby rank")
+    table.add_column("the same in\nmicro-batches")
+    for row in rows:
+        table.add_row(
+            row["schedule"],
+            *([str(row["num_ranks"]), str(row["num_microbatches"])] * has_several_counts),
+            f"{row['num_virtual_stages']:g}",
+            f"{row['makespan']:.5g}",
+            f"{row['bubble']:.1%}",
+            " ".join(map(str, row["peak_live"])),
+            " ".join(f"{peak:.3g}" for peak in row["peak_microbatches"]),
+        )
+    typer.echo(f"{costs}\n" if has_several_counts else f"{counts.pop()}; {costs}\n")
+    wide_console().print(table)
+
+
+def _choose(
+    name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int | None, *, falls_back: bool = False
+) -> Schedule:
+    """Build a schedule, or read and check a CSV file, which brings its own counts.
+
+    Args:
+        name: a schedule's name or a path that ends in ``.csv``.
+        num_virtual_stages: virtual stages on each rank; None for the schedule's usual number.
+        falls_back: build it with its usual number of virtual stages where it cannot have the given one.
+
+    Raises:
+        ScheduleError: for an unknown name, counts that the schedule cannot have, or a faulty file.
+        OSError: if the file cannot be read.
+    """
+    if name.lower().endswith(".csv"):
+        schedule = replace(load_csv(name), name=Path(name).name)
+        check(schedule)
+        return schedule
+    usual = default_virtual_stages(name)
+    try:
+        return build(name, num_ranks, num_microbatches, num_virtual_stages or usual)
+    except ScheduleError:
+        if not falls_back or num_virtual_stages is None:
+            raise
+        return build(name, num_ranks, num_microbatches, usual)
+
+
+def _all_that_fit(
+    num_ranks: int, num_microbatches: int, num_virtual_stages: int | None, left_out: dict[str, str]
+) -> list[Schedule]:
+    """Every schedule for training that can be built for these counts; `left_out` gets the reasons for the others.
+
+    Raises:
+        ScheduleError: if there is none.
+    """
+    schedules: list[Schedule] = []
+    for name in SCHEDULE_NAMES:
+        try:
+            schedule = _choose(name, num_ranks, num_microbatches, num_virtual_stages, falls_back=True)
+        except ScheduleError as error:
+            left_out[name] = str(error)
+            continue
+        # Schedules are equal that do the same on every rank, whatever their names.
+        if schedule in schedules:
+            left_out[name] = f"here the same as {schedules[schedules.index(schedule)].name}"
+        elif schedule.has_backward:
+            schedules.append(schedule)
+    if not schedules:
+        raise ScheduleError(next(iter(left_out.values())))
+    return schedules
+
+
+def _virtual_stages_of(schedule: Schedule) -> float:
+    """Virtual stages on a rank: a mean, where a file places them unevenly."""
+    whole, rest = divmod(schedule.num_stages, schedule.num_ranks)
+    return schedule.num_stages / schedule.num_ranks if rest else whole
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """Times of a rank's share of the model for one micro-batch.
+
+    Attributes:
+        times: for each of `simulate`'s arguments forward, input_grad and weight_grad one number for all ranks' shares,
+            or one for each of as many equal parts of the model as there are ranks, in the order of the data.
+        transfer: time until a value is on another rank.
+    """
+
+    times: dict[str, tuple[float, ...]]
+    transfer: float
+
+    @classmethod
+    def parse(cls, forward: str, input_grad: str, weight_grad: str, transfer: float) -> CostOptions:
+        """Read the options.
+
+        Raises:
+            CommandError: for anything but a number of 0 or more, or several with commas between.
+        """
+        if not 0 <= transfer <= MAX_TIME:
+            raise CommandError(f"--transfer takes a time from 0 to {MAX_TIME:g}, got {transfer}")
+        texts = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
+        return cls({name: _numbers(_option(name), text) for name, text in texts.items()}, transfer)
+
+    def __str__(self) -> str:
+        listed = [
+            f"{name.replace('_', ' ')} {','.join(f'{number:g}' for number in numbers)}"
+            for name, numbers in self.times.items()
+        ]
+        return ", ".join([*listed, f"transfer {self.transfer:g}"])
+
+    def simulate(self, schedule: Schedule) -> Simulation:
+        """Simulate a schedule whose virtual stages share these costs out.
+
+        Raises:
+            CommandError: if a list has not one number for each rank.
+            ScheduleError: if the schedule deadlocks.
+        """
+        by_stage = {name: _by_stage(_option(name), numbers, schedule) for name, numbers in self.times.items()}
+        return simulate_schedule(schedule, **by_stage, transfer=self.transfer)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 <= number <= MAX_TIME for number in numbers):
+        raise CommandError(
+            f"{option} takes a time of 0 or more, or several such as 1,1,2, got {shown(text)} (at most {MAX_TIME:g})"
+        )
+    return numbers
+
+
+def _by_stage(option: str, numbers: tuple[float, ...], schedule: Schedule) -> list[float]:
+    num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
+    if len(numbers) == 1:
+        numbers *= num_ranks
+    if len(numbers) != num_ranks:
+        raise CommandError(
+            f"{option} has {len(numbers)} times, but {schedule.name} has {num_ranks} ranks; give one, or one for each"
+        )
+    return [numbers[stage * num_ranks // num_stages] * num_ranks / num_stages for stage in range(num_stages)]
