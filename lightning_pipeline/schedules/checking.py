@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from lightning_pipeline.schedules.lowering import lower
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
-from lightning_pipeline.schedules.simulation import needs, simulate, source_of, yields
+from lightning_pipeline.schedules.simulation import Message, message_of, needs, source_of, yields
 from lightning_pipeline.schedules.validation import ScheduleError
 
 
@@ -15,21 +16,27 @@ def check(schedule: Schedule) -> None:
     """Prove that the schedule can run, and gives the same gradients as any other.
 
     Every stage runs every micro-batch's F exactly once on its own rank, and in training B, or I and W; nothing runs
-    before what it needs; weight gradients add up in ascending order of micro-batches; and no rank waits forever. Sends
-    and receives are not looked at, as :func:`lower` adds them where they cannot deadlock.
+    before what it needs; weight gradients add up in ascending order of micro-batches; and no rank waits for ever, even
+    where a send blocks until it is received. A schedule without sends and receives is lowered for the last proof.
 
     Raises:
         ScheduleError: with what is wrong in a sentence, and the grid with the faulty cells marked ``>1B2<``.
     """
-    schedule = schedule.compute()
-    _check_places(schedule)
-    _check_complete(schedule)
-    _check_own_order(schedule)
-    simulate(schedule)  # what is left to go wrong are ranks that wait for each other
+    compute = schedule.compute()
+    _check_places(compute)
+    _check_complete(compute)
+    _check_own_order(compute)
+    # What is left to go wrong are ranks that wait for each other: lowering refuses those, the rendezvous finds others.
+    lowered = lower(schedule)
+    messages = [
+        (action, message) for _, _, action in _cells(lowered.compute()) if (message := message_of(action, lowered))
+    ]
+    _check_messages(lowered, messages)
+    _check_rendezvous(lowered, [message for _, message in messages])
 
 
 def _check_places(schedule: Schedule) -> None:
-    """Every action belongs on its rank, and none repeats another."""
+    """Every action belongs where it is, and none does again what was done."""
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     done_by: dict[Action, Action] = {}
     for rank, position, action in _cells(schedule):
@@ -81,6 +88,59 @@ def _check_own_order(schedule: Schedule) -> None:
                     {(rank, position)},
                 )
             last[action.stage] = action.microbatch
+
+
+def _check_messages(schedule: Schedule, messages: list[tuple[Action, Message]]) -> None:
+    """Each transfer's send and receive are there once, after what is sent and before what uses it."""
+    expected = {end for _, message in messages for end in message}
+    at: dict[Action, tuple[int, int]] = {}
+    for rank, position, action in _cells(schedule):
+        fault = None
+        if not action.kind.is_compute and action not in expected:
+            fault = f"{action} belongs to no transfer between two ranks"
+        elif (home := schedule.placement[action.stage]) != rank:
+            fault = f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}"
+        elif action in at:
+            fault = f"{action} is done twice"
+        if fault:
+            raise schedule.error(fault, {(rank, position)})
+        at[action] = rank, position
+
+    for source, message in messages:
+        for end in message:
+            if end not in at:
+                raise _missing(schedule, end)
+        if at[message.send] < at[source]:
+            raise schedule.error(f"{message.send} comes before {source}, whose value it sends", {at[message.send]})
+        uses = (Kind.F,) if message.receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
+        for user in (Action(kind, message.receive.stage, message.receive.microbatch) for kind in uses):
+            if user in at and at[user] < at[message.receive]:
+                raise schedule.error(f"{user} runs before {message.receive}, which it needs", {at[user]})
+
+
+def _check_rendezvous(schedule: Schedule, messages: list[Message]) -> None:
+    """No rank waits for ever where a send and its receive both wait for the other."""
+    receive_of = dict(messages)
+    ends = [
+        [(position, action) for position, action in enumerate(order) if not action.kind.is_compute]
+        for order in schedule.orders
+    ]
+    heads = [0] * schedule.num_ranks
+    progress = True
+    while progress:
+        progress = False
+        for rank, todo in enumerate(ends):
+            while heads[rank] < len(todo) and (receive := receive_of.get(todo[heads[rank]][1])):
+                peer = schedule.peer(todo[heads[rank]][1])
+                if heads[peer] == len(ends[peer]) or ends[peer][heads[peer]][1] != receive:
+                    break
+                heads[rank] += 1
+                heads[peer] += 1
+                progress = True
+    stuck = [(rank, *todo[heads[rank]]) for rank, todo in enumerate(ends) if heads[rank] < len(todo)]
+    if stuck:
+        waits = "; ".join(f"rank {rank} waits in {action}" for rank, _, action in stuck)
+        raise schedule.error(f"deadlock where sends block, {waits}", {(rank, position) for rank, position, _ in stuck})
 
 
 def _missing(schedule: Schedule, action: Action) -> ScheduleError:

@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
-from lightning_pipeline.schedules.simulation import simulate
-
-
-class Message(NamedTuple):
-    """The two ends of one transfer: the sender's action and the receiver's."""
-
-    send: Action
-    receive: Action
-
-
-def message_of(action: Action, schedule: Schedule) -> Message | None:
-    """What must be sent once a compute action is done; None where its value is used on the same rank or nowhere."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.F:
-        peer, send, receive = stage + 1, Kind.SEND_F, Kind.RECV_F
-    elif action.kind in (Kind.B, Kind.I):
-        peer, send, receive = stage - 1, Kind.SEND_B, Kind.RECV_B
-    else:
-        return None
-    if not 0 <= peer < schedule.num_stages or schedule.placement[peer] == schedule.placement[stage]:
-        return None
-    return Message(Action(send, stage, microbatch), Action(receive, peer, microbatch))
+from lightning_pipeline.schedules.simulation import message_of, simulate
 
 
 def lower(schedule: Schedule) -> Schedule:
     """Add the sends and receives; a schedule that has them already is returned as it is.
 
-    All ranks are walked together, in the order of a simulation with unit costs. When an action ends whose value another
-    rank uses, its SEND and the other rank's RECV are added at once, the RECV behind the action that the other rank is
-    busy with at the time::
+    All ranks are walked together, in the order of a simulation with unit costs. When an action is done whose value
+    another rank uses, its SEND and the other rank's RECV are written down at once, the RECV behind the action which
+    that rank is busy with at the time::
 
         rank 0  0F0 0SEND_F0 0F1 0SEND_F1
         rank 1      1RECV_F0 1F0 1RECV_F1 1F1
 
     So all orders are parts of one common sequence in which every transfer follows whatever it needs, and nothing can
     deadlock, even where a send blocks until it is received. A rank also receives the messages of another in the order
-    in which they are sent, so no tags are needed.
+    they are sent, so no tags are needed.
 
     Raises:
         ScheduleError: if the schedule deadlocks whatever the communication.

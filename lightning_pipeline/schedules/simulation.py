@@ -1,24 +1,26 @@
 """When each action of a schedule would run, and what that costs in time and memory.
 
-Actions depend on one another by values. A value has the name of the action that yields it: F the outputs of a stage, I
-the gradients of its inputs (whether I or B computes them), W the gradients of its weights::
+What an action needs, what it yields, and what has to travel between ranks.
 
-    0F0 ──> 1F0 ──> 2F0        F needs the F of the stage before
-     │       │       │
-    0I0 <── 1I0 <── 2I0        I (or B) needs its own F and the I of the stage after
-     │       │       │
-    0W0     1W0     2W0        W needs its own I
+A value has the name of the action that yields it: F the outputs of a stage, I the gradients of its inputs (whether I or
+B computes them), W the gradients of its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, format_grid
 from lightning_pipeline.schedules.validation import ScheduleError
+
+
+class Message(NamedTuple):
+    """The two ends of one transfer: the sender's action and the receiver's."""
+
+    send: Action
+    receive: Action
 
 
 def yields(action: Action) -> tuple[Action, ...]:
@@ -43,6 +45,20 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
         return (Action(Kind.I, stage, microbatch),)
     own = Action(Kind.F, stage, microbatch)
     return (own, Action(Kind.I, stage + 1, microbatch)) if stage < num_stages - 1 else (own,)
+
+
+def message_of(action: Action, schedule: Schedule) -> Message | None:
+    """What must be sent once a compute action is done; None where its value is used on the same rank or nowhere."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.F:
+        peer, send, receive = stage + 1, Kind.SEND_F, Kind.RECV_F
+    elif action.kind in (Kind.B, Kind.I):
+        peer, send, receive = stage - 1, Kind.SEND_B, Kind.RECV_B
+    else:
+        return None
+    if not 0 <= peer < schedule.num_stages or schedule.placement[peer] == schedule.placement[stage]:
+        return None
+    return Message(Action(send, stage, microbatch), Action(receive, peer, microbatch))
 
 
 Cost = float | Sequence[float]
@@ -80,7 +96,7 @@ def simulate(
     weight_grad: Cost = 1.0,
     transfer: Cost = 0.0,
 ) -> Simulation:
-    """Simulate the schedule: each rank starts its next action as soon as it is free and the inputs have arrived.
+    """Run the schedule on paper: each rank starts its next action as soon as it is free and the inputs are there.
 
     Args:
         schedule: any schedule; sends and receives take no time of a rank.
@@ -107,17 +123,14 @@ def simulate(
     makespan = max((order[-1].end for order in spans if order), default=0.0)
     busy = sum(span.end - span.start for order in spans for span in order)
     bubble = 1 - busy / (makespan * schedule.num_ranks) if makespan else 0.0
-    if schedule.has_backward:
-        peaks = [_most_live(order) for order in schedule.orders]
-    else:  # nothing is kept
-        peaks = [min(1, len(order)) for order in schedule.orders]
+    peaks = [_peak_live(order, has_backward=schedule.has_backward) for order in schedule.orders]
     return Simulation(makespan, bubble, peaks, spans)
 
 
 def _spans(
     schedule: Schedule, costs: dict[Kind, list[float]], transfer: list[float]
 ) -> tuple[list[list[Span]], dict[Action, float]]:
-    """What each rank does when, up to a deadlock; and when each value is ready.
+    """What each rank does when, up to a deadlock; and when each value is there.
 
     Args:
         transfer: for each virtual stage, the time that a value takes over the boundary after it.
@@ -126,7 +139,7 @@ def _spans(
     spans: list[list[Span]] = [[] for _ in schedule.orders]
 
     def arrival(action: Action, rank: int) -> float | None:
-        """When the last input arrives; None if that is not known yet."""
+        """When the last input is there; None if it is not known yet."""
         latest = 0.0
         for value in needs(action, schedule.num_stages):
             if value not in ready:
@@ -138,16 +151,16 @@ def _spans(
         return latest
 
     progress = True
-    while progress:  # each rank as far as it gets, until all are done or none gets any further
+    while progress:
         progress = False
         for rank, order in enumerate(schedule.orders):
             done = spans[rank]
             while len(done) < len(order):
                 action = order[len(done)]
-                arrived = arrival(action, rank)
-                if arrived is None:
+                there = arrival(action, rank)
+                if there is None:
                     break
-                start = max(arrived, done[-1].end if done else 0.0)
+                start = max(there, done[-1].end if done else 0.0)
                 done.append(Span(action, start, start + costs[action.kind][action.stage]))
                 ready.update(dict.fromkeys(yields(action), done[-1].end))
                 progress = True
@@ -163,10 +176,18 @@ def _deadlock(schedule: Schedule, stuck: dict[int, int], ready: dict[Action, flo
     return schedule.error(f"deadlock, {'; '.join(waits)}", set(stuck.items()))
 
 
-def _most_live(actions: Iterable[Action]) -> int:
-    """The most activations that are live at once: each from its F to the end of its B or W."""
-    changes = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
-    return max(accumulate((changes.get(action.kind, 0) for action in actions), initial=0))
+def _peak_live(order: Sequence[Action], *, has_backward: bool) -> int:
+    """An activation lives from its F to the end of its B or W; without a backward only while F runs."""
+    if not has_backward:
+        return min(1, len(order))
+    live = peak = 0
+    for action in order:
+        if action.kind is Kind.F:
+            live += 1
+            peak = max(peak, live)
+        elif action.kind in (Kind.B, Kind.W):
+            live -= 1
+    return peak
 
 
 def _per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
@@ -208,36 +229,43 @@ def render(schedule: Schedule) -> str:
 
 
 def peak_bytes(
-    schedule: Schedule, kept: Sequence[float], forward: Sequence[float], backward: Sequence[float]
+    schedule: Schedule,
+    kept: Sequence[float],
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
 ) -> list[float]:
     """For each rank, the most bytes of activations that it holds at once.
 
     Args:
         kept: bytes that each virtual stage keeps of a micro-batch from its F to the end of its B or W.
-        forward: the most that it needs for a micro-batch during F, including what it keeps.
+        forward: the most that it takes of the micro-batch during F, what it keeps included; None: no more than that.
         backward: likewise during B or I.
     """
-    during = {Kind.F: forward, Kind.B: backward, Kind.I: backward, Kind.W: kept}
+    during = {Kind.F: forward or kept, Kind.B: backward or kept, Kind.I: backward or kept}
     peaks = []
     for order in schedule.compute():
         live = peak = 0.0
         for action in order:
             stage = action.stage
-            others = live - kept[stage] * (action.kind is not Kind.F)  # of other micro-batches
-            peak = max(peak, others + during[action.kind][stage])
+            others = live - kept[stage] * (action.kind is not Kind.F)
+            peak = max(peak, live, others + during.get(action.kind, kept)[stage])
             if action.kind is Kind.F:
                 live += kept[stage]
             elif action.kind in (Kind.B, Kind.W):
                 live -= kept[stage]
-            peak = max(peak, live)
-        peaks.append(peak)
+        peaks.append(max(peak, live))
     return peaks
 
 
 def live_activations(schedule: Schedule) -> list[int]:
     """For each virtual stage, the most micro-batches whose activations it holds at once."""
-    own: list[list[Action]] = [[] for _ in schedule.placement]
+    live = [0] * schedule.num_stages
+    peaks = [0] * schedule.num_stages
     for order in schedule.compute():
         for action in order:
-            own[action.stage].append(action)
-    return [_most_live(actions) for actions in own]
+            if action.kind is Kind.F:
+                live[action.stage] += 1
+                peaks[action.stage] = max(peaks[action.stage], live[action.stage])
+            elif action.kind in (Kind.B, Kind.W):
+                live[action.stage] -= 1
+    return peaks

@@ -134,9 +134,9 @@ def test_a_transfer_may_differ_from_boundary_to_boundary() -> None:
 def test_memory_is_what_is_live() -> None:
     schedule = build("1f1b", 2, 4)
     assert live_activations(schedule) == [2, 1]
-    assert peak_bytes(schedule, [3.0, 5.0], [3.0, 5.0], [3.0, 5.0]) == [6.0, 5.0]
+    assert peak_bytes(schedule, [3.0, 5.0]) == [6.0, 5.0]
     both = build("interleaved_1f1b", 2, 4, 2)
-    assert max(peak_bytes(both, [1.0] * 4, [1.0] * 4, [1.0] * 4)) == max(simulate(both).peak_live)
+    assert max(peak_bytes(both, [1.0] * 4)) == max(simulate(both).peak_live)
 
 
 def test_memory_counts_what_is_taken_while_it_works() -> None:

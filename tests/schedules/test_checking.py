@@ -8,11 +8,12 @@ from lightning_pipeline.schedules import Action, Schedule, ScheduleError, build,
 
 GOOD = "0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
 SPLIT = "0F0 0F1 0I0 0W0 0I1 0W1 / 1F0 1I0 1F1 1I1 1W0 1W1"
+LOWERED = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 / 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
 
 
-def schedule(text: str, *, placement: tuple[int, ...] = (0, 1)) -> Schedule:
+def schedule(text: str, *, placement: tuple[int, ...] = (0, 1), lowered: bool = False) -> Schedule:
     orders = tuple(tuple(map(Action.parse, row.split())) for row in text.split("/"))
-    return Schedule("mine", orders, num_microbatches=2, placement=placement)
+    return Schedule("mine", orders, num_microbatches=2, placement=placement, lowered=lowered)
 
 
 def fault(bad: Schedule) -> str:
@@ -25,6 +26,10 @@ def fault(bad: Schedule) -> str:
 def test_good(text: str) -> None:
     check(schedule(text))
     check(lower(schedule(text)))
+
+
+def test_good_by_hand() -> None:
+    check(schedule(LOWERED, lowered=True))
 
 
 def test_message_is_a_sentence_and_the_marked_grid() -> None:
@@ -73,6 +78,33 @@ def test_message_is_a_sentence_and_the_marked_grid() -> None:
 )
 def test_fault(text: str, sentence: str, mark: str) -> None:
     message = fault(schedule(text))
+    assert sentence in message.splitlines()[0]
+    assert mark in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence", "mark"),
+    [
+        ("0SEND_F1 ", "", "rank 0 lacks 0SEND_F1", ">0SEND_F1<"),
+        ("1RECV_F1 ", "", "rank 1 lacks 1RECV_F1", ">1RECV_F1<"),
+        ("0SEND_F1", "0SEND_F1 0SEND_F1", "0SEND_F1 is done twice", ">0SEND_F1<"),
+        ("0RECV_B0", "1RECV_B0", "1RECV_B0 belongs to no transfer", ">1RECV_B0<"),
+        ("1SEND_B1", "0RECV_B1", "0RECV_B1 is on rank 1, but stage 0 is on rank 0", ">0RECV_B1<"),
+        ("0F0 0SEND_F0", "0SEND_F0 0F0", "0SEND_F0 comes before 0F0, whose value it sends", ">0SEND_F0<"),
+        ("1RECV_F0 1F0", "1F0 1RECV_F0", "1F0 runs before 1RECV_F0, which it needs", ">1F0<"),
+        ("0RECV_B1 0B1", "0B1 0RECV_B1", "0B1 runs before 0RECV_B1, which it needs", ">0B1<"),
+        # Both ranks send first and would wait in it for ever.
+        (
+            "1F0 1RECV_F1 1B0 1SEND_B0 1F1",
+            "1F0 1B0 1SEND_B0 1RECV_F1 1F1",
+            "deadlock where sends block, rank 0 waits in 0SEND_F1; rank 1 waits in 1SEND_B0",
+            ">1SEND_B0<",
+        ),
+    ],
+)
+def test_fault_in_communication(old: str, new: str, sentence: str, mark: str) -> None:
+    assert old in LOWERED
+    message = fault(schedule(LOWERED.replace(old, new), lowered=True))
     assert sentence in message.splitlines()[0]
     assert mark in message
 

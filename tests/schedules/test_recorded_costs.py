@@ -19,7 +19,7 @@ from lightning_pipeline.schedules import (
     recorded_schedule,
     simulate,
 )
-from lightning_pipeline.schedules.lowering import message_of
+from lightning_pipeline.schedules.simulation import message_of
 
 NAMES = ["gpipe", "1f1b", "zero_bubble", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv"]
 TRANSFER, SEND = 0.3e-3, 0.1e-3
