@@ -101,7 +101,7 @@ class _Writer:
         self._visit = visit
         self._plan = program.visits[visit]
         self._kept = kept
-        self._names: dict[str, Any] = {"fork": torch.ops.aten.alias.default, "leaves": tree.leaves}
+        self._names: dict[str, Any] = {"fork": _forked, "leaves": tree.leaves}
         self._lines: list[str] = []
         self._indent = 1
         self._used: set[str] = set()  # variables, since a region began
@@ -342,3 +342,13 @@ class Repeated:
             ]
             found = run_event(event, operands, self._captured, self._seed)
             values.update(values_made(event, operands, found))
+
+
+def _forked(tensor: Tensor) -> Tensor:
+    """Another place of a value in the graph, also where the event that it stands before runs under `no_grad`."""
+    was_on = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        return torch.ops.aten.alias.default(tensor)
+    finally:
+        torch._C._set_grad_enabled(was_on)

@@ -441,3 +441,11 @@ class CentersOverRanks(WithTeacher):
 
     def follow(self, teacher: list[Tensor], student: list[Tensor]) -> None:
         pass
+
+
+@habit(without={"size": 1})
+class MoCoCutInItsTeacher(MoCo):
+    """The same where the second stage begins within the teacher, so that the student is on the first one."""
+
+    def chain(self) -> list[str]:
+        return ["layers.0", *(f"teacher.{number}" for number in (1, 2, 3))]
