@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import bytes_of, memory_of
+from lightning_pipeline.partition.placeholder import memory_of, num_storage_bytes
 from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of, written_by
 from lightning_pipeline.planning.observing import (
     LiveBytes,
@@ -254,7 +254,7 @@ class _Tracer(TorchFunctionMode):
         memory = memory_of(tensor)
         if memory not in self._storages:
             self._storages.add(memory)
-            self.trace.kept[self._position] += bytes_of(tensor)
+            self.trace.kept[self._position] += num_storage_bytes(tensor)
         return tensor.detach()
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
