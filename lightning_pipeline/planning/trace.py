@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import memory_of, num_storage_bytes
+from lightning_pipeline.partition.memory import memory_of, num_storage_bytes
 from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of, written_by
 from lightning_pipeline.planning.observing import (
     LiveBytes,

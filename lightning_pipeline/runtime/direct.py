@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
+from lightning_pipeline.partition.memory import contiguous_strides
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import bytes_of, is_dense
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.tensor_meta import conform, from_memory, laid_out, wire

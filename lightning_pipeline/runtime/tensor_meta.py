@@ -10,7 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
+from lightning_pipeline.partition.memory import contiguous_strides
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import are_dense, bytes_of, flat, is_dense
 
 EVERYWHERE_BYTES = 1 << 16
