@@ -76,6 +76,11 @@ record_functions = torch.autograd._enable_record_function
 """Whether a profiler that is on notes what this thread calls."""
 
 
+def group_backend(group: Any, device: torch.device) -> Any:
+    """The backend by which a process group sends tensors on a device."""
+    return group._get_backend(device)
+
+
 def default_store() -> Any:
     """The store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()

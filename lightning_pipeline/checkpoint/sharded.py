@@ -19,9 +19,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.fully_sharded import whole
 from lightning_pipeline.partition.ownership import Ownership, absent_state_expected, named_tensors
-from lightning_pipeline.runtime.direct import map_tensors, to_cpu
+from lightning_pipeline.runtime.direct import to_cpu
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.groups import new_group
 
@@ -185,7 +186,7 @@ class FolderWriter:
                 if owner != self.ownership.stage or not (self.is_writer or is_same_on_replicas):
                     continue
                 if not isinstance(value, Tensor):
-                    values[section, key] = to_cpu(map_tensors(value, whole))
+                    values[section, key] = to_cpu(_torch.tree_map_only(Tensor, whole, value))
                 elif not value.is_meta:
                     tensors[name] = value
         if "optimizer_states" in checkpoint:
@@ -313,7 +314,7 @@ def _descriptions(states: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:
     """Parameters' states with shapes for tensors. All ranks that hold slices of the same ones must call it."""
     return {
         position: {
-            key: like_meta(value) if isinstance(value, Tensor) else to_cpu(map_tensors(value, whole))
+            key: like_meta(value) if isinstance(value, Tensor) else to_cpu(_torch.tree_map_only(Tensor, whole, value))
             for key, value in state.items()
         }
         for position, state in states.items()

@@ -23,9 +23,8 @@ from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.runtime.direct import DirectTransport
-from lightning_pipeline.runtime.endpoint import ExchangeRequest, ExchangeRequests
 from lightning_pipeline.runtime.tensor_meta import as_bytes, conform
-from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.transport import ExchangeRequest, ExchangeRequests, Transport
 
 AT_ONCE = 64
 """As many items for one rank are sent without waiting for more."""
@@ -76,11 +75,11 @@ class Exchanges:
         if not self._in[peer]:
             told = self._transport.recv_object(peer, ExchangeRequests.__name__)
             if type(told) is not ExchangeRequests:
-                raise RuntimeError(own.of(self._transport.stage, f"and stage {peer} is elsewhere"))
+                raise own.error(self._transport.stage, f"and stage {peer} is elsewhere")
             self._in[peer].extend(told)
         found = self._in[peer].popleft()
         if (found.number, found.call) != (own.number, own.call):
-            raise RuntimeError(own.of(self._transport.stage, f"where stage {peer} runs {found.call} ({found.line})"))
+            raise own.error(self._transport.stage, f"where stage {peer} runs {found.call} ({found.line})")
         return found.given
 
 

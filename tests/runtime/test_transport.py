@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.planning.calibration import measure_link
-from lightning_pipeline.runtime.tensor_meta import TensorMeta, wire_layout
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 from lightning_pipeline.runtime.transport import Transport
 from tests.launching import PATIENCE_S, launch
@@ -88,7 +88,7 @@ def examples() -> list[Tensor]:
 def check_equal(received: Tensor, sent: Tensor) -> None:
     assert received.dtype == sent.dtype
     assert not received.requires_grad
-    assert received.stride() == wire_layout(sent)[1]
+    assert received.stride() == TensorMeta.of(sent).stride
     same = received.float().equal(sent.float()) if "float8" in str(sent.dtype) else received.equal(sent)
     assert same, f"{sent.dtype} {tuple(sent.shape)} {sent.stride()} arrived changed"
 
@@ -109,7 +109,7 @@ def exchange(transport: Transport) -> None:
             check_equal(handle.wait("an example"), sent)
             check_equal(handle.wait("an example"), sent)  # waiting twice is harmless
     transport.flush()
-    assert not transport._receives
+    assert not transport.receives
     assert not any(link.underway for link in transport._outgoing.values())
 
 
