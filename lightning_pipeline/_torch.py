@@ -6,7 +6,7 @@ has what the compiler keeps private.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,7 +60,7 @@ def function_modes_put_on(modes: list[Any]) -> Iterator[None]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that tensors with one storage have in common, be it that of a tensor without data."""
+    """A number that tensors with one storage have in common, even if the storage has no data."""
     return tensor.untyped_storage()._cdata
 
 
@@ -90,3 +90,23 @@ def is_open(group: Any) -> bool:
     """Whether a process group exists and has not been destroyed."""
     distributed = torch.distributed
     return distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map
+
+
+@contextmanager
+def before_collectives(note: Callable[[], None]) -> Iterator[None]:
+    """While entered, call `note` before each collective, and each call of `get_rank` and the like.
+
+    All of these ask first whether this rank is in the group.
+    """
+    module: Any = torch.distributed.distributed_c10d
+    plain = module._rank_not_in_group
+
+    def noted(group: Any) -> bool:
+        note()
+        return plain(group)
+
+    module._rank_not_in_group = noted
+    try:
+        yield
+    finally:
+        module._rank_not_in_group = plain

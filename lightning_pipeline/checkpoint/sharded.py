@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.fully_sharded import whole
 from lightning_pipeline.partition.ownership import Ownership, absent_state_expected, named_tensors
+from lightning_pipeline.runtime.backends import new_group
 from lightning_pipeline.runtime.direct import to_cpu
 from lightning_pipeline.runtime.failure import waiting_for
-from lightning_pipeline.runtime.groups import new_group
 
 from .files import publish, remove, system_error, unfinished
 from .folder import like_meta, read_folder, replace_tensors, tensor_places, write_meta

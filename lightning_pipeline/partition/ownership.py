@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipeline.partition.placeholder import become_absent, is_absent
 
@@ -149,7 +148,7 @@ def lift_guards(root: nn.Module) -> None:
 
 
 def _has_absent(module: nn.Module) -> bool:
-    return any(_is_absent(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
+    return any(is_absent(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
 
 
 def _check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -157,13 +156,9 @@ def _check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         return
     for slots in (module._parameters, module._buffers):
         for name, tensor in slots.items():
-            if _is_absent(tensor) and name not in module._non_persistent_buffers_set:
+            if is_absent(tensor) and name not in module._non_persistent_buffers_set:
                 raise RuntimeError(
                     f"{prefix}{name} is on another stage, so state_dict() is not whole on this rank: write a "
                     f"checkpoint with trainer.save_checkpoint(path), or call trainer.strategy.gather_module() on all "
                     f"ranks, which gives rank 0 a module with all weights"
                 )
-
-
-def _is_absent(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_meta

@@ -22,6 +22,12 @@ from lightning_pipeline.partition.users_line import users_line
 skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
 """Whether writes into placeholders are ignored, as while a state dict is loaded."""
 
+answers_calls: ContextVar[Callable[[Any, Any, dict[str, Any]], Any] | None] = ContextVar("answers_calls", default=None)
+"""Answers calls on placeholders, given a function and its arguments, when neither a step is recorded nor a hook runs.
+
+NotImplemented leaves the call to the placeholder.
+"""
+
 
 class _InHook:
     """Whether the user's code runs between steps, where every tensor looks as it does in one process.
@@ -50,19 +56,6 @@ class _InHook:
 
 
 in_hook = _InHook()
-
-
-class _Absent:
-    """Answers calls on placeholders when neither a step is recorded nor a hook runs.
-
-    Attributes:
-        answer: takes the function, its arguments and keywords; NotImplemented leaves the call to the placeholder.
-    """
-
-    answer: Callable[[Any, Any, dict[str, Any]], Any] | None = None
-
-
-absent = _Absent()
 
 
 class AbsentDataError(RuntimeError):
@@ -127,6 +120,10 @@ class TensorSpec:
         """The spec of the same data outside of autograd."""
         return self.but(requires_grad=False, is_leaf=True, is_parameter=False)
 
+    def with_data_of(self, other: TensorSpec) -> TensorSpec:
+        """The spec of ``x`` after ``x.data = y``, where `other` is that of ``y``."""
+        return self.but(shape=other.shape, stride=other.stride, dtype=other.dtype, device=other.device)
+
     @property
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
@@ -140,7 +137,6 @@ class TensorSpec:
 
 _CONVERTING = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "npu", "xpu")
 _FACTORIES = ("zeros_like", "ones_like", "empty_like", "full_like")
-_NOT_MINE = object()
 
 
 class Placeholder(Tensor):
@@ -171,10 +167,8 @@ class Placeholder(Tensor):
         if kind is FunctionKind.DESCRIBES:
             with _torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if absent.answer is not None:
-            answer = absent.answer(func, args, kwargs)
-            if answer is not NotImplemented:
-                return answer
+        if (answer := answers_calls.get()) is not None and (found := answer(func, args, kwargs)) is not NotImplemented:
+            return found
         if kind is FunctionKind.PRINTS:
             return cls.__repr__(args[0])
         name = function_name(func)
@@ -182,9 +176,9 @@ class Placeholder(Tensor):
             if name in _CONVERTING:  # also of a step's values, as code after a failed step may do
                 return _converted(func, *args, **kwargs)
             if args[0].recording is None:
-                answer = _call_on_module_tensor(name, func, args, kwargs)
-                if answer is not _NOT_MINE:
-                    return answer
+                found = _call_on_module_tensor(name, func, args, kwargs)
+                if found is not NotImplemented:
+                    return found
         return _refuse(func, args, kwargs)
 
     @classmethod
@@ -280,7 +274,7 @@ def _converted(func: Any, place: Placeholder, *args: Any, **kwargs: Any) -> Plac
 
 
 def _call_on_module_tensor(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer a call on a parameter or buffer that another rank holds, if no data is needed; else `_NOT_MINE`."""
+    """Answer a call on a parameter or buffer that another rank holds, if no data is needed; else NotImplemented."""
     place = args[0]
     spec: TensorSpec = place.spec
     if name in ("grad.__get__", "_grad.__get__") or (name == "grad.__set__" and args[1] is None):
@@ -301,8 +295,7 @@ def _call_on_module_tensor(name: str, func: Any, args: tuple[Any, ...], kwargs: 
         return placeholder, (spec, place.what)
     if name == "data.__set__" and type(args[1]) is Placeholder and args[1].recording is None:
         if args[1].spec is not spec:
-            changes = {name: getattr(args[1].spec, name) for name in ("shape", "stride", "dtype", "device")}
-            become(place, placeholder(spec.but(**changes), place.what))
+            become(place, placeholder(spec.with_data_of(args[1].spec), place.what))
         return None
     if name == "copy_" and skips_writes.get():
         return place
@@ -310,7 +303,7 @@ def _call_on_module_tensor(name: str, func: Any, args: tuple[Any, ...], kwargs: 
         value = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         place.spec = spec.but(requires_grad=bool(value))
         return place
-    return _NOT_MINE
+    return NotImplemented
 
 
 def become(place: Tensor, other: Tensor) -> None:
@@ -340,8 +333,8 @@ def become_absent(tensor: Tensor, what: str) -> None:
     tensor._local_tensor = empty._local_tensor  # type: ignore[attr-defined]
 
 
-def is_absent(tensor: Tensor) -> bool:
-    """Whether another rank holds this tensor of the module."""
+def is_absent(tensor: Tensor | None) -> bool:
+    """Whether only other ranks hold this tensor of the module."""
     return type(tensor) is Placeholder or (isinstance(tensor, DTensor) and tensor._local_tensor.is_meta)
 
 

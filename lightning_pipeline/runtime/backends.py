@@ -1,4 +1,4 @@
-"""Which backend carries what, and the rules of HCCL, which the package keeps on all backends.
+"""Process groups and their backends, and the rules of HCCL, which the package keeps on all backends.
 
 1. *Pairs are ordered.* The sends and receives of two ranks within one group run on one in-order stream, in both
    directions: if both ranks send first, both wait forever. So each group carries one direction of one channel, or what
@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline import _torch
+from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.runtime.store import BoundedStore
 from lightning_pipeline.runtime.topology import Route
 
 # Dtypes that every backend sends as they are.
@@ -38,6 +40,19 @@ NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.i
 
 # Dtypes that a backend sends but cannot reduce. Other backends reduce every dtype that torch does.
 NOT_REDUCED = {"hccl": frozenset({torch.float64, torch.complex128, torch.uint16, torch.uint32, torch.uint64})}
+
+
+def new_group(ranks: Sequence[int] | None, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
+    """``dist.new_group`` for some ranks (None: all), with a bound on all waits. Every rank has to call it.
+
+    Raises:
+        StoreLostError: the host of the store, by which the ranks find each other, ended or does not answer.
+        PeerFailedError: another rank failed.
+        PipelineTimeoutError: another rank did not come in time.
+    """
+    store = BoundedStore(_torch.default_store(), rank=dist.get_rank(), limit=timeout)
+    with store.asked(), waiting_for("all ranks to make a process group"):
+        return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
 
 
 def check_environment(backend: str) -> None:

@@ -26,17 +26,14 @@ class DirectTransport:
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
+        self.rank = transport.stage
+        self.num_ranks = transport.num_stages
         self._transport = transport
         self._device = device
 
-    @property
-    def rank(self) -> int:
-        """This rank's stage."""
-        return self._transport.stage
-
     def tell(self, what: Any) -> None:
         """Send an object to every other rank."""
-        for peer in range(self._transport.num_stages):
+        for peer in range(self.num_ranks):
             if peer != self.rank:
                 self._transport.send_object(what, peer)
 
@@ -94,7 +91,7 @@ class DirectTransport:
         if tensor is None:
             return self.receive(spec, owner)
         dense = conform(tensor, spec)
-        for peer in range(self._transport.num_stages):
+        for peer in range(self.num_ranks):
             if peer != owner:
                 self.send(dense, peer)
         return tensor

@@ -61,8 +61,8 @@ def without_advice(error: BaseException) -> str:
 
 def ranks(numbers: Iterable[int]) -> str:
     """``"rank 3"``, or ``"ranks 1 3"``."""
-    told = [str(number) for number in numbers]
-    return f"rank{'s' * (len(told) > 1)} {' '.join(told)}"
+    names = [str(number) for number in numbers]
+    return f"rank{'s' * (len(names) > 1)} {' '.join(names)}"
 
 
 def _says(error: BaseException, words: tuple[str, ...]) -> bool:

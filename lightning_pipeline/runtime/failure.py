@@ -247,8 +247,8 @@ class FailureNotice:
     def _reason(self, absent: list[int], peer: int | None) -> str:
         """Why something did not come in time, as the end of a message."""
         if absent:
-            told = " and ".join(map(self.describe, absent))
-            return f"and nothing came: {told} {'does' if len(absent) == 1 else 'do'} not answer: {STOPPED}"
+            names = " and ".join(map(self.describe, absent))
+            return f"and nothing came: {names} {'does' if len(absent) == 1 else 'do'} not answer: {STOPPED}"
         who = "the process of each rank runs, and one" if peer is None else f"the process of rank {peer} runs, and"
         return (
             f"and nothing came: {who} is stuck, out of step or slower than the timeout. Raise the strategy's `timeout` "
@@ -320,7 +320,7 @@ class FailureNotice:
             self._end_process(self.failure)
 
     def _read_mail(self) -> None:
-        """Read mail until a failure is told, or this is closed."""
+        """Read mail until it tells of a failure, or this is closed."""
         call: RollCall | None = None
         ticks = 0
         while True:

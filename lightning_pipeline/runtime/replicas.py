@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline import _torch
-from lightning_pipeline.runtime.backends import broadcast, warm_up
+from lightning_pipeline.runtime.backends import broadcast, new_group, warm_up
 from lightning_pipeline.runtime.errors import ranks
 from lightning_pipeline.runtime.failure import waiting_for
-from lightning_pipeline.runtime.groups import new_group
 from lightning_pipeline.runtime.topology import Topology
 
 

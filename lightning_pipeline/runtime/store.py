@@ -217,13 +217,13 @@ class BoundedStore:
         place = f"{host}, which hosts the store of the run at {self._place}"
         if error is None or "timeout" in str(error).lower():
             summary = f"it did not answer within {limit:g} s: {STOPPED}"
-            told = f"rank {self.rank} waited {limit:g} s for an answer of {place}: {STOPPED}; look after its machine"
+            message = f"rank {self.rank} waited {limit:g} s for an answer of {place}: {STOPPED}; look after its machine"
         else:
             summary = "its process ended or lost its connections, and so did the store it hosts"
-            told = f"rank {self.rank} lost its connection to {place}: its process has ended; see what it says"
+            message = f"rank {self.rank} lost its connection to {place}: its process has ended; see what it says"
         if has_agent():
-            return StoreLostError(told, Failure(None, f"{host} lost the store ({summary})"))
-        return StoreLostError(told, Failure(0, summary, is_gone=True))
+            return StoreLostError(message, Failure(None, f"{host} lost the store ({summary})"))
+        return StoreLostError(message, Failure(0, summary, is_gone=True))
 
 
 def has_agent() -> bool:

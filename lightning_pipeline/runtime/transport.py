@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.partition.tree import dumps
-from lightning_pipeline.runtime.backends import backend_of, check_environment, first_uses, flat, to_wire
+from lightning_pipeline.runtime.backends import backend_of, check_environment, first_uses, flat, new_group, to_wire
 from lightning_pipeline.runtime.endpoint import Connection, Endpoint, PendingReceive
 from lightning_pipeline.runtime.failure import FailureNotice
-from lightning_pipeline.runtime.groups import new_group
 from lightning_pipeline.runtime.log import LoggedEndpoint, is_logging
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
@@ -24,7 +23,7 @@ from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes
 SEND_WINDOW = 4
 """Sends to one peer that may be underway on a backend that cannot tell which have finished."""
 _CONTROL_WINDOW = 64
-"""Likewise of objects."""
+"""Objects to one peer that may be underway."""
 
 FRAME = 1024
 """Bytes of an object's first message, with its length. Most objects fit into it and need no second message."""

@@ -135,7 +135,7 @@ class StageRunner:
         self.outside: OwnerComputes | None = None
         if transport is not None:
             direct = DirectTransport(transport, device)
-            self.outside = OwnerComputes(module, self.pipeline.recorder, transport, direct)
+            self.outside = OwnerComputes(module, self.pipeline.recorder, direct)
         self._gradients = Gradients(
             module,
             self.held.placement,
