@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -28,8 +28,7 @@ def uncompiled(module: nn.Module) -> tuple[str, Any]:
     return ("forward", getattr(module, ORIGINAL)) if is_wrapper(module) else (_IN_PLACE, None)
 
 
-@contextmanager
-def compiled_as_written(note: Callable[[], None] | None = None) -> Iterator[None]:
+def compiled_as_written(note: Callable[[], None] | None = None) -> AbstractContextManager[None]:
     """While entered, compiled functions and modules run eagerly, so that what they call is recorded.
 
     As `torch.compiler.set_stance("force_eager")`, but it does not import the compiler, and tells when it takes effect.
@@ -37,41 +36,35 @@ def compiled_as_written(note: Callable[[], None] | None = None) -> Iterator[None
     Args:
         note: called for each compiled call.
     """
+
+    def eager(callback: Any) -> None:
+        if note is not None and callback:
+            note()
+
+    return _chosen_by(eager)
+
+
+def compiled_as_asked() -> AbstractContextManager[None]:
+    """While entered inside of `compiled_as_written`, compiled functions and modules run compiled again."""
+    return _chosen_by(None)
+
+
+@contextmanager
+def _chosen_by(function: Any) -> Iterator[None]:
+    """While entered, `function` chooses what the compiler does for a call; None for the compiler's own choice."""
     compiler: Any = sys.modules.get(_COMPILER)
     if compiler is None:
         yield
         return
-    plain = compiler._callback_from_stance
-
-    def callback_of(callback: Any) -> Any:
-        if note is not None and callback:
-            note()
-        return None
-
-    compiler._callback_from_stance = callback_of
-    _as_asked.append(plain)
-    try:
-        yield
-    finally:
-        compiler._callback_from_stance = plain
-        _as_asked.pop()
-
-
-@contextmanager
-def compiled_as_asked() -> Iterator[None]:
-    """While entered inside of `compiled_as_written`, compiled functions and modules run compiled again."""
-    compiler: Any = sys.modules.get(_COMPILER)
-    if compiler is None or not _as_asked:
-        yield
-        return
-    before, compiler._callback_from_stance = compiler._callback_from_stance, _as_asked[0]
+    before = compiler._callback_from_stance
+    own = getattr(before, "instead_of", before)
+    if function is not None:
+        function.instead_of = own
+    compiler._callback_from_stance = function or own
     try:
         yield
     finally:
         compiler._callback_from_stance = before
-
-
-_as_asked: list[Callable[[Any], Any]] = []
 
 
 def is_original(name: str) -> bool:

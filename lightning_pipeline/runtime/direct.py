@@ -63,7 +63,7 @@ class DirectTransport:
             self._transport.receive_on_control(buffer, peer, what)
         return laid_out(buffer.to(self._device), spec.stride)
 
-    def send_as_it_is(self, tensor: Tensor, peer: int) -> None:
+    def send_with_strides(self, tensor: Tensor, peer: int) -> None:
         """Send a tensor with its strides, which the receiver does not know.
 
         Strides matter on the CPU alone (see `gradient_strides`); from other devices the tensor is sent contiguous.
@@ -75,8 +75,8 @@ class DirectTransport:
                 tensor = tensor.contiguous()
         self.send(tensor, peer)
 
-    def receive_as_it_was(self, spec: TensorSpec, peer: int, what: str) -> Tensor:
-        """The next tensor that a rank has sent by `send_as_it_is`."""
+    def receive_with_strides(self, spec: TensorSpec, peer: int, what: str) -> Tensor:
+        """The next tensor that a rank has sent by `send_with_strides`."""
         if spec.stride is None:
             return self.receive(spec, peer, what)
         contiguous = spec.but(stride=contiguous_strides(spec.shape))
