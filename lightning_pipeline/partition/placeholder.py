@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -193,18 +194,11 @@ class Placeholder(Tensor):
         return f"Placeholder({self.what}: {self.spec})"
 
     # Attributes that are read so often that the way through __torch_function__ would count.
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return self.spec.shape
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.spec.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.spec.device
+    shape = property(attrgetter("spec.shape"))
+    dtype = property(attrgetter("spec.dtype"))
+    device = property(attrgetter("spec.device"))
+    layout = property(attrgetter("spec.layout"))
+    is_leaf = property(attrgetter("spec.is_leaf"))
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
@@ -221,20 +215,12 @@ class Placeholder(Tensor):
         return self.spec.shape if dim is None else self.spec.shape[dim]
 
     @property
-    def layout(self) -> torch.layout:  # type: ignore[override]
-        return self.spec.layout
-
-    @property
     def is_sparse(self) -> bool:  # type: ignore[override]
         return self.spec.layout is torch.sparse_coo
 
     @property
     def is_sparse_csr(self) -> bool:  # type: ignore[override]
         return self.spec.layout is torch.sparse_csr
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        return self.spec.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,8 @@ from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 
 SEND_WINDOW = 4
-"""Sends to one peer that may be underway on a backend that cannot tell which have finished."""
+"""Forward or backward sends to one peer that may be underway before the oldest is waited for, on a backend that cannot
+tell which have finished (Gloo). It bounds the memory that sends hold."""
 _CONTROL_WINDOW = 64
 """Objects to one peer that may be underway."""
 
@@ -65,10 +65,6 @@ class Transport(Connection):
         timeout: the longest any wait may take.
         store: carries failure notices; the default group's store or a PrefixStore around it.
         notice: tells of failures; default: a new one over `store`.
-        routes: what will be used; default: those along the topology's placement. Backends that connect on first use
-            connect here, as first uses in different orders would deadlock.
-        send_window: forward or backward sends to one peer that may be underway before the oldest is waited for, on
-            a backend that cannot tell whether a send has finished (Gloo). Bounds the memory that sends hold.
     """
 
     # A process has one default group, to which connections belong: strategies that follow one another share them.
@@ -82,8 +78,6 @@ class Transport(Connection):
         store: dist.Store | None,
         *,
         notice: FailureNotice | None = None,
-        routes: Iterable[Route] | None = None,
-        send_window: int = SEND_WINDOW,
     ) -> None:
         notice = notice or FailureNotice(store, rank=topology.rank, world_size=topology.world_size, timeout=timeout)
         super().__init__(topology, timeout, notice)
@@ -103,8 +97,7 @@ class Transport(Connection):
         self._is_logged = is_logging()
         self._use(notice)
         if topology.num_stages > 1:
-            along = routes_along(topology.placement or range(topology.num_stages))
-            self._connect(sorted(along if routes is None else routes), send_window)
+            self._connect(routes_along(topology.placement or range(topology.num_stages)))
 
     @classmethod
     def shared(
@@ -135,13 +128,12 @@ class Transport(Connection):
 
         Returns at once, unless a full send window makes it wait for an older send (never on ``Channel.BATCH``).
         """
-        endpoint = self._outgoing.get((channel, peer)) or _no_route(channel, self.stage, peer)
         if tensor.numel():
-            endpoint.send(to_wire(tensor.detach(), self._wire_device))
+            self._outgoing[channel, peer].send(to_wire(tensor.detach(), self._wire_device))
 
     def recv(self, meta: TensorMeta, peer: int, channel: Channel) -> PendingReceive:
         """Post the receive of the next tensor from `peer`, which must have this meta."""
-        endpoint = self._incoming.get((channel, peer)) or _no_route(channel, peer, self.stage)
+        endpoint = self._incoming[channel, peer]
         buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self._wire_device)
         if buffer.numel():
             receive = endpoint.receive(buffer, endpoint.name)
@@ -247,7 +239,7 @@ class Transport(Connection):
         notice.tear_down = self._disconnect
         notice.interrupt = self._abort
 
-    def _connect(self, routes: list[Route], send_window: int) -> None:
+    def _connect(self, routes: list[Route]) -> None:
         backend = backend_of(self.device.type)
         check_environment(backend)
         is_gloo = backend == dist.Backend.GLOO
@@ -270,13 +262,13 @@ class Transport(Connection):
             if self.stage == source:
                 # Gloo cannot tell which sends have finished, so old ones are waited for; not those of a batch, as
                 # its receivers may not ask for the last micro-batch before this stage has computed the first.
-                window = send_window if is_gloo and channel is not Channel.BATCH else None
+                window = SEND_WINDOW if is_gloo and channel is not Channel.BATCH else None
                 end = self._end(groups[direction], destination, channel.name, is_gloo=is_gloo, window=window)
                 self._outgoing[channel, destination] = end
             elif self.stage == destination:
                 end = self._end(groups[direction], source, channel.name, is_gloo=is_gloo, window=None)
                 self._incoming[channel, source] = end
-        if not is_gloo:
+        if not is_gloo:  # such backends connect on first use, where different orders would deadlock
             self._warm_up(routes)
 
     def _end(self, group: dist.ProcessGroup, peer: int, name: str, *, is_gloo: bool, window: int | None) -> Endpoint:
@@ -322,10 +314,3 @@ class Transport(Connection):
         groups, self._groups, self.control_group = self._groups, [], None
         while groups and dist.is_initialized():
             dist.destroy_process_group(groups.pop())
-
-
-def _no_route(channel: Channel, source: int, destination: int) -> NoReturn:
-    raise ValueError(
-        f"no {Channel(channel).name} route from stage {source} to stage {destination}: "
-        f"name it in the `routes` of the transport"
-    )
