@@ -21,6 +21,9 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """While entered, modes are called and the `__torch_function__` of subclasses is not."""
 
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+"""The base class of all batch norms."""
+
 set_grad_enabled = torch._C._set_grad_enabled
 """What `torch.set_grad_enabled` and the like call; modes are given it."""
 

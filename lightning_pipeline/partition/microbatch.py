@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Object, Pickled, Sequence, Slot
 from lightning_pipeline.partition.users_line import users_line
@@ -136,7 +136,7 @@ def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> lis
 
 
 def _trains_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(part, _BatchNorm) and part.training for part in module.modules())
+    return any(isinstance(part, _torch.BatchNorm) and part.training for part in module.modules())
 
 
 def _lengths(tensors: list[Tensor], layout: Layout, path: str = "") -> Iterator[tuple[str, int]]:

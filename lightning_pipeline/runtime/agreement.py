@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import timedelta
 
-from lightning_pipeline.runtime.errors import STOPPED, Failure, PeerFailedError, PipelineTimeoutError, ranks
+from lightning_pipeline.runtime.errors import STOPPED, PeerFailedError, PipelineTimeoutError, ranks
 from lightning_pipeline.runtime.failure import LINGER_S, FailureNotice
 from lightning_pipeline.runtime.store import BoundedStore, StoreLostError
 
@@ -38,10 +36,9 @@ class Agreement:
         self._timeout = timeout
         self._notice = notice
         self._turn = 0
-        self._has_left = False
 
     def check(self, place: str, facts: Mapping[str, str], *, way_out: str = SAME, is_last: bool = False) -> None:
-        """Wait until all ranks have called this and agree; else raise on all of them.
+        """Wait until all ranks have called this and agree; else raise on all of them, and compare no more.
 
         Args:
             place: this point of the run, such as "the start of training". Ranks at different points do not agree.
@@ -57,13 +54,10 @@ class Agreement:
         try:
             verdict = self._compare(place, facts, way_out, is_last=is_last)
         except StoreLostError as error:
+            self._raise_if_failed(place)  # the host closes its store once all know why the run has failed
             raise PeerFailedError(f"{error}\nrank {self._rank} had come to {place}", error.failure) from None
-        if "failure" in verdict:
-            raise _failed_before(place, Failure(**verdict["failure"]))
-        if "late" in verdict:
-            raise PipelineTimeoutError(verdict["late"])
-        if "differing" in verdict:
-            raise ValueError(verdict["differing"])
+        for kind, text in verdict.items():
+            raise {"late": PipelineTimeoutError, "differing": ValueError}[kind](text)
 
     def _compare(self, place: str, facts: Mapping[str, str], way_out: str, *, is_last: bool) -> dict:
         """The verdict: {} if all ranks agree."""
@@ -78,23 +72,6 @@ class Agreement:
             self._leave()
         return verdict
 
-    def decline(self, error: BaseException) -> None:
-        """Tell ranks that come to their next comparison that this one failed. Never raises."""
-        if self._has_left or self._notice.has_lost_host:
-            return
-        self._turn += 1
-        with contextlib.suppress(Exception):
-            self._store.hurry()
-            if isinstance(error, PeerFailedError):
-                failure = error.failure
-            else:
-                failure = Failure(self._rank, traceback.format_exception_only(type(error), error)[-1].strip())
-            text = json.dumps({"failure": asdict(failure)})
-            # Answer for all ranks, so that rank 0 does not wait for the others first.
-            for key in ("verdict", *range(self._world_size)) if self._rank == 0 else range(self._world_size):
-                self._store.set_first(f"{self._turn}/{key}", text)
-            self._leave()
-
     def _judge(self, place: str, way_out: str) -> dict:
         """Rank 0's verdict: {} if all ranks agree."""
         keys = [f"{self._turn}/{rank}" for rank in range(self._world_size)]
@@ -106,9 +83,6 @@ class Agreement:
                 message += f"; {ranks(absent)} {'does' if len(absent) == 1 else 'do'} not answer: {STOPPED}"
             return {"late": message}
         said = [json.loads(text) for text in self._store.multi_get(keys)]
-        for one in said:
-            if "failure" in one:
-                return one
         if places := _differing([one["place"] for one in said]):
             return {"differing": f"the ranks are at different points of the run ({places}); {way_out}"}
         names = dict.fromkeys(name for one in said for name in one["facts"])
@@ -131,30 +105,22 @@ class Agreement:
 
     def _wait(self, keys: list[str], timeout: timedelta, place: str) -> bool:
         """Whether the keys came within the timeout. Raises if another rank has failed."""
+        return self._store.wait_looking(keys, timeout, lambda: self._raise_if_failed(place))
 
-        def look() -> None:
-            failure = self._notice.failure
-            if failure is not None and failure.rank != self._rank:
-                raise _failed_before(place, failure)
-
-        return self._store.wait_looking(keys, timeout, look)
+    def _raise_if_failed(self, place: str) -> None:
+        failure = self._notice.failure
+        if failure is not None and failure.rank != self._rank:
+            name = "a rank" if failure.rank is None else f"rank {failure.rank}"
+            raise PeerFailedError(f"{name} failed before it came to {place}: {failure.summary}", failure)
 
     def _leave(self) -> None:
         """Tell that this rank needs the store no longer. Rank 0, which may host it, waits a while for the others."""
-        if self._has_left:
-            return
-        self._has_left = True
         if self._rank:
             if self._store.add("left", 1) == self._world_size - 1:
                 self._store.set("all have left", "")
         elif self._world_size > 1:
             with contextlib.suppress(RuntimeError):
                 self._store.wait(["all have left"], timedelta(seconds=LINGER_S))
-
-
-def _failed_before(place: str, failure: Failure) -> PeerFailedError:
-    name = "a rank" if failure.rank is None else f"rank {failure.rank}"
-    return PeerFailedError(f"{name} failed before it came to {place}: {failure.summary}", failure)
 
 
 def _differing(values: list[str | None]) -> str:

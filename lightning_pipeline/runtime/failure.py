@@ -125,11 +125,6 @@ class FailureNotice:
                 own.put_limit(timeout)
         return notice
 
-    @property
-    def has_lost_host(self) -> bool:
-        """Whether the store's host has ended or does not answer, as far as is known."""
-        return self._host is not None
-
     # -- telling ----------------------------------------------------------------------------------------------------
 
     def publish(self, error: BaseException) -> None:

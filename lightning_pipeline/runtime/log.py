@@ -33,9 +33,10 @@ def set_up_log(rank: int) -> None:
     level = logging.getLevelName(asked.upper())
     if not isinstance(level, int):
         raise ValueError(f"{VARIABLE}={asked} is no level of Python's logging: set debug, info, warning or error")
-    for handler in [one for one in logger.handlers if isinstance(one, _OfRun)]:
-        logger.removeHandler(handler)
-    handler = _OfRun()
+    for earlier in [handler for handler in logger.handlers if handler.name == VARIABLE]:
+        logger.removeHandler(earlier)
+    handler = logging.StreamHandler()
+    handler.name = VARIABLE
     handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d rank {rank}: %(message)s", "%H:%M:%S"))
     logger.addHandler(handler)
     logger.propagate = False  # or a handler of the program's would write each line once more
@@ -45,10 +46,6 @@ def set_up_log(rank: int) -> None:
 def is_logging() -> bool:
     """Whether debug messages are logged."""
     return logger.isEnabledFor(logging.DEBUG)
-
-
-class _OfRun(logging.StreamHandler):
-    """Marks the handler that `set_up_log` has added."""
 
 
 class LoggedEndpoint(Endpoint):

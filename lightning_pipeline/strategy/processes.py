@@ -361,13 +361,6 @@ class ProcessStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         self._agree_once("training", training_of(self._module.trainer), way_out=EVEN)
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        self._failed = True
-        if self._agreement is not None:
-            self._agreement.decline(exception)
-
     def agree_on_evaluation(self, kind: str, num_batches: list[int | float]) -> None:
         """Before its first batch."""
         assert self.topology is not None
