@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -84,6 +85,18 @@ def test_what_cuts_and_records_starts_no_processes(floor: str) -> None:
     for path in (PACKAGE / floor).glob("*.py"):
         between = [module for module in imported_modules(path) if module.startswith("torch.distributed")]
         assert set(between) <= {"torch.distributed.tensor"}, path  # a kind of tensor
+
+
+@pytest.mark.parametrize("floor", ["partition", "runtime", "hooks"])
+def test_private_parts_of_torch_have_one_home(floor: str) -> None:
+    private = re.compile(r"(torch|dist)(\.\w+)*\._(?!_)")
+    for path in (PACKAGE / floor).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                assert not private.match(ast.unparse(node)), f"{path}:{node.lineno}: {ast.unparse(node)}"
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    assert not private.match(f"{node.module}.{alias.name}"), f"{path}:{node.lineno}: {alias.name}"
 
 
 def test_rank_tables_need_no_torch() -> None:

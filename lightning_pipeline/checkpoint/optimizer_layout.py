@@ -11,10 +11,11 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.fully_sharded import slice_like
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.placeholder import is_absent
-from lightning_pipeline.runtime.direct import map_tensors, recv_tree, send_tree, to_cpu
+from lightning_pipeline.runtime.direct import recv_tree, send_tree, to_cpu
 
 from .files import read_into_memory
 from .stored_tensors import StoredTensor
@@ -226,4 +227,4 @@ class OptimizerLayout:
 
 def _in_memory(value: Any) -> Any:
     """The value with tensors of a checkpoint folder read."""
-    return map_tensors(value, StoredTensor.read, kind=StoredTensor)
+    return _torch.tree_map_only(StoredTensor, StoredTensor.read, value)

@@ -26,11 +26,12 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.fully_sharded import whole
 from lightning_pipeline.partition.ownership import Ownership, absent_state_expected, names_of_tensors
-from lightning_pipeline.runtime.direct import map_tensors, to_cpu
+from lightning_pipeline.runtime.backends import new_group
+from lightning_pipeline.runtime.direct import to_cpu
 from lightning_pipeline.runtime.failure import waiting_for
-from lightning_pipeline.runtime.groups import new_group
 
 from .files import replacing, system_error
 from .folder import like_meta, read_folder, replace_tensors, tensor_places, write_meta
@@ -182,7 +183,7 @@ class FolderWriter:
                 if owner != self.ownership.stage or not (self.is_writer or is_same_on_replicas):
                     continue
                 if not isinstance(value, Tensor):
-                    values[section, key] = to_cpu(map_tensors(value, whole))
+                    values[section, key] = to_cpu(_torch.tree_map_only(Tensor, whole, value))
                 elif not value.is_meta:
                     tensors[name] = value
         if "optimizer_states" in checkpoint:
@@ -314,7 +315,7 @@ def _descriptions(states: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:
     """Parameters' states with meta tensors. All ranks that hold slices of the same ones must call it."""
     return {
         position: {
-            key: like_meta(value) if isinstance(value, Tensor) else to_cpu(map_tensors(value, whole))
+            key: like_meta(value) if isinstance(value, Tensor) else to_cpu(_torch.tree_map_only(Tensor, whole, value))
             for key, value in state.items()
         }
         for position, state in states.items()

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_pipeline.runtime.direct import map_tensors
+from lightning_pipeline import _torch
 from lightning_pipeline.schedules.validation import shown
 
 from .files import TRUST_IT
@@ -182,7 +182,7 @@ class StoredTensor(Tensor):
             if not target.is_meta:
                 stored.files.read(stored.name_in_files, target)
             return target
-        read = [map_tensors(values, StoredTensor.read, kind=StoredTensor) for values in (args, kwargs)]
+        read = _torch.tree_map_only(StoredTensor, StoredTensor.read, [args, kwargs])
         return func(*read[0], **read[1])
 
 

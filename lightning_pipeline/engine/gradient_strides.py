@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.engine.microbatch import Arriving
-from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
+from lightning_pipeline.partition.memory import contiguous_strides
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import are_dense
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, wire
 

@@ -92,7 +92,7 @@ class ParameterMap:
             if not self._stages_of(names) and names[0] not in self._present:
                 unseen += names
             holders.update(dict.fromkeys(names, ranks))
-        return Ownership(self.num_ranks, self.rank, holders, unseen=unseen)
+        return Ownership(self.num_ranks, self.rank, holders, frozenset(unseen))
 
     def used_repeatedly(self) -> set[str]:
         """Names of parameters and buffers that several virtual stages use, on whichever ranks."""

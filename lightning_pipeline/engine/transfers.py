@@ -193,11 +193,11 @@ class Transfers:
             if sender == receiver:
                 return gradient
             assert self._direct is not None
-            self._direct.send_as_it_is(gradient, sender)
+            self._direct.send_with_strides(gradient, sender)
             return None
         if sender == self._rank:
             assert self._direct is not None
-            return self._direct.receive_as_it_was(spec, receiver, f"a gradient of micro-batch {self._microbatch}")
+            return self._direct.receive_with_strides(spec, receiver, f"a gradient of micro-batch {self._microbatch}")
         return None
 
     def end_backward(self, transfers: Sequence[Transfer], *, is_repeated: bool) -> None:

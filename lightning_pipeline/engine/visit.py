@@ -25,7 +25,7 @@ from lightning_pipeline.recording.execution import visit_function
 from lightning_pipeline.recording.split_backward import SplitBackward, backward_from, caught
 from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, from_memory, laid_out, wire, zeros_like
-from lightning_pipeline.runtime.topology import Channel, StageNeighbours
+from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
 
 
@@ -63,7 +63,8 @@ class Visit:
         self.following: Visit | None = None
         self.preceding: Visit | None = None
         self.ready_at = 0.0
-        self._site = StageNeighbours.of(visit, placement)
+        self._rank_before = placement[visit - 1]
+        self._rank_after = placement[(visit + 1) % len(placement)]
         self._transport = transport
         self._microbatches = microbatches
         self._record = record
@@ -88,7 +89,7 @@ class Visit:
             inside.is_posted = True
             assert self._transport is not None
             inside.arriving = [
-                self._transport.recv(_meta(state, strand.value), self._site.rank_before, Channel.FORWARD)
+                self._transport.recv(_meta(state, strand.value), self._rank_before, Channel.FORWARD)
                 for strand in self._receives(state)
             ]
         return True
@@ -191,7 +192,7 @@ class Visit:
         assert self._transport is not None and state.program is not None
         for strand, tensor in inside.outputs:
             spec = state.program.specs[strand.value]
-            self._transport.send(conform(tensor, spec), self._site.rank_after, Channel.FORWARD)
+            self._transport.send(conform(tensor, spec), self._rank_after, Channel.FORWARD)
         inside.outputs = []
 
     def _take(self, state: Microbatch, inside: VisitState) -> list[Tensor]:
@@ -253,7 +254,7 @@ class Visit:
 
     def _receive_back(self, meta: TensorMeta) -> Any:
         assert self._transport is not None
-        return self._transport.recv(meta, self._site.rank_after, Channel.BACKWARD)
+        return self._transport.recv(meta, self._rank_after, Channel.BACKWARD)
 
     def _strides(self, state: Microbatch, visit: int) -> GradientStrides:
         """Of the gradients that go back from a visit."""
@@ -333,7 +334,7 @@ class Visit:
         strides = self._strides(state, self.visit)
         message = strides.announce(inside.gradients)
         for gradient in (*([] if message is None else [message]), *strides.to_send(inside.gradients)):
-            self._transport.send(gradient, self._site.rank_before, Channel.BACKWARD)
+            self._transport.send(gradient, self._rank_before, Channel.BACKWARD)
         inside.gradients = []
 
     def _roots(self, state: Microbatch) -> tuple[list[Any], list[Tensor | None]]:

@@ -1,14 +1,12 @@
-"""Code that only the first rank runs: hooks guarded by `is_global_zero`, and its data loader.
+"""Code that only the first rank runs: parts of hooks guarded by `is_global_zero`, and the data loader.
 
-Once a hook has asked which rank runs it, ranks may do different things until it ends. From then on the first rank tells
-the others of each call on what not every rank holds. Ranks that have come to the same call go on with it. The others
-are further on, at the end of the hook at the latest: they give the first rank what the call takes, and wait for its
-next one.
+Once a hook has asked for the rank, ranks may do different things until it ends. From then on the first rank tells the
+others of each of its calls on tensors that not every rank holds. Ranks that are at the same call run it together. If
+the others are at a later call, or at the end of the hook, they give the first rank the operands that it lacks, and wait
+for its next call.
 
-What the first rank's loader computes with the module, of which other ranks hold parts.
-
-The first rank alone iterates its loader. Where data comes out of the model, as the episodes of a policy do, it borrows
-the tensors that it lacks from ranks that wait for the batch::
+The first rank alone iterates its data loader. If that computes with the model, as for the episodes of a policy, the
+first rank borrows the tensors that it lacks from ranks which wait for the batch::
 
     rank 0   next(loader): policy(state) ... tensor 7? ... policy(state) ...   the batch is ready
     rank 1   waits for the batch             here it is    waits for the batch
@@ -17,8 +15,7 @@ the tensors that it lacks from ranks that wait for the batch::
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition.ownership import holders_of
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, absent
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, answers_calls
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.operation import put_together, take_apart
@@ -36,12 +33,12 @@ from lightning_pipeline.runtime.tensor_meta import conform
 
 
 class Wanted(NamedTuple):
-    """A tensor that the first rank needs, if it is alone.
+    """A tensor that the first rank needs if it runs a call alone.
 
     Attributes:
-        key: what all ranks call it; None where it has no name.
+        key: its number on all ranks; None if it has none.
         owner: the rank that gives it.
-        gradient: its gradient is needed, rather than the tensor.
+        gradient: its gradient is needed, not the tensor.
     """
 
     key: int | None
@@ -58,34 +55,28 @@ class _Call(NamedTuple):
 
 
 class _Over(NamedTuple):
-    """The first rank is through with the hook."""
+    """The first rank is at the end of the hook."""
 
 
 class _Answer(NamedTuple):
-    """Whether a rank is at the same call, and the specs of what it gives; None for a gradient that is not there."""
+    """Whether a rank is at the same call; if not, the specs of what it gives, with None for a missing gradient."""
 
     is_there: bool
     specs: tuple[TensorSpec | None, ...] = ()
 
 
 class FirstRank:
-    """Follows the first rank through hooks in which the ranks' ways may part.
+    """Follows the first rank through hooks in which ranks may do different things."""
 
-    Args:
-        num_ranks: of the pipeline.
-        tensor_of: the tensor of a key; None where it is gone.
-    """
-
-    def __init__(self, direct: DirectTransport, num_ranks: int, tensor_of: Callable[[int], Tensor | None]) -> None:
+    def __init__(self, direct: DirectTransport, keys: TensorKeys) -> None:
         self._direct = direct
-        self._num_ranks = num_ranks
-        self._tensor_of = tensor_of
+        self._keys = keys
 
     def meet(self, place: Any, line: str, wanted: Sequence[Wanted]) -> list[Tensor | None] | None:
-        """Come to a call. Returns None if all ranks have; else, on the first rank alone, the tensors that it wants.
+        """Come to a call. Returns None if all ranks run it; else, on the first rank, the tensors that it wants.
 
         Raises:
-            RuntimeError: some of the others run this call, and not all of them.
+            RuntimeError: some of the other ranks run this call, but not all.
         """
         if self._direct.rank:
             while (call := self._next_call(line)).place != place:
@@ -93,7 +84,7 @@ class FirstRank:
             self._direct.tell_one(0, _Answer(is_there=True))
             return None
         self._direct.tell(_Call(place, line, tuple(wanted)))
-        answers = {peer: self._direct.hear(peer, "its place in a hook") for peer in range(1, self._num_ranks)}
+        answers = {peer: self._direct.hear(peer, "its place in a hook") for peer in range(1, self._direct.num_ranks)}
         there = [peer for peer, answer in answers.items() if answer.is_there]
         if len(there) == len(answers):
             return None
@@ -131,11 +122,11 @@ class FirstRank:
         return call
 
     def _give(self, call: _Call) -> None:
-        """Give the first rank, which is at another call, what that one takes."""
+        """Give the first rank the operands of its call, which this rank does not run."""
         given: list[Tensor | None] = []
         for one in call.wanted:
             if one.owner == self._direct.rank:
-                tensor = None if one.key is None else self._tensor_of(one.key)
+                tensor = None if one.key is None else self._keys.tensor_of(one.key)
                 given.append(tensor.grad if one.gradient and tensor is not None else tensor)
         specs = [None if tensor is None else TensorSpec.of(tensor) for tensor in given]
         self._direct.tell_one(0, _Answer(is_there=False, specs=tuple(specs)))
@@ -151,7 +142,7 @@ def _refuse_part(who: str, line: str) -> NoReturn:
 
 
 def like(data: Tensor, spec: TensorSpec) -> Tensor:
-    """Data as the parameter, or other tensor, of these specs."""
+    """Data as a parameter, or a tensor of another kind, as `spec` says."""
     return nn.Parameter(data, spec.requires_grad) if spec.is_parameter else data.requires_grad_(spec.requires_grad)
 
 
@@ -168,18 +159,18 @@ class Lending:
         self._direct = direct
         self._keys = keys
         self._borrowed: dict[int, Tensor] = {}
-        self._place = (0, 0)
+        self._process = 0
 
     @contextmanager
     def borrowing(self) -> Iterator[None]:
-        """While entered on the first rank, code takes what it lacks from ranks that call `lend`."""
-        self._place = os.getpid(), threading.get_ident()
-        absent.answer = self._answer
+        """While entered on the first rank, code that runs takes what it lacks from ranks that call `lend`."""
+        self._process = os.getpid()
         before = self._keys.versions_everywhere()
+        token = answers_calls.set(self._answer)
         try:
             yield
         finally:
-            absent.answer = None
+            answers_calls.reset(token)
             self._borrowed.clear()
         for name, version in self._keys.versions_everywhere().items():
             if before.get(name, version) != version:
@@ -192,17 +183,14 @@ class Lending:
         self._direct.send(conform(tensor.detach(), TensorSpec.of(tensor)), 0)
 
     def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What a call gives; NotImplemented where this is other code than the loader's, as in a worker of its own."""
-        if (os.getpid(), threading.get_ident()) != self._place:
+        """The result of a call; NotImplemented in other processes, such as workers of the loader."""
+        if os.getpid() != self._process:
             return NotImplemented
         kind, name = kind_of(func), function_name(func)
         call = take_apart(func, args, kwargs)
         is_written = kind is FunctionKind.WRITES and type(call.tensors[0]) is Placeholder
-        if (
-            is_written
-            or kind in (FunctionKind.HOOKS, FunctionKind.BACKWARD)
-            or name in ("grad.__get__", "_grad.__get__")
-        ):
+        is_gradient = name in ("grad.__get__", "_grad.__get__")
+        if is_written or is_gradient or kind in (FunctionKind.HOOKS, FunctionKind.BACKWARD):
             _refuse(name)
         tensors = [self._borrow(one) if type(one) is Placeholder else one for one in call.tensors]
         return func(*put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers))

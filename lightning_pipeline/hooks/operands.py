@@ -1,10 +1,8 @@
-"""Operands of operations outside steps, their names, and their way to the rank that computes.
+"""Operands of calls outside of steps: their names, and how they get to the ranks that compute.
 
-What ranks give one another for calls outside of steps.
-
-A rank that gives something does not wait. It puts it by, and sends it together with what follows once it has to wait
-for others itself, so that a loop over the norms of a hundred gradients takes few messages. Each item says which call it
-is for, and the receiver checks that it has come to the same one.
+A rank that gives something to another one does not wait. Requests are collected, and sent together once the rank has to
+wait itself, so that a loop over the norms of a hundred gradients takes few messages. Each request tells for which call
+it is, and the receiver checks that it has come to the same call.
 """
 
 from __future__ import annotations
@@ -12,23 +10,23 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.runtime.direct import DirectTransport
-from lightning_pipeline.runtime.endpoint import ExchangeRequest, ExchangeRequests
-from lightning_pipeline.runtime.tensor_meta import as_bytes, conform
-from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES, as_bytes, conform
+from lightning_pipeline.runtime.transport import ExchangeRequest, ExchangeRequests
 
 AT_ONCE = 64
-"""As many items for one rank are sent without waiting for more."""
+"""The number of requests to one rank that are sent without waiting for more."""
 
 
 class Exchanges:
@@ -38,26 +36,26 @@ class Exchanges:
         number: of exchanges so far, the same on all ranks.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, direct: DirectTransport) -> None:
         self.number = 0
-        self._transport = transport
-        others = [stage for stage in range(transport.num_stages) if stage != transport.stage]
+        self._direct = direct
+        others = [rank for rank in range(direct.num_ranks) if rank != direct.rank]
         self._out: dict[int, ExchangeRequests] = {peer: ExchangeRequests() for peer in others}
         self._in: dict[int, deque[ExchangeRequest]] = {peer: deque() for peer in others}
 
-    def meet(self, call: str, line: str) -> None:
-        """Wait until all ranks have come to this call."""
-        self.exchange(call, line, dict.fromkeys(self._out), self._in)
+    def share(self, call: str, own: Any = None) -> list[Any]:
+        """Wait until all ranks have come to this call. Returns what each of them gives, by rank."""
+        found = self.exchange(call, dict.fromkeys(self._out, own), self._in)
+        return [found.get(rank, own) for rank in range(self._direct.num_ranks)]
 
-    def exchange(self, call: str, line: str, give: dict[int, Any], hear: Iterable[int]) -> dict[int, Any]:
-        """Give something to some ranks, and get something of some. All ranks must call it.
+    def exchange(self, call: str, give: dict[int, Any], hear: Iterable[int]) -> dict[int, Any]:
+        """Give something to some ranks, and get something from some. All ranks must call it.
 
         Args:
-            call: what it is for, alike on all ranks.
-            line: of the user's code.
+            call: what it is for, the same on all ranks.
         """
         self.number += 1
-        own = ExchangeRequest(self.number, call, line)
+        own = ExchangeRequest(self.number, call, users_line())
         for peer, given in give.items():
             self._out[peer].append(own._replace(given=given))
             if len(self._out[peer]) >= AT_ONCE:
@@ -65,22 +63,22 @@ class Exchanges:
         return {peer: self._next(peer, own) for peer in hear}
 
     def send(self) -> None:
-        """Send what was put by. It must be called before any wait for other ranks."""
-        for peer, told in self._out.items():
-            if told:
-                self._transport.send_object(told, peer)
+        """Send the requests that were collected. It must be called before any wait for other ranks."""
+        for peer, requests in self._out.items():
+            if requests:
+                self._direct.tell_one(peer, requests)
                 self._out[peer] = ExchangeRequests()
 
     def _next(self, peer: int, own: ExchangeRequest) -> Any:
         self.send()
         if not self._in[peer]:
-            told = self._transport.recv_object(peer, ExchangeRequests.__name__)
-            if type(told) is not ExchangeRequests:
-                raise RuntimeError(own.of(self._transport.stage, f"and stage {peer} is elsewhere"))
-            self._in[peer].extend(told)
+            requests = self._direct.hear(peer, ExchangeRequests.__name__)
+            if type(requests) is not ExchangeRequests:
+                raise own.error(self._direct.rank, f"and stage {peer} is elsewhere")
+            self._in[peer].extend(requests)
         found = self._in[peer].popleft()
         if (found.number, found.call) != (own.number, own.call):
-            raise RuntimeError(own.of(self._transport.stage, f"where stage {peer} runs {found.call} ({found.line})"))
+            raise own.error(self._direct.rank, f"where stage {peer} runs {found.call} ({found.line})")
         return found.given
 
 
@@ -92,7 +90,7 @@ _KEY = "_key"
 
 
 class TensorKeys:
-    """Numbers, alike on all ranks, of tensors that hooks make: from 0 on; and of the module's tensors: below 0.
+    """Numbers of tensors, the same on all ranks: from 0 on for those that hooks make, below 0 for the module's.
 
     Args:
         tensors: the module's.
@@ -105,7 +103,7 @@ class TensorKeys:
         self._num_made = 0
 
     def note(self, tensor: Tensor, holders: Holders) -> Tensor:
-        """Take note of a tensor, or its placeholder, that was made just now. All ranks must call it."""
+        """Give a key to a tensor, or placeholder, that was made just now. All ranks must call it."""
         note_holders(tensor, holders)
         if holders is not None:
             tensor.__dict__[_KEY] = self._num_made
@@ -116,15 +114,15 @@ class TensorKeys:
         return tensor
 
     def hold(self) -> None:
-        """Keep what hooks have made until `let_go`: another rank may need what this one is done with."""
+        """Keep what hooks have made until `let_go`, as another rank may still need what this one is done with."""
         self._held = list(self._made.values())
 
     def let_go(self) -> None:
-        """Keep no more than others do."""
+        """Undo `hold`."""
         self._held = None
 
     def kept(self) -> dict[int, Tensor]:
-        """What hooks have made that is still there, and that some ranks hold, by its latest key."""
+        """What hooks have made, that the user has kept and not all ranks hold, by its latest key."""
         return {key: tensor for key, tensor in self._made.items() if self.key_of(tensor) == key}
 
     def versions_everywhere(self) -> dict[str, int]:
@@ -132,19 +130,19 @@ class TensorKeys:
         return self._tensors.versions_of_replicated()
 
     def key_of(self, tensor: Tensor) -> int | None:
-        """The key of a tensor; None where all ranks hold it, or it was not noted."""
+        """The key of a tensor; None if all ranks hold it, or it has no key."""
         if holders_of(tensor) is None:
             return None
         number = self._tensors.number_of(tensor)
         return tensor.__dict__.get(_KEY) if number is None else -1 - number
 
     def tensor_of(self, key: int) -> Tensor | None:
-        """The tensor of a key; None where it is gone."""
+        """The tensor of a key; None if it is gone."""
         return self._made.get(key) if key >= 0 else self._tensors.tensors[-1 - key]
 
 
 def copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
-    """A deep copy of a tensor that is here, which has no key yet."""
+    """A deep copy of a tensor with data, which has no key yet."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
     copied = Tensor.__deepcopy__(tensor, memo)
@@ -152,110 +150,150 @@ def copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
     return copied
 
 
+def reduced(data: Tensor, spec: TensorSpec, protocol: Any) -> Any:
+    """`Tensor.__reduce_ex__`, for data that is pickled as a parameter if `spec` is one's."""
+    with _torch.DisableTorchFunction():
+        whole = nn.Parameter(data.detach(), spec.requires_grad) if spec.is_parameter else data.detach()
+        return whole.__reduce_ex__(protocol)
+
+
+def is_partial(values: Iterable[Any], depth: int = 0) -> bool:
+    """Whether there is a tensor among some arguments that not every rank holds."""
+    for value in values:
+        kind = type(value)
+        if kind is Placeholder:
+            return True
+        if kind is list or kind is tuple:
+            if depth < 3 and is_partial(value, depth + 1):
+                return True
+        elif kind is dict:
+            if depth < 3 and is_partial(value.values(), depth + 1):
+                return True
+        elif isinstance(value, Tensor) and holders_of(value) is not None:
+            return True
+    return False
+
+
+def computing_ranks(held: Sequence[Holders], specs: Sequence[TensorSpec], bound: Sequence[int]) -> Holders:
+    """The ranks that compute a call.
+
+    Args:
+        held: the holders of each operand.
+        bound: numbers of operands that are written into, or whose memory the result shares.
+    """
+    if bound:
+        return held[bound[0]]
+    partial = [slot for slot, ranks in enumerate(held) if ranks is not None]
+    common = set.intersection(*(set(held[slot]) for slot in partial))  # type: ignore[arg-type]
+    if common:
+        return tuple(sorted(common))
+    if sum(specs[slot].num_bytes for slot in partial) <= EVERYWHERE_BYTES:
+        return None
+    return held[max(partial, key=lambda slot: (specs[slot].is_parameter, specs[slot].num_bytes))]
+
+
+class _Move(NamedTuple):
+    """An operand that goes from one rank to others."""
+
+    slot: int
+    spec: TensorSpec
+    source: int
+    targets: tuple[int, ...]
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is sent within the request that its receivers get anyway."""
+        return self.spec.shape.numel() == 1 and self.spec.stride is not None
+
+
 class Operands:
     """Brings operands to the ranks that need them.
 
     Args:
         direct: to the other ranks.
-        num_ranks: of the pipeline.
     """
 
-    def __init__(self, direct: DirectTransport, num_ranks: int, exchanges: Exchanges) -> None:
+    def __init__(self, direct: DirectTransport, exchanges: Exchanges) -> None:
         self._direct = direct
-        self._num_ranks = num_ranks
         self._exchanges = exchanges
 
     def gather(self, tensors: Sequence[Tensor], needed: Sequence[Holders], what: str) -> list[Any]:
         """The data of tensors on the ranks that need each, None elsewhere. All ranks must call it.
 
         Args:
-            needed: the ranks that need each; of what none needs, all get a tensor of the same spec.
+            needed: the ranks that need each tensor. If there are none, all ranks get some tensor of the same spec.
             what: the call.
         """
-        rank = self._direct.rank
-        moves = []
+        moves: list[_Move] = []
+        found: list[Any] = []
         for index, (tensor, ranks) in enumerate(zip(tensors, needed, strict=True)):
             held = holders_of(tensor)
-            if type(tensor) is Placeholder and held is None:
+            if held is not None:
+                asked = range(self._direct.num_ranks) if ranks is None else ranks
+                if targets := tuple(one for one in asked if one not in held):
+                    moves.append(_Move(index, TensorSpec.of(tensor), held[0], targets))
+            elif type(tensor) is Placeholder:
                 raise RuntimeError(f"{tensor.what} belongs to a step that has not ended ({users_line()})")
-            asked = range(self._num_ranks) if ranks is None else ranks
-            targets = [one for one in asked if held is not None and one not in held]
-            if targets and held is not None:
-                moves.append((index, held[0], targets))
-        arrived: dict[int, Tensor] = {}
-        numbers = (
-            self._meet(
-                what,
-                [(TensorSpec.of(tensors[index]), *move) for index, *move in moves],
-                [tensors[index].detach() if source == rank else None for index, source, _ in moves],
-            )
-            if moves
-            else {}
-        )
-        for place, (index, source, targets) in enumerate(moves):
-            spec = TensorSpec.of(tensors[index])
-            if source == rank:
-                if not _is_number(spec):
-                    dense = conform(tensors[index].detach(), spec)
-                    for target in targets:
+            is_here = type(tensor) is not Placeholder
+            found.append(tensor if is_here else empty_like(tensor) if ranks == () else None)
+        numbers = self._announce(what, moves, tensors) if moves else {}
+        for move in moves:
+            if move.source == self._direct.rank:
+                if not move.is_number:
+                    dense = conform(tensors[move.slot].detach(), move.spec)
+                    for target in move.targets:
                         self._direct.send(dense, target)
-            elif rank in targets:
-                is_told = _is_number(spec)
-                data = _number_of(numbers[source][place], spec) if is_told else self._direct.receive(spec, source)
-                if spec.requires_grad:
-                    data.requires_grad_()  # matmul goes by it, even where no gradients are
-                    if torch.is_grad_enabled():
-                        data.register_hook(_refuse_gradient(users_line()))
-                        data = data.view_as(data)
-                arrived[index] = data
-        found: list[Any] = []
-        for index, tensor in enumerate(tensors):
-            if index in arrived or type(tensor) is not Placeholder:
-                found.append(arrived.get(index, tensor))
-            else:
-                found.append(empty_like(tensor) if needed[index] == () else None)
+            elif self._direct.rank in move.targets:
+                found[move.slot] = self._receive(move, numbers)
         return found
 
-    def _meet(self, what: str, moves: Sequence[Any], own: Sequence[Tensor | None]) -> dict[int, Any]:
-        """Tell the ranks to which something goes, which check that they are at this call, and give them numbers.
-        Returns what the ranks give from which something comes.
+    def gather_everywhere(self, tensors: Sequence[Tensor], what: str) -> list[Any]:
+        """The data of tensors on every rank. All ranks must call it."""
+        return self.gather(tensors, [None] * len(tensors), what)
 
-        Args:
-            moves: the spec, the source and the targets of each.
-            own: each where it is given from here.
+    def _receive(self, move: _Move, numbers: dict[int, dict[int, bytes]]) -> Tensor:
+        spec = move.spec
+        if move.is_number:
+            content = bytearray(numbers[move.source][move.slot])
+            data = torch.frombuffer(content, dtype=spec.dtype).reshape(spec.shape).to(spec.device)
+        else:
+            data = self._direct.receive(spec, move.source)
+        if spec.requires_grad:
+            data.requires_grad_()  # matmul depends on it, even without autograd
+            if torch.is_grad_enabled():
+                data.register_hook(_refuse_gradient(users_line()))
+                data = data.view_as(data)
+        return data
+
+    def _announce(self, what: str, moves: Sequence[_Move], tensors: Sequence[Tensor]) -> dict[int, dict[int, bytes]]:
+        """Tell the ranks to which something goes, which check that they are at this call, and give them the numbers.
+
+        Returns what the ranks give from which something comes.
         """
         digest = hashlib.blake2b(repr(moves).encode(), digest_size=4).hexdigest()
         give: dict[int, dict[int, bytes]] = {}
         hear: dict[int, None] = {}
-        for place, ((spec, source, targets), tensor) in enumerate(zip(moves, own, strict=True)):
-            if tensor is not None:
-                for target in targets:
+        for move in moves:
+            if move.source == self._direct.rank:
+                for target in move.targets:
                     given = give.setdefault(target, {})
-                    if _is_number(spec):
-                        given[place] = as_bytes(tensor, spec).numpy().tobytes()
-            elif self._direct.rank in targets:
-                hear[source] = None
-        found = self._exchanges.exchange(f"{what} [{digest}]", users_line(), give, hear)
-        if not all(_is_number(spec) for spec, _, _ in moves):
-            self._exchanges.send()  # before what follows it
+                    if move.is_number:
+                        data = as_bytes(tensors[move.slot].detach(), move.spec)
+                        given[move.slot] = data.numpy().tobytes()
+            elif self._direct.rank in move.targets:
+                hear[move.source] = None
+        found = self._exchanges.exchange(f"{what} [{digest}]", give, hear)
+        if not all(move.is_number for move in moves):
+            self._exchanges.send()  # the tensors follow it
         return found
 
 
 def empty_like(place: Tensor) -> Tensor:
-    """A tensor of the same spec, with whatever data."""
+    """A tensor with the spec of a placeholder, and any data."""
     spec = TensorSpec.of(place)
     assert spec.stride is not None
     made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     return made.requires_grad_(spec.requires_grad)
-
-
-def _is_number(spec: TensorSpec) -> bool:
-    """Whether it fits into the message that its receivers get anyway."""
-    return spec.shape.numel() == 1 and spec.stride is not None
-
-
-def _number_of(content: bytes, spec: TensorSpec) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=spec.dtype).reshape(spec.shape).to(spec.device)
 
 
 def _refuse_gradient(line: str) -> Callable[[Tensor], None]:

@@ -1,26 +1,38 @@
 """Operations outside of steps on tensors that not every rank holds: the owner computes.
 
-All ranks run the same code, so all of them know which ranks hold each operand (`holders_of`). The holders of what is
-written into, or else of the operands, compute; the others get a placeholder. Operands that those who compute lack are
-sent to them. Numbers that Python asks for are the same on every rank.
+All ranks run the same code, so all of them know which ranks hold each operand (`holders_of`). The ranks that hold the
+tensor which is written into, or else the operands, compute; the others get a placeholder. Operands that the computing
+ranks do not hold are sent to them. Numbers that Python reads are the same on every rank.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from lightning_pipeline import _torch
 from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Wanted
-from lightning_pipeline.hooks.operands import Exchanges, Holders, Operands, TensorKeys, copy_of, empty_like
+from lightning_pipeline.hooks.operands import (
+    Exchanges,
+    Holders,
+    Operands,
+    TensorKeys,
+    computing_ranks,
+    copy_of,
+    empty_like,
+    is_partial,
+    reduced,
+)
 from lightning_pipeline.hooks.optimizer_states import OptimizerStates, ParameterGradients
-from lightning_pipeline.hooks.patches import on_whole_tensors, parameters_seen, ranks_noted, refuse_writing
+from lightning_pipeline.hooks.patches import on_whole_tensors, parameters_seen, refuse_writing
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, in_hook, placeholder
@@ -31,11 +43,9 @@ from lightning_pipeline.recording.operation import Call, put_together, take_apar
 from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.host_memory import available_bytes
-from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
-from lightning_pipeline.runtime.transport import Transport
 
 _TOGETHER = object()
-"""In place of a result: all ranks run the call."""
+"""Returned in place of a result if all ranks run the call."""
 
 _BY_LOOKS = frozenset(
     (
@@ -46,35 +56,34 @@ _BY_LOOKS = frozenset(
         *("trunc_normal_", "orthogonal_", "sparse_", "zero_", "fill_"),
     )
 )
-"""Functions that ask no more of tensors beside the first than their specs; of the first one too, where they draw."""
+"""Functions that use only the specs of their tensors after the first one; if they draw or fill, of that one as well."""
 
 
 class OwnerComputes(TorchFunctionMode):
-    """Answers torch's functions outside of steps.
+    """The torch function mode that is active in the user's hooks and callbacks.
 
     Args:
         module: the LightningModule.
-        recorder: knows what functions give.
+        recorder: tells the specs of results.
         direct: to the other ranks of the pipeline.
     """
 
-    def __init__(self, module: nn.Module, recorder: Recorder, transport: Transport, direct: DirectTransport) -> None:
+    def __init__(self, module: nn.Module, recorder: Recorder, direct: DirectTransport) -> None:
         super().__init__()
         self._module = module
-        self._transport = transport
         self._direct = direct
         self._recorder = recorder
         self._rank = direct.rank
-        self._exchanges = Exchanges(transport)
-        self._operands = Operands(direct, transport.num_stages, self._exchanges)
+        self._exchanges = Exchanges(direct)
+        self._operands = Operands(direct, self._exchanges)
         self._keys = TensorKeys(recorder.tensors)
-        self._gradients = ParameterGradients(module, transport, self._exchanges, self._operands, self._keys)
-        self.states = OptimizerStates(transport, self._exchanges, self._keys)
+        self._gradients = ParameterGradients(module, self._exchanges, self._operands, self._keys)
+        self.states = OptimizerStates(self._exchanges, self._keys, self._rank)
         self.lending = Lending(direct, self._keys)
-        self._first_rank = FirstRank(direct, transport.num_stages, self._keys.tensor_of)
+        self._first_rank = FirstRank(direct, self._keys)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_partial(args) or (kwargs and _is_partial(kwargs.values())):
+        if is_partial(args) or (kwargs and is_partial(kwargs.values())):
             return self._meet(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -83,7 +92,7 @@ class OwnerComputes(TorchFunctionMode):
         """While entered, the user's code runs between steps.
 
         Args:
-            shows_states: whether it sees the whole states of optimizers; an optimizer's own step makes its own.
+            shows_states: whether it sees the whole states of optimizers, which an optimizer's step must not.
         """
         if in_hook.on:
             yield
@@ -95,69 +104,68 @@ class OwnerComputes(TorchFunctionMode):
         before = self._exchanges.number
         try:
             states = self.states.shown() if shows_states else nullcontext()
-            with absent_state_expected(), ranks_noted(self._exchanges.send), parameters_seen(self._keys), states, self:
+            noted = _torch.before_collectives(self._note_collective)
+            with absent_state_expected(), noted, parameters_seen(self._keys), states, self:
                 yield
             self._exchanges.send()
             if in_hook.is_rank_known:
                 self._first_rank.end()
-            if self._exchanges.number > before:
-                self._exchanges.meet("the end of a hook", users_line())
+            if self._exchanges.number > before:  # a rank that made fewer calls than others is found here
+                self._exchanges.share("the end of a hook")
         finally:
             in_hook.on = False
             self._keys.let_go()
 
+    def _note_collective(self) -> None:
+        """The user's code is about to ask for the rank, or to wait for other ranks in a collective of its own."""
+        if in_hook.is_here():
+            in_hook.note_rank()
+            self._exchanges.send()
+
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """While entered, the package works on this rank's tensors as they are, or records a step."""
+        """While entered within `entered`, this package's own code sees the tensors that this rank holds."""
         if not in_hook.on:
             yield
             return
         self._exchanges.send()
         if in_hook.is_rank_known:
             self._meet_first_rank("aside", ())
-        modes = []
-        while torch._C._len_torch_function_stack():
-            modes.append(torch._C._pop_torch_function_stack())
-        others = [mode for mode in modes if mode is not self]
-        for mode in reversed(others):
-            torch._C._push_on_torch_function_stack(mode)
-        in_hook.on = False
-        try:
-            with self.states.hidden():
-                yield
-        finally:
-            in_hook.on = True
-            self._gradients.forget()
-            for _ in others:
-                torch._C._pop_torch_function_stack()
-            for mode in reversed(modes):
-                torch._C._push_on_torch_function_stack(mode)
+        with _torch.function_modes_taken_off() as modes:
+            in_hook.on = False
+            try:
+                others = [mode for mode in reversed(modes) if mode is not self]
+                with _torch.function_modes_put_on(others), self.states.hidden():
+                    yield
+            finally:
+                in_hook.on = True
+                self._gradients.forget()
 
     def take_over(self, other: OwnerComputes) -> None:
-        """Go on in the place of one that was made for another cut: a whole run may be going on within a hook, as that
-        of a search for a learning rate is, and this mode is entered around it."""
+        """Become another one, which was made for another cut, while this one may be entered.
+
+        A whole run may take place within a hook, as in a search for a learning rate.
+        """
         number = self._exchanges.number
         vars(self).update(vars(other))
         self._exchanges.number += number
         in_hook.when_rank_known = self._keys.hold if self._rank else None
 
     def make_whole(self, num_processes: int) -> None:
-        """Give every rank what hooks have made and the user has kept, where it fits into memory, after the last hook.
+        """After the last hook, give every rank what hooks have made and the user has kept, if it fits into memory.
 
         All ranks must call it.
 
         Args:
-            num_processes: that share this machine's memory.
+            num_processes: how many processes share this machine's memory.
         """
         for parameter in self._module.parameters():
             parameter.__dict__.pop("_gradient", None)
         kept = self._keys.kept()
         made = {(key, TensorSpec.of(tensor), holders_of(tensor)) for key, tensor in kept.items()}
-        own = available_bytes() // (2 * num_processes), made
-        ranks = range(self._transport.num_stages)
-        told = [self._transport.broadcast_object(own, rank, "what hooks have made") for rank in ranks]
-        common = sorted(set.intersection(*(made for _, made in told)), key=lambda one: one[0])
-        if sum(spec.num_bytes for _, spec, _ in common) > min(limit for limit, _ in told):
+        shared = self._exchanges.share("what hooks have made", (available_bytes() // (2 * num_processes), made))
+        common = sorted(set.intersection(*(made for _, made in shared)), key=lambda one: one[0])
+        if sum(spec.num_bytes for _, spec, _ in common) > min(limit for limit, _ in shared):
             return
         for key, spec, (owner, *_) in common:
             tensor = kept[key]
@@ -168,22 +176,19 @@ class OwnerComputes(TorchFunctionMode):
 
     def whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """The data of tensors, on every rank. All ranks must call it."""
-        with torch._C.DisableTorchFunction():
-            if in_hook.is_rank_known and _is_partial(tensors):
+        with _torch.DisableTorchFunction():
+            if in_hook.is_rank_known and is_partial(tensors):
                 found = self._meet_first_rank("whole", self._wanted(tensors))
                 if found is not None:
                     return [found.pop(0) if type(one) is Placeholder else one for one in tensors]  # type: ignore[misc]
-            return self._whole(tensors, what)
-
-    def _whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        return self._operands.gather(tensors, [None] * len(tensors), what)
+            return self._operands.gather_everywhere(tensors, what)
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kind, name = kind_of(func), function_name(func)
         if kind is FunctionKind.DESCRIBES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
             return func(*args, **kwargs)
@@ -191,8 +196,9 @@ class OwnerComputes(TorchFunctionMode):
             found = self._alone(func, kind, name, args, kwargs)
             if found is not _TOGETHER:
                 return found
+        # These take a tensor as it is, and not its data.
         if name == "__deepcopy__":
-            with torch._C.DisableTorchFunctionSubclass():
+            with _torch.DisableTorchFunctionSubclass():
                 return self._copied(*args)
         if name in ("grad.__set__", "grad.__delete__", "_grad.__set__"):
             return self._gradients.set(args[0], args[1] if len(args) > 1 else None)
@@ -206,7 +212,9 @@ class OwnerComputes(TorchFunctionMode):
         if name == "data.__set__":
             return self._set_data(*args)
         if kind is FunctionKind.HOOKS:
-            return func(*args, **kwargs) if type(args[0]) is not Placeholder else _NoHandle()
+            if type(args[0]) is Placeholder:  # the hook runs where the data is
+                return RemovableHandle(OrderedDict())
+            return func(*args, **kwargs)
         if kind is FunctionKind.BACKWARD:
             raise NotImplementedError(
                 f"{function_name(func)} on what not every stage holds is not supported outside of steps "
@@ -215,22 +223,19 @@ class OwnerComputes(TorchFunctionMode):
         if name.startswith("_foreach_"):
             return self._each(func, args, kwargs)
         if kind is FunctionKind.READS or kind is FunctionKind.PRINTS:
-            here = self._whole(call.tensors, name)
-            if (
-                kind is FunctionKind.PRINTS
-                and TensorSpec.of(call.tensors[0]).is_leaf
-                and type(call.tensors[0]) is Placeholder
-            ):
-                here[0] = here[0].detach().requires_grad_(TensorSpec.of(call.tensors[0]).requires_grad)
+            here = self._operands.gather_everywhere(call.tensors, name)
+            spec = TensorSpec.of(call.tensors[0])
+            if kind is FunctionKind.PRINTS and spec.is_leaf and type(call.tensors[0]) is Placeholder:
+                here[0] = here[0].detach().requires_grad_(spec.requires_grad)
             if name == "__reduce_ex__":
-                return _reduced(here[0], TensorSpec.of(call.tensors[0]), args[1])
+                return reduced(here[0], spec, args[1])
             return self._run(func, call, here)
         if kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs):
             return self._draw(func, call, name)
         return self._compute(func, call, name, kind)
 
     def _alone(self, func: Any, kind: FunctionKind, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What a call gives on the first rank, if it alone runs the call; the others give it the operands."""
+        """The result on the first rank, if it runs the call alone with operands of other ranks; else `_TOGETHER`."""
         call = take_apart(func, args, kwargs)
         is_gradient = name in ("grad.__get__", "_grad.__get__")
         keys = [self._keys.key_of(tensor) for tensor in call.tensors]
@@ -243,20 +248,20 @@ class OwnerComputes(TorchFunctionMode):
                 f"{name} changes what another stage holds, in code that the first rank alone runs ({users_line()}): "
                 f"let every rank run it"
             )
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             if is_gradient:
                 return found[0] if found else args[0].grad
             here = [found.pop(0) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
             if name == "__reduce_ex__":
                 own: Any = here[0]
-                return _reduced(own, TensorSpec.of(own), args[1])
+                return reduced(own, TensorSpec.of(own), args[1])
             if name == "__deepcopy__":
                 copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else copy_of(*args)
                 return copied
             return self._run(func, call, here)
 
     def _meet_first_rank(self, call: str, wanted: Sequence[Wanted], *keys: int | None) -> list[Tensor | None] | None:
-        """Come to a call in a hook that has asked for the rank (`FirstRank.meet`)."""
+        """`FirstRank.meet`, for a call in a hook that has asked for the rank."""
         self._exchanges.send()
         return self._first_rank.meet((call, *keys, *users_lines()), users_line(), wanted)
 
@@ -268,31 +273,33 @@ class OwnerComputes(TorchFunctionMode):
         ]
 
     def _compute(self, func: Any, call: Call, name: str, kind: FunctionKind) -> Any:
-        """The holders compute; the others get placeholders."""
+        """The holders compute the call; the others get placeholders."""
         held = [holders_of(tensor) for tensor in call.tensors]
         specs = [TensorSpec.of(tensor) for tensor in call.tensors]
         result = self._recorder.result(func, call, specs, torch_state())
         if result is None:
+            # The spec of the result depends on data.
             if kind is FunctionKind.WRITES:  # by a mask, as in x[x < 0] = y
                 here = self._operands.gather(call.tensors, [held[0]] * len(held), name)
                 return self._run(func, call, here) if self._is_among(held[0]) else call.tensors[0]
-            return self._run(func, call, self._whole(call.tensors, name))
+            return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
         bound = [slot for slot, _ in result.writes] + [slot for shared in result.shares for slot in shared]
-        where = _where(held, specs, bound)
+        where = computing_ranks(held, specs, bound)
         for slot, _ in result.writes:
             refuse_writing(call.tensors[slot], name)
         needed: list[Holders] = [where] * len(held)
-        if name in _BY_LOOKS:
+        if name in _BY_LOOKS:  # whoever holds the first tensor has all that is needed
             where = held[0]
             needed = [where, *([()] * (len(held) - 1))]
         here = self._operands.gather(call.tensors, needed, name)
         if self._is_among(where):
             found = self._run(func, call, here)
+            # Written into tensors that all ranks hold, or a result that is the same on all: nothing to take note of.
             if where is None and all(here[slot] is tensor for slot, tensor in enumerate(call.tensors)):
                 return found
             made, layout = tree.flatten(found)
             for index, known in enumerate(result.tensors):
-                if isinstance(known, int):
+                if isinstance(known, int):  # the result is an operand, which may have come from another rank
                     made[index] = call.tensors[known]
                 elif made[index].shape != known.shape or made[index].dtype is not known.dtype:
                     given = TensorSpec.of(made[index])
@@ -300,6 +307,7 @@ class OwnerComputes(TorchFunctionMode):
                 else:
                     self._keys.note(made[index], where)
             return tree.rebuild(layout, made)
+        # What the recorder expects is made here from placeholders, in the same order as on the ranks that compute.
         for slot, spec in result.writes:
             self._set_spec(call.tensors[slot], spec)
         return tree.rebuild(
@@ -313,7 +321,7 @@ class OwnerComputes(TorchFunctionMode):
     def _run(self, func: Any, call: Call, tensors: Sequence[Any]) -> Any:
         """Run the call on data."""
         args, kwargs = put_together(call.args, tensors, call.numbers), put_together(call.kwargs, tensors, call.numbers)
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def _draw(self, func: Any, call: Call, name: str) -> Any:
@@ -322,11 +330,11 @@ class OwnerComputes(TorchFunctionMode):
         if name in _BY_LOOKS:
             here = [empty_like(tensor) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
         else:
-            here = self._whole(call.tensors, name)
+            here = self._operands.gather_everywhere(call.tensors, name)
         made, layout = tree.flatten(self._run(func, call, here))
         for index, tensor in enumerate(made):
             slot = next((slot for slot, operand in enumerate(here) if operand is tensor), None)
-            if slot is not None:
+            if slot is not None:  # drawn in place
                 made[index] = call.tensors[slot]
             elif name in _BY_LOOKS and held[0] is not None:
                 if not self._is_among(held[0]):
@@ -335,7 +343,7 @@ class OwnerComputes(TorchFunctionMode):
         return tree.rebuild(layout, made)
 
     def _each(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's functions over lists, on the elements of each group of holders by themselves."""
+        """Run a function of lists, such as `torch._foreach_add`, once for the elements that have the same holders."""
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
         count = len(lists[0])
         groups: dict[Any, list[int]] = {}
@@ -354,7 +362,7 @@ class OwnerComputes(TorchFunctionMode):
 
             own_args = [part(value) for value in args]
             own_kwargs = {key: part(value) for key, value in kwargs.items()}
-            if _is_partial(own_args) or _is_partial(own_kwargs.values()):
+            if is_partial(own_args) or is_partial(own_kwargs.values()):
                 call = take_apart(func, own_args, own_kwargs)
                 results = self._compute(func, call, function_name(func), FunctionKind.COMPUTES)
             else:
@@ -368,13 +376,10 @@ class OwnerComputes(TorchFunctionMode):
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         held = holders_of(tensor)
         [here] = self._operands.gather([value], [held], "data.__set__")
-        if type(tensor) is not Placeholder:
-            tensor.data = here
+        if type(tensor) is Placeholder:
+            self._set_spec(tensor, tensor.spec.with_data_of(TensorSpec.of(value)))
         else:
-            spec = TensorSpec.of(value)
-            self._set_spec(
-                tensor, tensor.spec.but(shape=spec.shape, stride=spec.stride, dtype=spec.dtype, device=spec.device)
-            )
+            tensor.data = here
 
     def _copied(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
@@ -390,52 +395,3 @@ class OwnerComputes(TorchFunctionMode):
     def _set_spec(place: Tensor, spec: TensorSpec) -> None:
         if type(place) is Placeholder and place.spec is not spec:
             become(place, placeholder(spec, place.what))
-
-
-class _NoHandle:
-    """What registering a hook gives where the tensor is not."""
-
-    def remove(self) -> None:
-        pass
-
-
-def _is_partial(values: Iterable[Any], depth: int = 0) -> bool:
-    """Whether a tensor that not every rank holds is among some arguments."""
-    for value in values:
-        kind = type(value)
-        if kind is Placeholder:
-            return True
-        if kind is list or kind is tuple:
-            if depth < 3 and _is_partial(value, depth + 1):
-                return True
-        elif kind is dict:
-            if depth < 3 and _is_partial(value.values(), depth + 1):
-                return True
-        elif isinstance(value, Tensor) and holders_of(value) is not None:
-            return True
-    return False
-
-
-def _where(held: Sequence[Holders], specs: Sequence[TensorSpec], bound: Sequence[int]) -> Holders:
-    """The ranks that compute.
-
-    Args:
-        held: the holders of each operand.
-        bound: operands that are written into, or whose memory the result shares.
-    """
-    if bound:
-        return held[bound[0]]
-    partial = [slot for slot, ranks in enumerate(held) if ranks is not None]
-    common = set.intersection(*(set(held[slot]) for slot in partial))  # type: ignore[arg-type]
-    if common:
-        return tuple(sorted(common))
-    if sum(specs[slot].num_bytes for slot in partial) <= EVERYWHERE_BYTES:
-        return None
-    return held[max(partial, key=lambda slot: (specs[slot].is_parameter, specs[slot].num_bytes))]
-
-
-def _reduced(data: Tensor, spec: TensorSpec, protocol: Any) -> Any:
-    """What `Tensor.__reduce_ex__` gives; a parameter's data is pickled as a parameter."""
-    with torch._C.DisableTorchFunction():
-        whole = nn.Parameter(data.detach(), spec.requires_grad) if spec.is_parameter else data.detach()
-        return whole.__reduce_ex__(protocol)

@@ -1,4 +1,4 @@
-"""What is patched in torch while a hook runs: calls that function modes miss, and parameters in slices."""
+"""Patches of torch while a hook runs, for calls that function modes do not see, and calls on sharded parameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.fully_sharded import local_part, slice_like, whole
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition import tree
@@ -21,27 +21,8 @@ from lightning_pipeline.partition.users_line import users_line
 
 
 @contextmanager
-def ranks_noted(send: Callable[[], None]) -> Iterator[None]:
-    """While entered, it is noted who asks torch for the rank, and `send` is called before collectives of the user's:
-    all of torch's ask whether this rank is in the group."""
-    plain = distributed_c10d._rank_not_in_group
-
-    def seen(group: Any) -> bool:
-        if in_hook.is_here():
-            in_hook.note_rank()
-            send()
-        return plain(group)
-
-    distributed_c10d._rank_not_in_group = seen
-    try:
-        yield
-    finally:
-        distributed_c10d._rank_not_in_group = plain
-
-
-@contextmanager
 def parameters_seen(keys: TensorKeys) -> Iterator[None]:
-    """While entered, modes see parameters that are copied or pickled, and those that are made get keys."""
+    """While entered, modes see that parameters are copied or pickled, and new parameters get keys."""
     before = {name: nn.Parameter.__dict__[name] for name in ("__new__", "__deepcopy__", "__reduce_ex__")}
     new = before["__new__"].__func__
 
@@ -52,7 +33,7 @@ def parameters_seen(keys: TensorKeys) -> Iterator[None]:
         if type(data) is Placeholder:
             spec = data.spec.but(requires_grad=requires_grad, is_leaf=True, is_parameter=True)
             return keys.note(placeholder(spec, data.what), holders)
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             return keys.note(new(cls, data.detach(), requires_grad), holders)
 
     def through(name: str) -> Callable[..., Any]:
@@ -74,18 +55,18 @@ def parameters_seen(keys: TensorKeys) -> Iterator[None]:
 
 
 _IS_VIEW = "_of_slices"
-"""The attribute of a view of what was gathered for a call."""
+"""Marks a view of a tensor that was gathered for a call."""
 
 
 def on_whole_tensors(
     run: Callable[[Any, Any, Any], Any], func: Any, args: Any, kwargs: dict[str, Any], name: str
 ) -> Any:
-    """Run a call on whole tensors in the places of slices, and write into these what it writes into those.
+    """Run a call on whole tensors in place of sharded ones, and copy what it writes back into these.
 
     All replicas must call it.
 
     Raises:
-        NotImplementedError: slices are of ranks of one stage, by tensor parallelism.
+        NotImplementedError: a tensor is sharded by tensor parallelism.
     """
     gathered: dict[int, tuple[DTensor, Tensor, int]] = {}
 
@@ -103,10 +84,10 @@ def on_whole_tensors(
             gathered[id(tensor)] = tensor, found.requires_grad_(tensor.requires_grad), found._version
         return gathered[id(tensor)][1]
 
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         given = tree.replace((args, kwargs), gather)
     result = run(func, *given)
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with _torch.DisableTorchFunction(), torch.no_grad():
         slices = {id(found): part for part, found, _ in gathered.values()}
         memories = {found.untyped_storage().data_ptr() for _, found, _ in gathered.values()}
         for part, found, version in gathered.values():
@@ -121,10 +102,10 @@ def on_whole_tensors(
 
 
 def refuse_writing(tensor: Tensor, name: str) -> None:
-    """Raise where a write would be lost.
+    """Check that a write would not be lost.
 
     Raises:
-        NotImplementedError: the tensor is a view of what was gathered for a call before.
+        NotImplementedError: the tensor is a view of one that was gathered for an earlier call.
     """
     if _IS_VIEW in tensor.__dict__:
         raise NotImplementedError(

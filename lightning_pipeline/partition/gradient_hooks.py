@@ -1,6 +1,7 @@
 """The user's hooks on gradients of values that stages compute.
 
-They are Python, so every rank runs them, on the gradient that the stage has. Their micro-batch runs in order for that.
+Hooks are Python, so every rank runs them, on the gradient that the stage has computed. A micro-batch with hooks runs in
+order for that.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 class Hook:
-    """One that is registered in a micro-batch's step.
+    """A hook that was registered in a micro-batch's step.
 
     Attributes:
         function: the user's; None once it is removed.
-        number: among the micro-batch's.
-        run: what happens on the stage when the gradient comes; set before backward.
+        number: counted among the micro-batch's hooks.
+        run: called on the stage when the gradient comes; set before backward.
     """
 
     def __init__(self, function: Callable[..., Any], number: int) -> None:
@@ -29,8 +31,8 @@ class Hook:
         return None if self.run is None else self.run(self, gradients)
 
 
-class Handle:
-    """What torch's `RemovableHandle` is."""
+class Handle(RemovableHandle):
+    """Removes a hook."""
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
@@ -39,47 +41,40 @@ class Handle:
     def remove(self) -> None:
         self._hook.function = None
 
-    def __enter__(self) -> Handle:
-        return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.remove()
+# The functions that a visit runs on data, where the value is computed. They are functions of ours, and not torch's, so
+# that recording them does not register a hook once more.
 
 
 def hook_of_tensor(tensor: Tensor, hook: Hook) -> None:
-    """`tensor.register_hook`, on data."""
     tensor.register_hook(hook)
 
 
 def hook_after_node(tensor: Tensor, hook: Hook) -> None:
-    """`tensor.grad_fn.register_hook`, on data."""
     assert tensor.grad_fn is not None
     tensor.grad_fn.register_hook(hook)
 
 
 def hook_before_node(tensor: Tensor, hook: Hook) -> None:
-    """`tensor.grad_fn.register_prehook`, on data."""
     assert tensor.grad_fn is not None
     tensor.grad_fn.register_prehook(hook)
 
 
 def retained(tensor: Tensor) -> None:
-    """`tensor.retain_grad`, on data."""
     tensor.retain_grad()
 
 
 REGISTERING = (hook_of_tensor, hook_after_node, hook_before_node, retained)
-"""These run on the visit that makes the value."""
 
 
 class NodeOf:
-    """In place of the node of autograd's that makes a value, which is on its stage."""
+    """Stands for the autograd node of a placeholder's value, which only the stage has."""
 
     def __init__(self, place: Any) -> None:
         self._place = place
 
     def name(self) -> str:
-        """Much like torch's."""
+        """Close to the name that torch gives."""
         made_by = self._place.what.removeprefix("the result of ").partition(" ")[0]
         return f"{made_by.removesuffix('.apply')}Backward"
 

@@ -1,4 +1,4 @@
-"""Materializes tensors from the meta device, on each rank only those that it needs."""
+"""Gives memory and values to tensors on the meta device, on each rank only to those that it holds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_pipeline.partition.rng import mix
 
 
 def make_local(module: nn.Module, ownership: Ownership) -> dict[str, Tensor]:
-    """Give every tensor on the meta device that this stage holds memory on the CPU, in place.
+    """Move every tensor on the meta device that this stage holds to the CPU, in place.
 
-    Until it is set, its values are a marker that nothing takes for data.
+    Until something sets its values, they are a marker that cannot be taken for data (see `check_set`).
 
     Returns:
         These tensors, by their first name.
@@ -31,11 +31,11 @@ def make_local(module: nn.Module, ownership: Ownership) -> dict[str, Tensor]:
 
 
 def initialise(root: nn.Module, made: Iterable[Tensor], seed: int) -> None:
-    """Set the values of tensors that `make_local` made as their modules do in ``__init__``.
+    """Give the tensors that `make_local` made the values that their modules give them in ``__init__``.
 
-    By ``reset_parameters``, which torch's own layers have, or by the ``_init_weights`` of the Hugging Face model
-    around. Each module draws from a stream of its own, from the seed and its name, so the values are the same on any
-    number of stages; what several modules share has the value that the first gives it.
+    That is done by ``reset_parameters``, which torch's own layers have, or by ``_init_weights`` of the Hugging Face
+    model around them. Each module draws random numbers seeded by `seed` and its name, so the values are the same on any
+    number of stages. A tensor that several modules share has the value that the first one gives it.
     """
     unset = {id(tensor) for tensor in made}
     places = Counter(id(tensor) for module in root.modules() for tensor in _own(module))
@@ -45,6 +45,7 @@ def initialise(root: nn.Module, made: Iterable[Tensor], seed: int) -> None:
         tensors = {id(tensor): tensor for tensor in (*_own(module), *inside)}
         if reset is None or unset.isdisjoint(tensors):
             continue
+        # A reset sets all of a module's tensors; those that had values keep them.
         before = {key: tensor.clone() for key, tensor in tensors.items() if key not in unset and not tensor.is_meta}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(mix(seed, zlib.crc32(name.encode())))
@@ -56,10 +57,10 @@ def initialise(root: nn.Module, made: Iterable[Tensor], seed: int) -> None:
 
 
 def check_set(root: nn.Module, made: Iterable[str]) -> None:
-    """Raise where a tensor that `make_local` made has no values yet.
+    """Check that every tensor that `make_local` made has values by now.
 
     Raises:
-        ValueError: with its name and the way out.
+        ValueError: names one that has none, and the way out.
     """
     for name in made:
         owner = root.get_submodule(name.rpartition(".")[0])
@@ -78,13 +79,13 @@ def _give_memory(tensor: Tensor) -> None:
     data = torch.empty_like(tensor, device="cpu")
     data.fill_(0 if marker is None else marker)
     full = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
-    # Hugging Face's mark says that the values are set.
+    # Hugging Face marks tensors whose values are set, and would leave these out.
     full.__dict__.update({key: value for key, value in tensor.__dict__.items() if key != "_is_hf_initialized"})
     torch.utils.swap_tensors(tensor, full)
 
 
 def _marker(tensor: Tensor) -> float | None:
-    """A value that stands for none; None for bool, which has no value to spare."""
+    """A value that stands for no value; None for bool, which has none to spare."""
     if tensor.is_floating_point() or tensor.is_complex():
         return float("nan")
     if tensor.dtype == torch.bool:
@@ -96,8 +97,8 @@ def _marker(tensor: Tensor) -> float | None:
 def _resets(
     module: nn.Module, name: str, family: Any
 ) -> Iterator[tuple[str, nn.Module, Callable[[], Any] | None, bool]]:
-    """Modules, the inner ones first, with what sets their values; and whether it is Hugging Face's, which may set those
-    of modules inside as well."""
+    """Each module with its name and the function that sets its values, the inner modules first; and whether that
+    function is Hugging Face's, which may set those of modules inside as well."""
     family = module if hasattr(module, "_init_weights") else family
     for child_name, child in module.named_children():
         yield from _resets(child, f"{name}.{child_name}" if name else child_name, family)

@@ -8,41 +8,42 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Object, Pickled, Sequence, Slot
 from lightning_pipeline.partition.users_line import users_line
 
 _WAY_OUT = "define split_batch(batch, num_microbatches) on the LightningModule, which returns a list of micro-batches"
 _SHOWN = 6
-"""Parts of a batch that an error lists."""
+"""How many parts of a batch an error lists."""
 
 
 def batch_size(batch: Any) -> int | None:
-    """The number of samples: the length of all tensors, arrays and lists of plain values in the batch; None where they
-    differ, or there are none."""
+    """The number of samples: the length that all tensors, arrays and lists of plain values in the batch have.
+
+    None if they differ, or there are none.
+    """
     sizes = {size for _, size in _lengths(*tree.flatten(batch))}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def num_rows(tensors: list[Tensor]) -> int | None:
-    """The first dimension that all tensors that have one agree on; None where they do not, or there are none."""
+    """The size of the first dimension, if it is the same for all tensors that have one; else None."""
     sizes = {tensor.shape[0] for tensor in tensors if tensor.ndim}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
-    """Cut `batch` along its first dimension into micro-batches as even as possible, the larger ones first.
+    """Split `batch` along its first dimension into micro-batches of almost equal size, the larger ones first.
 
-    All of its tensors, arrays and lists of plain values have to be as long as one another: nothing in a batch tells
-    samples from time steps, nodes or classes. Tensors without dimensions and plain values are shared by all
-    micro-batches. A batch of fewer samples than `num_microbatches` makes one micro-batch a sample. Micro-batches are
-    views.
+    All of its tensors, arrays and lists of plain values must have the same length: nothing in a batch tells samples
+    from time steps, nodes or classes. Tensors without dimensions and plain values go into every micro-batch. A batch of
+    fewer samples than `num_microbatches` makes one micro-batch of each sample. Tensors of micro-batches are views.
 
     Raises:
-        ValueError: the batch does not say how many samples it has, or it holds a sparse tensor, or an object of an
-            unknown class.
+        ValueError: lengths differ or there are none, or the batch holds a sparse tensor or an object of a class that
+            nothing is known about.
     """
     if num_microbatches == 1 or isinstance(batch, (str, bytes)):
         return [batch]
@@ -81,13 +82,14 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 class OneBatch:
-    """What a step that takes a ``dataloader_iter`` gets in its place: an iterator over one batch, or a part of it.
+    """The iterator over one batch or micro-batch that a step gets as its ``dataloader_iter``.
 
     Attributes:
-        place: numbers of the batch and of the dataloader, which go with it.
+        place: the indices of the batch and of the dataloader, which it yields with the batch.
     """
 
-    place: ClassVar[tuple[int, int]] = (0, 0)  # not the instance's, as what a batch consists of stays the same
+    # Of the class, as an attribute of the instance would count as a part of the batch, which changes each time.
+    place: ClassVar[tuple[int, int]] = (0, 0)
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
@@ -106,13 +108,13 @@ class OneBatch:
 
 
 def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> list[Any]:
-    """A batch's micro-batches, by the ``split_batch`` of the module where it has one, else by the one here.
+    """Split a batch by the module's ``split_batch`` if it has one, else by the function of this name.
 
-    Where the module trains a batch norm, which has no statistics of a single sample, no micro-batch of a batch of two
-    or more has one: there are fewer of them.
+    A batch norm in training has no statistics of a single sample. If the module has one, a batch is split into fewer
+    micro-batches rather than into some with a single sample.
 
     Raises:
-        ValueError: the module's returned no list of them, or as `split_batch`.
+        ValueError: the module's ``split_batch`` did not return a list of micro-batches; or as `split_batch`.
     """
     if isinstance(batch, OneBatch):
         return [OneBatch(part) for part in microbatches_of(batch.batch, num_microbatches, module)]
@@ -134,11 +136,11 @@ def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> lis
 
 
 def _trains_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(part, _BatchNorm) and part.training for part in module.modules())
+    return any(isinstance(part, _torch.BatchNorm) and part.training for part in module.modules())
 
 
 def _lengths(tensors: list[Tensor], layout: Layout, path: str = "") -> Iterator[tuple[str, int]]:
-    """Each part of a value that could count samples: what to call it, and its length."""
+    """Each part of a value whose length could be the number of samples: what errors call it, and its length."""
     if isinstance(layout, Slot):
         shape = tuple(tensors[layout.number].shape)
         if shape:
@@ -156,22 +158,18 @@ def _lengths(tensors: list[Tensor], layout: Layout, path: str = "") -> Iterator[
 
 
 def _parts(layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """What a container holds, with how to write it after the container's name."""
+    """The items of a container, with how an error writes them after the container's name."""
     if isinstance(layout, Dictionary):
         names = [f"[{key!r}]" for key in layout.keys]
     elif isinstance(layout, Object):
-        names = [f".{name}" for name in layout.names]
+        names = [f".{name}" for name in layout.keys]
     else:
         names = [f"[{index}]" for index in range(len(layout.items))]  # type: ignore[union-attr]
     return zip(names, layout.items, strict=True)  # type: ignore[union-attr]
 
 
 def _cut(layout: Layout, points: frozenset[int], start: int, stop: int) -> Layout:
-    """`layout` with its lists and arrays cut; the same object if there are none.
-
-    Args:
-        points: as `_points` gives them.
-    """
+    """The layout of a part of the samples. It is `layout` itself if that has no lists or arrays to cut."""
     if isinstance(layout, (Slot, Pickled)):
         return layout
     if isinstance(layout, Constant):
@@ -184,16 +182,18 @@ def _cut(layout: Layout, points: frozenset[int], start: int, stop: int) -> Layou
 
 
 def _points(tensors: list[Tensor]) -> frozenset[int]:
-    """Numbers of the tensors without dimensions."""
+    """The numbers of tensors without dimensions."""
     return frozenset(number for number, tensor in enumerate(tensors) if not tensor.ndim)
 
 
 def _holds_samples(layout: Sequence, points: frozenset[int]) -> bool:
-    """Whether it is a list or tuple with an entry for each sample: plain values, or tensors without dimensions. One of
-    other tensors or arrays has an entry for each field, as torch's default_collate makes it."""
+    """Whether a list or tuple has an item for each sample: plain values, or tensors without dimensions.
+
+    One of other tensors or arrays has an item for each field, as torch's default_collate makes it.
+    """
     if layout.type not in (list, tuple):
         return False
-    if all(isinstance(item, Constant) and item.value is None for item in layout.items):  # what is not there
+    if all(isinstance(item, Constant) and item.value is None for item in layout.items):  # fields without a value
         return False
     if all(isinstance(item, Slot) for item in layout.items):
         return all(item.number in points for item in layout.items)
@@ -201,19 +201,19 @@ def _holds_samples(layout: Sequence, points: frozenset[int]) -> bool:
 
 
 def _is_plain(layout: Layout) -> bool:
-    """Whether it holds neither tensors nor arrays."""
+    """Whether a value holds neither tensors nor arrays."""
     if isinstance(layout, Slot):
         return False
     return not _is_array(layout.value) if isinstance(layout, Constant) else all(map(_is_plain, layout.items))
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a plain value is an array of numpy's."""
+    """Whether a value without tensors is a NumPy array."""
     return type(value).__module__ == "numpy" and hasattr(value, "shape")
 
 
 def _unknown_class(layout: Layout) -> str:
-    """The class of an object in which nothing tells how to cut it; empty if there is none."""
+    """The name of a class about which nothing is known, so that its objects cannot be split; "" if there is none."""
     if isinstance(layout, (Slot, Constant)):
         return ""
     if isinstance(layout, Pickled):
@@ -224,7 +224,7 @@ def _unknown_class(layout: Layout) -> str:
 
 
 def signature(microbatch: Any) -> tuple[list[Tensor], Layout, tuple[Any, ...]]:
-    """The tensors of a micro-batch, its layout, and a key that is equal for micro-batches of one structure."""
+    """The tensors of a micro-batch, its layout, and a key. Micro-batches with equal keys may run the same program."""
     tensors, layout = tree.flatten(microbatch)
     shapes = tuple([(tuple(t.shape), _stride(t), t.dtype, t.requires_grad) for t in tensors])
     return tensors, layout, (_structure(layout), shapes)
@@ -235,7 +235,7 @@ def _stride(tensor: Tensor) -> Any:
 
 
 def _structure(layout: Layout) -> Any:
-    """What of a layout can decide how a step runs: its containers, and constants other than text and fractions."""
+    """The part of a layout that may decide how a step runs: containers, and constants other than text and floats."""
     if isinstance(layout, Slot):
         return layout.number
     if isinstance(layout, Pickled):
@@ -243,8 +243,8 @@ def _structure(layout: Layout) -> Any:
     if isinstance(layout, Constant):
         value = layout.value
         return ("c", value) if isinstance(value, (bool, int, type(None), torch.dtype)) else ("c", type(value).__name__)
-    keys = getattr(layout, "keys", ()) if isinstance(layout, Dictionary) else getattr(layout, "names", ())
     if isinstance(layout, Sequence) and all(isinstance(item, Constant) for item in layout.items):
         return (layout.type.__qualname__, "constants")
+    keys = () if isinstance(layout, Sequence) else layout.keys
     items = tuple([item.number if type(item) is Slot else _structure(item) for item in layout.items])
     return (layout.type.__qualname__, tuple(map(str, keys)), items)

@@ -1,4 +1,4 @@
-"""Attributes of module instances: temporary overrides, and hooks."""
+"""Temporary attributes of module instances; whether modules have a forward, and hooks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import nn
 
 Override = Callable[[Any, str, Any], None]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""The attributes that have a module's hooks on its calls."""
+"""The attributes of a module that hold the hooks on its calls."""
 _NONE = object()
 
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called."""
-    # A scripted module's class cannot be asked.
+    # The class of a scripted module has no forward that could be compared.
     return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    """A module's hooks on its calls, by kind."""
+    """The hooks on a module's calls, one dictionary for each kind."""
     return [getattr(module, kind) for kind in HOOKS]
 
 
 class InPlaceOf:
-    """A function that an object has for a while in place of another one, which it is in a pickle of the object."""
+    """A function that temporarily replaces an attribute of an object; a pickle of the object has the original."""
 
     def __init__(self, original: Any, function: Callable[..., Any]) -> None:
         self.original, self._function = original, function
@@ -40,13 +40,15 @@ class InPlaceOf:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self.original,)  # which returns a function itself
+        return copy.copy, (self.original,)  # copy.copy of a function is the function itself
 
 
 @contextmanager
 def overridden() -> Iterator[Override]:
-    """Gives a function that sets an attribute of an object, a module's past `nn.Module.__setattr__`, until this is
-    left. What somebody else has set there meanwhile stays."""
+    """Gives a function that sets attributes of objects until this is left, without `nn.Module.__setattr__`.
+
+    An attribute that somebody else has set meanwhile stays.
+    """
     before: list[tuple[Any, str, Any, Any]] = []
 
     def override(owner: Any, name: str, value: Any) -> None:

@@ -1,77 +1,61 @@
-"""Which stages hold each parameter and buffer; releases what other stages hold."""
+"""Which stages hold each parameter and buffer; frees the memory of those that other stages hold."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipeline.partition.placeholder import become_absent, is_absent
 
 
+@dataclass(frozen=True, eq=False)
 class Ownership:
     """The stages that hold each parameter and buffer of a module, seen from one stage.
 
-    Args:
-        num_stages: number of pipeline stages.
-        stage: the stage of this process, 0 to ``num_stages - 1``.
+    Attributes:
+        stage: the stage of this process, of `num_stages`.
         holders: name of each parameter and buffer (as ``named_parameters(remove_duplicate=False)`` and
             ``named_buffers(remove_duplicate=False)`` give them) to the sorted stages that hold it. The first is
             its owner. Names that are tied have equal holders.
         unseen: names that no stage has used so far. Every stage holds them, and they do not count as shared.
-
-    Raises:
-        ValueError: if a stage is out of range, or a name has no holders or unsorted ones.
     """
 
-    def __init__(
-        self,
-        num_stages: int,
-        stage: int,
-        holders: Mapping[str, tuple[int, ...]],
-        *,
-        unseen: Collection[str] = (),
-    ) -> None:
-        if not 0 <= stage < num_stages:
-            raise ValueError(f"stage must be from 0 to {num_stages - 1} (num_stages - 1), got {stage}")
-        for name, stages in holders.items():
-            if not stages or list(stages) != sorted(set(stages)) or stages[0] < 0 or stages[-1] >= num_stages:
-                raise ValueError(f"the holders of {name!r} must be sorted stages below {num_stages}, got {stages}")
-        self.num_stages = num_stages
-        self.stage = stage
-        self.holders = dict(holders)
-        self.unseen = frozenset(unseen)
+    num_stages: int
+    stage: int
+    holders: Mapping[str, tuple[int, ...]]
+    unseen: frozenset[str] = frozenset()
 
     def __contains__(self, name: object) -> bool:
         return name in self.holders
 
     def owner(self, name: str) -> int:
-        """The stage that saves and counts this parameter or buffer."""
+        """The stage that saves and counts a parameter or buffer."""
         return self.holders[name][0]
 
     def is_local(self, name: str) -> bool:
-        """Whether this stage holds it."""
+        """Whether this stage holds a parameter or buffer."""
         return self.stage in self.holders[name]
 
     def is_owner(self, name: str) -> bool:
-        """Whether this stage holds it first."""
+        """Whether this stage owns a parameter or buffer."""
         return self.owner(name) == self.stage
 
     def local_names(self) -> list[str]:
-        """What this stage holds, in the order of ``holders``."""
+        """The names of what this stage holds, in the order of ``holders``."""
         return [name for name in self.holders if self.is_local(name)]
 
     def shared_names(self) -> list[str]:
-        """What several stages use: its gradient is a sum over them. Unseen names are not among it."""
+        """The names of what several stages use, whose gradient is a sum over them."""
         return [name for name, stages in self.holders.items() if len(stages) > 1 and name not in self.unseen]
 
 
 HELD_BY = "_held_by"
-"""The attribute of a tensor, or its placeholder elsewhere, that tells which stages hold it."""
+"""The attribute of a tensor, or of its placeholder on other stages, that tells which stages hold it."""
 
 
 def holders_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -80,7 +64,7 @@ def holders_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def note_holders(tensor: torch.Tensor, stages: tuple[int, ...] | None) -> None:
-    """Say which stages hold a tensor; None for all. All ranks do so for theirs."""
+    """Set which stages hold a tensor; None for all. Every rank has to call it, with its tensor or placeholder."""
     if stages is not None:
         tensor.__dict__[HELD_BY] = stages
     else:
@@ -88,7 +72,7 @@ def note_holders(tensor: torch.Tensor, stages: tuple[int, ...] | None) -> None:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter and buffer of a module, under each of its names."""
+    """Each parameter and buffer of a module, once for each of its names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -102,14 +86,14 @@ def names_of_tensors(module: nn.Module) -> list[list[str]]:
 
 
 def release(module: nn.Module, ownership: Ownership) -> list[str]:
-    """Put every parameter and buffer that this stage does not hold on the meta device, and free its memory.
+    """Replace every parameter and buffer that this stage does not hold by a placeholder, and free its memory.
 
-    A tensor keeps its identity, so that optimizers and the user's own references see what is left. Ties,
-    ``requires_grad`` and attributes set on a tensor are kept. What is left tells who holds it (`holders_of`). Names
-    that ``ownership`` does not know, and lazy parameters, stay as they are.
+    A tensor keeps its identity, so that optimizers and the user's own references see the placeholder. Ties,
+    ``requires_grad`` and attributes set on a tensor are kept. The placeholder tells who holds the data (`holders_of`).
+    Lazy parameters and names that ``ownership`` does not know stay as they are.
 
     Returns:
-        The names that were released now; those already on the meta device are not among them.
+        The names that were released now, not before.
     """
     released: list[str] = []
     now: set[int] = set()
@@ -134,7 +118,7 @@ _expected: ContextVar[bool] = ContextVar("_expected", default=False)
 
 @contextmanager
 def absent_state_expected() -> Iterator[None]:
-    """While entered, state dicts may hold tensors on the meta device."""
+    """While entered, state dicts may hold placeholders."""
     token = _expected.set(True)
     try:
         yield
@@ -143,28 +127,28 @@ def absent_state_expected() -> Iterator[None]:
 
 
 def guard_state_dict(root: nn.Module) -> None:
-    """Have `state_dict` of `root`, or of a module inside, raise where a tensor in it is on another stage."""
+    """Make `state_dict` of `root`, or of a module inside, raise if a tensor in it is on another stage."""
     for module in root.modules():
         if _has_absent(module) and _check not in module._state_dict_pre_hooks.values():
             module.register_state_dict_pre_hook(_check)
 
 
 def unguard(module: nn.Module) -> None:
-    """Take off of a module, not of those inside, what `guard_state_dict` has put on it."""
+    """Undo `guard_state_dict` for a module, but not for those inside."""
     for key, hook in list(module._state_dict_pre_hooks.items()):
         if hook is _check:
             del module._state_dict_pre_hooks[key]
 
 
 def lift_guards(root: nn.Module) -> None:
-    """Take them off where the tensors have come."""
+    """Undo `guard_state_dict` for modules whose tensors have arrived."""
     for module in root.modules():
         if not _has_absent(module):
             unguard(module)
 
 
 def _has_absent(module: nn.Module) -> bool:
-    return any(_is_absent(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
+    return any(is_absent(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
 
 
 def _check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -172,13 +156,9 @@ def _check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         return
     for slots in (module._parameters, module._buffers):
         for name, tensor in slots.items():
-            if _is_absent(tensor) and name not in module._non_persistent_buffers_set:
+            if is_absent(tensor) and name not in module._non_persistent_buffers_set:
                 raise RuntimeError(
                     f"{prefix}{name} is on another stage, so state_dict() is not whole on this rank: write a "
                     f"checkpoint with trainer.save_checkpoint(path), or call trainer.strategy.gather_module() on all "
                     f"ranks, which gives rank 0 a module with all weights"
                 )
-
-
-def _is_absent(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_meta

@@ -1,14 +1,12 @@
-"""Placeholders, which stand in for tensors whose data is elsewhere or not there yet; and shared memory."""
+"""Placeholders: tensors with a shape and no data, in place of what another rank holds or will compute."""
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import cache
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -17,25 +15,28 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
 from torch.utils.data import get_worker_info
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.gradient_hooks import NodeOf
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_line import users_line
 
 skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
-"""Whether writes of what a rank does not hold are skipped, as where a state dict is loaded."""
+"""Whether writes into placeholders are ignored, as while a state dict is loaded."""
 
+answers_calls: ContextVar[Callable[[Any, Any, dict[str, Any]], Any] | None] = ContextVar("answers_calls", default=None)
+"""Answers calls on placeholders, given a function and its arguments, when neither a step is recorded nor a hook runs.
 
-_CONVERTING = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "npu", "xpu")
-_FACTORIES = ("zeros_like", "ones_like", "empty_like", "full_like")
+NotImplemented leaves the call to the placeholder.
+"""
 
 
 class _InHook:
-    """Whether code of the user's runs between steps, to which all tensors look as in one process.
+    """Whether the user's code runs between steps, where every tensor looks as it does in one process.
 
     Attributes:
-        is_rank_known: the code has asked which rank runs it, so that it may do something else on each.
-        when_rank_known: is called when it has asked.
-        thread: that in which it runs; others, such as one that writes a checkpoint, go their own ways on each rank.
+        is_rank_known: the code has asked which rank it runs on, so it may do something else on each.
+        when_rank_known: called when it asks.
+        thread: the thread of the hook; others, such as one that writes a checkpoint, may differ between ranks.
     """
 
     on = False
@@ -44,49 +45,32 @@ class _InHook:
     thread = 0
 
     def note_rank(self) -> None:
-        """The rank is asked for."""
+        """Take note that the rank is asked for."""
         if self.is_here() and not self.is_rank_known:
             self.is_rank_known = True
             if self.when_rank_known is not None:
                 self.when_rank_known()
 
     def is_here(self) -> bool:
-        """Whether it runs in this thread."""
+        """Whether a hook runs in this thread."""
         return self.on and self.thread == threading.get_ident()
 
 
 in_hook = _InHook()
 
 
-class _Absent:
-    """What answers calls on tensors that are elsewhere, when neither a step is recorded nor a hook runs.
-
-    Attributes:
-        answer: given the function, its arguments and keywords; NotImplemented leaves the call to the placeholder.
-    """
-
-    answer: Callable[[Any, Any, dict[str, Any]], Any] | None = None
-
-
-absent = _Absent()
-
-
 class AbsentDataError(RuntimeError):
-    """The data of a tensor was needed where there is none."""
+    """The data of a placeholder was needed."""
 
 
 class TensorSpec:
-    """What can be known of a tensor without its data. Interned: equal spec are one object.
+    """All that is known of a tensor without its data. Interned: equal specs are one object.
 
     Attributes:
-        shape, stride, dtype, device, layout, requires_grad: the tensor's; the stride is None for sparse layouts.
-        is_leaf: whether it is one of autograd's leaves.
+        stride: None for sparse layouts.
         is_parameter: whether it counts as an ``nn.Parameter``.
     """
 
-    __slots__ = ("device", "dtype", "is_leaf", "is_parameter", "key", "layout", "requires_grad", "shape", "stride")
-
-    key: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...] | None
     dtype: torch.dtype
@@ -96,6 +80,10 @@ class TensorSpec:
     is_leaf: bool
     is_parameter: bool
 
+    _NAMES = tuple(__annotations__)
+    __slots__ = (*_NAMES, "key")
+
+    key: tuple[Any, ...]
     _known: dict[Any, TensorSpec] = {}
 
     def __new__(cls, *key: Any) -> TensorSpec:
@@ -103,16 +91,16 @@ class TensorSpec:
         if found is None:
             found = cls._known[key] = super().__new__(cls)
             found.key = key
-            found.shape, found.stride, found.dtype, found.device, found.layout = key[:5]
-            found.requires_grad, found.is_leaf, found.is_parameter = key[5:]
+            for name, value in zip(cls._NAMES, key, strict=True):
+                setattr(found, name, value)
         return found
 
     @staticmethod
     def of(tensor: Tensor) -> TensorSpec:
-        """That of a tensor, be it a fake one."""
+        """The spec of a tensor, which may be a fake one."""
         if type(tensor) is Placeholder:
             return tensor.spec
-        # All ranks see a split tensor alike, be it on the meta device or not.
+        # A DTensor looks the same on all ranks, whether its local part is on the meta device or not.
         device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
         return TensorSpec(
             torch.Size(tensor.shape),
@@ -126,9 +114,16 @@ class TensorSpec:
         )
 
     def but(self, **changes: Any) -> TensorSpec:
-        """The same but for some attributes."""
-        names = ("shape", "stride", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_parameter")
-        return TensorSpec(*(changes.get(name, value) for name, value in zip(names, self.key, strict=True)))
+        """The same spec with some attributes changed."""
+        return TensorSpec(*(changes.get(name, value) for name, value in zip(self._NAMES, self.key, strict=True)))
+
+    def detached(self) -> TensorSpec:
+        """The spec of the same data outside of autograd."""
+        return self.but(requires_grad=False, is_leaf=True, is_parameter=False)
+
+    def with_data_of(self, other: TensorSpec) -> TensorSpec:
+        """The spec of ``x`` after ``x.data = y``, where `other` is that of ``y``."""
+        return self.but(shape=other.shape, stride=other.stride, dtype=other.dtype, device=other.device)
 
     @property
     def num_bytes(self) -> int:
@@ -141,17 +136,21 @@ class TensorSpec:
         return TensorSpec, self.key
 
 
+_CONVERTING = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "npu", "xpu")
+_FACTORIES = ("zeros_like", "ones_like", "empty_like", "full_like")
+
+
 class Placeholder(Tensor):
     """A tensor without data.
 
-    While a step is recorded, a mode answers torch's functions for it. Whatever gets past the mode, or comes when
-    nothing is recorded, says so: no operation on it is silent.
+    While a step is recorded or a hook runs, a torch function mode answers calls on it. Calls that get past the mode,
+    or come at other times, are answered here if they need no data; all others raise: none is silently wrong.
 
     Attributes:
         spec: what is known of it.
-        value: the number of the value that it stands for, in its recording.
-        recording: whose value it is; None for a module's tensors.
-        what: how errors call it; of a module's tensors, the name.
+        value: the number of the value that it stands for in its recording.
+        recording: the recording of that value; None for the module's parameters and buffers.
+        what: what error messages call it; for the module's tensors, the name.
     """
 
     spec: TensorSpec
@@ -164,57 +163,23 @@ class Placeholder(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         kind = kind_of(func)
         if kind is FunctionKind.DESCRIBES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if absent.answer is not None:
-            answer = absent.answer(func, args, kwargs or {})
-            if answer is not NotImplemented:
-                return answer
+            with _torch.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if (answer := answers_calls.get()) is not None and (found := answer(func, args, kwargs)) is not NotImplemented:
+            return found
         if kind is FunctionKind.PRINTS:
             return cls.__repr__(args[0])
-        # Also after a step that failed.
-        if function_name(func) in _CONVERTING and args and type(args[0]) is Placeholder:
-            with torch._C.DisableTorchFunctionSubclass():
-                one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-                one = func(one, *args[1:], **(kwargs or {}))
-            spec = args[0].spec.but(dtype=one.dtype, device=one.device)
-            return args[0] if spec is args[0].spec else placeholder(spec, args[0].what)
-        if args and type(args[0]) is Placeholder and args[0].recording is None:
-            name = function_name(func)
-            if name in ("grad.__get__", "_grad.__get__"):
-                return None
-            if name == "grad.__set__" and args[1] is None:
-                return None
-            if name in ("detach", "data.__get__", "__deepcopy__", "clone"):
-                spec = args[0].spec
-                is_copy = name in ("__deepcopy__", "clone")
-                made = placeholder(spec if is_copy else spec.but(requires_grad=False, is_leaf=True, is_parameter=False))
-                made.what = args[0].what
-                if name == "__deepcopy__":
-                    args[1][id(args[0])] = made
-                return made
-            if name in _FACTORIES and not args[2:] and (kwargs or {}).keys() <= {"memory_format", "fill_value"}:
-                spec = args[0].spec.but(requires_grad=False, is_leaf=True, is_parameter=False)
-                return placeholder(spec, args[0].what)
-            if name == "register_hook":  # runs where the data is, and with it on every rank
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
-            if name == "__reduce_ex__":
-                return placeholder, (args[0].spec, args[0].what)
-            if name == "data.__set__" and type(args[1]) is Placeholder and args[1].recording is None:
-                spec = args[1].spec
-                if spec is not args[0].spec:
-                    changes = {name: getattr(spec, name) for name in ("shape", "stride", "dtype", "device")}
-                    become(args[0], placeholder(args[0].spec.but(**changes), args[0].what))
-                return None
-            if name == "copy_" and skips_writes.get():
-                return args[0]
-            if name in ("requires_grad_", "requires_grad.__set__"):
-                value = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
-                args[0].spec = args[0].spec.but(requires_grad=bool(value))
-                return args[0]
+        name = function_name(func)
+        if args and type(args[0]) is Placeholder:
+            if name in _CONVERTING:  # also of a step's values, as code after a failed step may do
+                return _converted(func, *args, **kwargs)
+            if args[0].recording is None:
+                found = _call_on_module_tensor(name, func, args, kwargs)
+                if found is not NotImplemented:
+                    return found
         return _refuse(func, args, kwargs)
 
     @classmethod
@@ -222,25 +187,18 @@ class Placeholder(Tensor):
         _refuse(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if torch._C._len_torch_function_stack():
+        if _torch.num_function_modes():
             show: Any = Tensor.__repr__
             text: str = handle_torch_function(show, (self,), self, tensor_contents=tensor_contents)
             return f"Parameter containing:\n{text}" if self.spec.is_parameter else text
         return f"Placeholder({self.what}: {self.spec})"
 
-    # Asked for so often that torch's way to them would count.
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return self.spec.shape
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.spec.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.spec.device
+    # Attributes that are read so often that the way through __torch_function__ would count.
+    shape = property(attrgetter("spec.shape"))
+    dtype = property(attrgetter("spec.dtype"))
+    device = property(attrgetter("spec.device"))
+    layout = property(attrgetter("spec.layout"))
+    is_leaf = property(attrgetter("spec.is_leaf"))
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
@@ -257,20 +215,12 @@ class Placeholder(Tensor):
         return self.spec.shape if dim is None else self.spec.shape[dim]
 
     @property
-    def layout(self) -> torch.layout:  # type: ignore[override]
-        return self.spec.layout
-
-    @property
     def is_sparse(self) -> bool:  # type: ignore[override]
         return self.spec.layout is torch.sparse_coo
 
     @property
     def is_sparse_csr(self) -> bool:  # type: ignore[override]
         return self.spec.layout is torch.sparse_csr
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        return self.spec.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
@@ -285,12 +235,9 @@ class Placeholder(Tensor):
         handle_torch_function(Tensor.requires_grad_, (self,), self, value)
 
 
-_wrap = Tensor._make_wrapper_subclass
-
-
 def placeholder(spec: TensorSpec, what: str = "a value") -> Placeholder:
-    """A new one, of no recording yet."""
-    made: Placeholder = _wrap(
+    """A new placeholder, which belongs to no recording yet."""
+    made: Placeholder = _torch.make_wrapper_subclass(
         Placeholder,
         spec.shape,
         strides=spec.stride,
@@ -304,10 +251,53 @@ def placeholder(spec: TensorSpec, what: str = "a value") -> Placeholder:
     return made
 
 
+def _converted(func: Any, place: Placeholder, *args: Any, **kwargs: Any) -> Placeholder:
+    """The result of a conversion to another dtype or device, which a tensor without elements tells."""
+    with _torch.DisableTorchFunctionSubclass():
+        sample = func(torch.empty((), dtype=place.dtype, device=place.device), *args, **kwargs)
+    spec = place.spec.but(dtype=sample.dtype, device=sample.device)
+    return place if spec is place.spec else placeholder(spec, place.what)
+
+
+def _call_on_module_tensor(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer a call on a parameter or buffer that another rank holds, if no data is needed; else NotImplemented."""
+    place = args[0]
+    spec: TensorSpec = place.spec
+    if name in ("grad.__get__", "_grad.__get__") or (name == "grad.__set__" and args[1] is None):
+        return None
+    if name in ("detach", "data.__get__"):
+        return placeholder(spec.detached(), place.what)
+    if name in ("clone", "__deepcopy__"):
+        copied = placeholder(spec, place.what)
+        if name == "__deepcopy__":
+            args[1][id(place)] = copied
+        return copied
+    if name in _FACTORIES and not args[2:] and kwargs.keys() <= {"memory_format", "fill_value"}:
+        return placeholder(spec.detached(), place.what)
+    if name == "register_hook":  # never runs here; where the data is, every rank registers the same
+        with _torch.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name == "__reduce_ex__":
+        return placeholder, (spec, place.what)
+    if name == "data.__set__" and type(args[1]) is Placeholder and args[1].recording is None:
+        if args[1].spec is not spec:
+            become(place, placeholder(spec.with_data_of(args[1].spec), place.what))
+        return None
+    if name == "copy_" and skips_writes.get():
+        return place
+    if name in ("requires_grad_", "requires_grad.__set__"):
+        value = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        place.spec = spec.but(requires_grad=bool(value))
+        return place
+    return NotImplemented
+
+
 def become(place: Tensor, other: Tensor) -> None:
-    """Turn the Python object `place` into the tensor `other`, which must have no other owner: whoever holds it sees the
-    change. Attributes that others have set on it stay."""
-    torch._C._swap_tensor_impl(place, other)
+    """Turn the Python object `place` into the tensor `other`, so that everyone who refers to `place` sees the change.
+
+    Nothing else may refer to `other`. Attributes that others have set on `place` stay.
+    """
+    _torch.swap_tensor_impl(place, other)
     if type(place) is not type(other):
         place.__class__ = type(other)
         for name in ("spec", "value", "recording", "what"):
@@ -317,7 +307,7 @@ def become(place: Tensor, other: Tensor) -> None:
 
 
 def become_absent(tensor: Tensor, what: str) -> None:
-    """Free a leaf tensor's memory. The object stays, and is a placeholder; a split one is on the meta device."""
+    """Free a leaf tensor's memory. The object stays and becomes a placeholder, or a DTensor on the meta device."""
     tensor.grad = None
     if not isinstance(tensor, DTensor):
         become(tensor, placeholder(TensorSpec.of(tensor), what))
@@ -325,17 +315,17 @@ def become_absent(tensor: Tensor, what: str) -> None:
     with torch.no_grad():
         empty = torch.empty_like(tensor, device="meta")
     is_parameter = isinstance(tensor, nn.Parameter)
-    torch._C._swap_tensor_impl(tensor, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
+    _torch.swap_tensor_impl(tensor, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
     tensor._local_tensor = empty._local_tensor  # type: ignore[attr-defined]
 
 
-def is_absent(tensor: Tensor) -> bool:
-    """Whether this rank does not hold a tensor of the module."""
+def is_absent(tensor: Tensor | None) -> bool:
+    """Whether only other ranks hold this tensor of the module."""
     return type(tensor) is Placeholder or (isinstance(tensor, DTensor) and tensor._local_tensor.is_meta)
 
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = _torch.tree_leaves((args, kwargs))
     place = next((item for item in leaves if isinstance(item, Placeholder)), None)
     what = place.what if place is not None else "a value"
     if any("/torch/_functorch/" in frame.filename.replace("\\", "/") for frame in traceback.extract_stack()):
@@ -348,53 +338,8 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
         way_out = "a step and its hooks have to call what they call in the thread that they run in"
     elif get_worker_info() is not None:
         way_out = "a loader's worker has no connection to other ranks: DataLoader(num_workers=0) has"
-    elif isinstance(func, torch._ops.OpOverload):
+    elif isinstance(func, _torch.OpOverload):
         way_out = "torch's compiled code takes it there; where that makes nested tensors, use padded ones and a mask"
     raise AbsentDataError(
         f"{function_name(func)} needs the data of {what}, which this rank does not hold ({users_line()}): {way_out}"
     )
-
-
-def memory_of(tensor: Tensor) -> int:
-    """A number that tensors with the same memory have in common; below zero for a tensor without memory of its own."""
-    if type(tensor) is Placeholder or tensor.layout is not torch.strided:
-        return -id(tensor)
-    with torch._C.DisableTorchFunction():
-        try:
-            return tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # torch.func's own tensors
-            return -id(tensor)
-
-
-@cache
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """The size of a tensor's memory, which may be more than its elements fill."""
-    if tensor.layout is torch.strided:
-        return tensor.untyped_storage().nbytes()
-    return tensor._nnz() * (tensor.element_size() + tensor.ndim * torch.int64.itemsize)  # values and their places
-
-
-def is_view_of_kept(tensor: Tensor) -> bool:
-    """Whether a tensor is a view, and somebody still refers to its base."""
-    with torch._C.DisableTorchFunction():
-        base = tensor._base
-        return base is not None and sys.getrefcount(base) > 2
-
-
-_OWN_REFERENCES = 2
-"""To the memory of a tensor without views: its own, and that of the object which counts them."""
-
-
-def views_of(tensor: Tensor) -> list[Tensor]:
-    """All views of a tensor, wherever they were made."""
-    with torch._C.DisableTorchFunction():
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            if torch._C._storage_Use_Count(storage._cdata) <= _OWN_REFERENCES:
-                return []  # and no look at all that Python keeps, which takes a while with many packages
-        return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]

@@ -12,16 +12,16 @@ import torch
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
-    """What random operations on `device` draw from by default; None where torch does not show it."""
+    """The generator that random operations on `device` use by default; None where torch does not expose it."""
     if device.type == "cpu":
         return torch.default_generator
-    torch.empty(0, device=device)  # a device's generators are made with its context
+    torch.empty(0, device=device)  # creates the device's context, and its generators with it
     made = getattr(torch.get_device_module(device), "default_generators", ())
     return made[device.index or 0] if len(made) else None
 
 
 def free_memory(device: torch.device) -> None:
-    """Give memory that the device's allocator holds for later back to the system."""
+    """Return memory that the device's allocator caches to the system."""
     empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
     if empty_cache is not None:
         empty_cache()
@@ -31,7 +31,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """A seed from several whole numbers (the finaliser of SplitMix64 after each)."""
+    """A seed from several integers, by the finaliser of SplitMix64 after each."""
     state = 0x9E3779B97F4A7C15
     for number in numbers:
         state = (state + 0x9E3779B97F4A7C15 + (number & _MASK)) & _MASK
@@ -42,14 +42,14 @@ def mix(*numbers: int) -> int:
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """The default generators that a step on `device` may draw from."""
+    """The default generators that a step on `device` may use."""
     own = default_generator(device)
     return [torch.default_generator] + ([own] if own is not None and device.type != "cpu" else [])
 
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """Everything drawn inside leaves the generators of torch, Python and NumPy as they were."""
+    """On exit, put the generators of torch, Python and NumPy back to where they were."""
     own = [(generator, generator.get_state()) for generator in generators(device)]
     python_state, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
@@ -64,14 +64,14 @@ def generators_kept(device: torch.device) -> Iterator[None]:
 
 
 KEY = "device_random_state"
-"""In a checkpoint: the state of the default generator (uint8, in host memory), by kind of device."""
+"""The key in a checkpoint under which the default generator's state is (uint8, on the CPU), by type of device."""
 
 
 def add_random_state(checkpoint: dict[str, Any], device: torch.device) -> None:
-    """Add what random operations on `device` would draw next; nothing for the CPU, whose state Lightning leaves out.
+    """Add the state of `device`'s generator to a checkpoint; not for the CPU, whose state Lightning leaves out.
 
-    What a pipeline's steps draw does not depend on it. What hooks draw does, and all ranks hold the same state there,
-    so one is enough.
+    What a pipeline's steps draw does not depend on it. What hooks draw does, and there all ranks have the same state,
+    so that of one rank is enough.
     """
     generator = default_generator(device) if device.type != "cpu" else None
     if generator is not None:
@@ -79,7 +79,7 @@ def add_random_state(checkpoint: dict[str, Any], device: torch.device) -> None:
 
 
 def restore_random_state(checkpoint: Mapping[str, Any], device: torch.device) -> None:
-    """Go on drawing where the run that wrote `checkpoint` stopped, if it ran on the same kind of device."""
+    """Restore the state of `device`'s generator, if the run that wrote `checkpoint` had the same type of device."""
     state = checkpoint.get(KEY, {}).get(device.type)
     generator = default_generator(device) if state is not None else None
     if generator is not None:

@@ -1,10 +1,10 @@
-"""stage_config: which module begins, or belongs to, which stage."""
+"""stage_config: on which stage each module begins or lies."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -12,24 +12,27 @@ from pathlib import Path
 import yaml
 from torch import nn
 
-from lightning_pipeline.partition.compiled import is_compiled, is_original, plain_name
-from lightning_pipeline.partition.overrides import has_forward
+from lightning_pipeline.partition.compiled import is_original, plain_name
 from lightning_pipeline.schedules.validation import MAX_PASSES, read_text, shown
 
 MAX_PLAN_BYTES = 2**18
-"""Of a plan's file: some thousand keys."""
+"""The largest file of a plan; it holds thousands of keys."""
 
-# With a bound on the digits the search stays linear in a key from a file.
+# The bound on digits keeps the search linear in the length of a key, which may come from a file.
 _SLICE = re.compile(r"(?P<container>.*?)\.?(?P<start>[0-9]{0,18}):(?P<stop>[0-9]{0,18})", re.DOTALL)
-# A stage after the last colon, as names of slices have one of their own.
+# The stage follows the last colon, as slices have one of their own.
 _KEY = re.compile(r"""\s*["']?(?P<name>[\w.:-]+?)["']?\s*[:=]\s*(?P<stage>[0-9]{1,9})\s*""")
 
 
 @dataclass(frozen=True)
 class StageMap:
-    """Stages of modules by name, virtual ones where a rank holds several.
+    """The stages of modules, by name.
 
-    `exact`: what a key names. `minimum`: later siblings of a key in its list. `by_group`: the keys named device groups.
+    Attributes:
+        num_stages: counts virtual stages, if a rank holds several.
+        exact: the modules that keys name.
+        minimum: modules that come after one with a key in the same list, and may not run before its stage.
+        by_group: the keys were device groups.
     """
 
     num_stages: int
@@ -46,13 +49,13 @@ class StageMap:
         return nearest(self.minimum, name)
 
     def check_placement(self, placement: Sequence[int]) -> None:
-        """Refuse keys by device group for a schedule whose virtual stages do not go round the device groups.
+        """Check that a schedule puts each virtual stage on the device group that its keys name.
 
         Args:
             placement: the device group of each virtual stage.
 
         Raises:
-            ValueError: the schedule puts a stage on another device group than its key.
+            ValueError: it does not.
         """
         groups = [stage % (max(placement) + 1) for stage in range(len(placement))]
         if self.by_group and groups != list(placement):
@@ -64,15 +67,14 @@ class StageMap:
 
 AUTO = "auto"
 
-
 StageConfig = Mapping[str, int] | str | PathLike[str]
 
 
 def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> dict[str, int]:
-    """The keys in force: `config`, else `module.stage_config`, else the `pipeline_stage` attributes of its modules.
+    """The keys to use: `config`, else `module.stage_config`, else the `pipeline_stage` attributes of its modules.
 
-    Empty where the cut is to be found automatically: "auto", or nothing says anything. Text may hold the keys itself
-    (``"layers.4:1,head:2"``); else it is the path of a saved plan.
+    A string may hold the keys (``"layers.4:1,head:2"``); else it is the path of a saved plan. The result is empty if
+    the cut is to be found automatically, as for "auto", or if there are no keys anywhere.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -103,7 +105,7 @@ def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> d
 
 
 def _keys_in(text: str) -> dict[str, int] | None:
-    """Keys as one line, for command lines and configs that pass text: ``layers.4:1,head:2``. None for other text."""
+    """The keys in text such as ``layers.4:1,head:2``, as command lines and configs pass it; None for other text."""
     parts = text.strip().removeprefix("{").removesuffix("}").split(",")
     keys = [_KEY.fullmatch(part) for part in parts]
     return {key["name"]: int(key["stage"]) for key in keys if key is not None} if all(keys) else None
@@ -117,7 +119,7 @@ def _check_stage(key: object, stage: object) -> None:
 
 
 class _PlanLoader(yaml.SafeLoader):
-    """YAML's plain values, each written once: a few aliases in one another make a value that no memory can hold."""
+    """Loads plain values without aliases: a few nested aliases make a value that fits into no memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -135,7 +137,7 @@ def _read_file(path: Path) -> Mapping[str, int]:
     text = read_text(path, kind="a plan", most=MAX_PLAN_BYTES)
     try:
         content = yaml.load(text, Loader=_PlanLoader)
-    except Exception as error:  # values such as 0000-00-00 raise what their constructors happen to raise
+    except Exception as error:  # values such as 0000-00-00 raise whatever their constructors raise
         reason = str(error).replace("\n", " ")[:500]
         raise ValueError(f"{path} is not a plan in YAML: {type(error).__name__}: {reason}") from None
     config = content.get("stage_config") if isinstance(content, Mapping) and "stage_config" in content else content
@@ -149,21 +151,20 @@ def resolve(
 ) -> StageMap:
     """Check `config` against `module` and give each named module its stage.
 
-    With virtual stages there are two ways to write them, here both for two on each of two ranks. Along the data::
+    Virtual stages can be written in two ways, here for two of them on each of two ranks. Numbered along the data::
 
         {"layers.2": 1, "layers.4": 2, "layers.6": 3}
 
-    or by the device group that holds them, where data that flows to another group opens the next virtual stage
-    (MindSpore's way)::
+    or by the device group that holds them, as in MindSpore, where each change of the group begins a virtual stage::
 
         {"layers.2": 1, "layers.4": 0, "layers.6": 1}
 
-    Values beyond ``num_stages - 1`` mean the first way. The second takes keys in the order in which the module has
-    its submodules.
+    Values above ``num_stages - 1`` mean the first way. In the second way keys count in the order of the module's
+    submodules, and not of the mapping.
 
     Args:
-        num_stages: device groups, each of which holds one stage, or several virtual ones.
-        has_virtual_stages: whether the schedule runs several on a device group.
+        num_stages: number of device groups, each of which holds one stage, or several virtual stages.
+        has_virtual_stages: whether the schedule runs several stages on a device group.
 
     Raises:
         KeyError: a key names no module; the message lists the closest names.
@@ -204,7 +205,7 @@ def resolve(
 
 
 def _along_the_data(groups: Mapping[str, int], names: Mapping[str, nn.Module], num_groups: int) -> dict[str, int]:
-    """From device groups to virtual stages: every change of the group opens the next one."""
+    """Turn device groups into virtual stages, which begin where the group changes."""
     stages: dict[str, int] = {}
     stage = group = 0
     opened_by = None
@@ -234,12 +235,12 @@ def count_stages(config: Mapping[str, int]) -> int | None:
 
 
 def is_stateless(module: nn.Module) -> bool:
-    """Whether no stage has to hold anything for it."""
+    """Whether a module has neither parameters nor buffers, so that no stage holds anything for it."""
     return next(module.parameters(), None) is None and next(module.buffers(), None) is None
 
 
 def runs_anywhere(name: str, module: nn.Module) -> str:
-    """What to do about the key of a stateless module that several stages call, as part of an error."""
+    """The part of an error that tells what to do about the key of a stateless module that several stages call."""
     return (
         f"{name!r} ({type(module).__name__}) has no parameters, and such a layer runs where its input is, on every "
         f"stage that calls it; its key in stage_config, or its pipeline_stage, can go"
@@ -247,8 +248,10 @@ def runs_anywhere(name: str, module: nn.Module) -> str:
 
 
 def places(root: nn.Module) -> dict[int, list[str]]:
-    """Where each module is, by its id: its names under the first names of the modules that it is in, its own first one
-    before the others."""
+    """All names of each module, by its id; the one that ``named_modules`` gives comes first.
+
+    A module inside of one that has several names is listed under the first of these.
+    """
     found: dict[int, list[str]] = {}
     for name, module in root.named_modules():
         found.setdefault(id(module), []).insert(0, name)
@@ -269,7 +272,7 @@ def _expand(key: str, names: Mapping[str, nn.Module], shared: Container[str]) ->
     if match is None:
         raise KeyError(_unknown(key, names))
     container = match["container"]
-    inner = {plain_name(name): name for name in names}  # a compiled module's wrapper has one child
+    inner = {plain_name(name): name for name in names}  # the compiled module, as its wrapper has one child
     container = inner.get(plain_name(container)) or _first_name(container, names) or container
     if container not in names:
         raise KeyError(_unknown(container, names))
@@ -280,21 +283,22 @@ def _expand(key: str, names: Mapping[str, nn.Module], shared: Container[str]) ->
         raise ValueError(f"stage_config key {shown(key)}: {container!r} has modules 0 to {len(children) - 1}")
     prefix = f"{container}." if container else ""
     found = [_first_name(prefix + child, names) for child in children[start:stop]]
-    # A slice is about what stages hold. What holds nothing, and is in several places, runs where its input is.
+    # A slice is about what stages hold. A module that holds nothing and is in several places runs where its input is.
     return [name for name in found if name is not None and not (name in shared and is_stateless(names[name]))]
 
 
 def _first_name(key: str, names: Mapping[str, nn.Module]) -> str | None:
-    """The name by which the tree knows the module that `key` names; None if it names none."""
+    """The name in `names` of the module that `key` names; None if there is no such module."""
     if not key:
         return None
     if key in names and not is_original(key):
         return key
-    outer = {plain_name(name): name for name in reversed(list(names))}  # a compiled module's wrapper comes before it
+    # The wrapper of a compiled module comes before the module, and takes its place here.
+    outer = {plain_name(name): name for name in reversed(list(names))}
     if plain_name(key) in outer:
         return outer[plain_name(key)]
     try:
-        module = names[""].get_submodule(key)  # under another name of a module that is in several places
+        module = names[""].get_submodule(key)  # another name of a module that is in several places
     except AttributeError:
         return None
     return next((name for name, other in names.items() if other is module), None)
@@ -339,12 +343,12 @@ def _check_stages(module: nn.Module, exact: Mapping[str, int], num_stages: int) 
 
 
 def _first_missing(used: Collection[int], count: int) -> int | None:
-    """The first of the stages from 1 to `count` - 1 that is not used."""
+    """The first stage from 1 to `count` - 1 that is not used."""
     return next((stage for stage in range(1, count) if stage not in used), None)
 
 
 def _suggestion(module: nn.Module, num_stages: int) -> dict[str, int]:
-    """An even cut of the longest list of modules."""
+    """An example for an error: an even cut of the longest list of modules."""
     lists = [(name, sub) for name, sub in module.named_modules() if isinstance(sub, (nn.ModuleList, nn.Sequential))]
     name, longest = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
     count = len(longest)
@@ -356,7 +360,7 @@ def _suggestion(module: nn.Module, num_stages: int) -> dict[str, int]:
 
 
 def _later_siblings(exact: Mapping[str, int], names: Mapping[str, nn.Module]) -> dict[str, int]:
-    """Layers may be skipped at random, the first of a stage too: those after it in its list carry its stage."""
+    # Layers may be skipped at random, so each one after the first of a stage has to know that it cannot run earlier.
     minimum: dict[str, int] = {}
     for key, stage in exact.items():
         parent, _, last = key.rpartition(".")
@@ -376,98 +380,3 @@ def nearest(stages: Mapping[str, int], name: str) -> int | None:
             return stages[name]
         name = name.rpartition(".")[0]
     return None
-
-
-@dataclass(slots=True, eq=False)
-class Leaf:
-    """A topmost module whose subtree holds no boundary.
-
-    Attributes:
-        name: its qualified name (the first one, where it has several).
-        module: the module.
-        stage: the stage that a key gives it; None takes the stage where the data is.
-        minimum: the lowest stage on which it may run, from a key before it in its list.
-        has_key: the key is its own, and not one of a module around it.
-    """
-
-    name: str
-    module: nn.Module
-    stage: int | None
-    minimum: int | None
-    has_key: bool = False
-
-
-def find_leaves(root: nn.Module, stages: StageMap) -> list[Leaf]:
-    """The leaves of `root`, in the order of its tree. `root` itself is none, nor is a module that cannot be called."""
-    inside = {name.rpartition(".")[0] for name in (*stages.exact, *stages.minimum)}
-    ancestors = {""}
-    for name in inside:
-        while name:
-            ancestors.add(name)
-            name = name.rpartition(".")[0]
-    found: list[Leaf] = []
-    _descend(root, "", stages, ancestors, places(root), set(), found)
-    return found
-
-
-def certain_stages(leaves: Iterable[Leaf], num_stages: int) -> dict[str, int]:
-    """Leaves whose stage is known before any step has run: elements of a list that have a key, lie between two keys,
-    follow a key of the last stage, or come before the only key of stage 1.
-    """
-    leaves = list(leaves)
-    certain: dict[str, int] = {}
-    second = [leaf for leaf in leaves if leaf.stage == 1]
-    lists: dict[str, list[Leaf]] = {}
-    for leaf in leaves:
-        parent, _, last = leaf.name.rpartition(".")
-        if last.isdigit():
-            lists.setdefault(parent, []).append(leaf)
-    for siblings in lists.values():
-        keys = [leaf for leaf in siblings if leaf.stage is not None]
-        opens_second = bool(keys) and keys[0].stage == 1 and all(leaf in siblings for leaf in second)
-        for index, leaf in enumerate(siblings):
-            followed = any(other.stage is not None for other in siblings[index + 1 :])
-            if leaf.stage is not None:
-                certain[leaf.name] = leaf.stage
-            elif leaf.minimum is not None and (followed or leaf.minimum == num_stages - 1):
-                certain[leaf.name] = leaf.minimum
-            elif leaf.minimum is None and opens_second:
-                certain[leaf.name] = 0
-    return certain
-
-
-def _descend(
-    module: nn.Module,
-    prefix: str,
-    stages: StageMap,
-    ancestors: set[str],
-    where: Mapping[int, list[str]],
-    seen: set[int],
-    found: list[Leaf],
-) -> None:
-    for child_name, child in module.named_children():
-        name = f"{prefix}{child_name}"
-        if id(child) in seen:
-            continue
-        seen.add(id(child))
-        if name in ancestors or not _callable(child):
-            _descend(child, f"{name}.", stages, ancestors, where, seen, found)
-        else:
-            found.append(_leaf(name, child, stages, where[id(child)]))
-
-
-def _leaf(name: str, module: nn.Module, stages: StageMap, names: Sequence[str]) -> Leaf:
-    """A key of its own holds for all its calls; one around it only where all its places agree: the others' code calls
-    it as well."""
-    if name in stages.exact:
-        stage: int | None = stages.exact[name]
-    else:
-        covering = {stages.covering(place) for place in names}
-        stage = covering.pop() if len(covering) == 1 else None
-    minima = [stages.at_least(place) for place in names]
-    minimum = None if None in minima else min(minima)  # type: ignore[type-var]
-    return Leaf(name, module, stage, minimum, has_key=name in stages.exact)
-
-
-def _callable(module: nn.Module) -> bool:
-    return has_forward(module) or is_compiled(module)

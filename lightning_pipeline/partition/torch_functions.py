@@ -10,18 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_pipeline import _torch
+
 
 class FunctionKind(Enum):
-    """What a function does beside computing tensors from tensors."""
+    """What a function does."""
 
-    COMPUTES = auto()
-    DESCRIBES = auto()  # a tensor, without its data
-    READS = auto()  # gives Python values, which only the data tells
-    DRAWS = auto()  # random numbers, from torch's global generators or one of the user's
-    WRITES = auto()  # into its first argument, or the one of an `out`
-    ENTERED = auto()  # is made of other functions, which are seen one by one
+    COMPUTES = auto()  # tensors from tensors, and nothing else
+    DESCRIBES = auto()  # tells something of a tensor that does not depend on its data
+    READS = auto()  # returns Python values that depend on the data
+    DRAWS = auto()  # random numbers, from torch's default generators or one of the user's
+    WRITES = auto()  # into its first argument, or into `out`
+    ENTERED = auto()  # calls other functions, which are seen one by one
     GRAD_MODE = auto()  # turns autograd on or off
-    PRINTS = auto()  # text of a tensor
+    PRINTS = auto()  # a tensor as text
     HOOKS = auto()  # registers a hook
     BACKWARD = auto()  # runs autograd
 
@@ -64,12 +66,12 @@ _DRAWING = (
     *("_standard_gamma", "_sample_dirichlet", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "sparse_"),
     *("kaiming_normal_", "orthogonal_", "_fused_dropout"),
 )
-"""By name: what aten tags as drawing by a seed, and what is made of it."""
+"""Names of what aten tags as nondeterministic_seeded, and of functions that call it."""
 
 _HOOKING = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 _KINDS: dict[Any, FunctionKind] = {
-    torch._C._set_grad_enabled: FunctionKind.GRAD_MODE,
+    _torch.set_grad_enabled: FunctionKind.GRAD_MODE,
     torch.autograd.grad: FunctionKind.BACKWARD,
     torch.autograd.backward: FunctionKind.BACKWARD,
 }
@@ -89,7 +91,7 @@ _note(FunctionKind.READS, (Tensor, torch), _READING)
 _note(FunctionKind.PRINTS, (Tensor,), ("__repr__", "__str__", "__format__"))
 _note(FunctionKind.HOOKS, (Tensor,), _HOOKING)
 _note(FunctionKind.BACKWARD, (Tensor,), ("backward",))
-_note(FunctionKind.DRAWS, (Tensor, torch, F, torch._C._VariableFunctions, torch._VF, torch.nn.init), _DRAWING)
+_note(FunctionKind.DRAWS, (Tensor, torch, F, *_torch.VARIABLE_FUNCTIONS, torch.nn.init), _DRAWING)
 for _name in _GETTERS:
     if hasattr(Tensor, _name):
         _KINDS[getattr(Tensor, _name).__get__] = FunctionKind.DESCRIBES
@@ -110,12 +112,12 @@ _LAID_OUT_BY_OTHERS = frozenset(
 
 
 def is_laid_out_by_others(function: Any) -> bool:
-    """Whether the specs of a function's result depend on the data of its other arguments at most, not of its first."""
+    """Whether the spec of a function's result may depend on the data of its later arguments, and not of its first."""
     return function_name(function) in _LAID_OUT_BY_OTHERS
 
 
 def kind_of(function: Any) -> FunctionKind:
-    """What a torch function does, as a mode is given it."""
+    """What a torch function does, given the function that a mode sees."""
     kind = _KINDS.get(function)
     if kind is None:
         kind = _KINDS[function] = _kind_by_name(function_name(function))
@@ -123,7 +125,7 @@ def kind_of(function: Any) -> FunctionKind:
 
 
 def is_drawing_of_own(kwargs: dict[str, Any]) -> bool:
-    """Whether random numbers come from a generator of the user's."""
+    """Whether a call draws random numbers from a generator of the user's."""
     return kwargs.get("generator") is not None
 
 
@@ -136,7 +138,7 @@ def _kind_by_name(name: str) -> FunctionKind:
 
 
 def written_by(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors whose data one of aten's operations writes into: those in lists do not count it as a version."""
+    """The tensors whose data an operator of aten writes into; a write into one in a list does not raise its version."""
     schema = operation._schema
     if not schema.is_mutable or torch.Tag.inplace_view in operation.tags:
         return
@@ -148,7 +150,7 @@ def written_by(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> I
 
 
 def function_name(function: Any) -> str:
-    """A torch function's name; of a property's getter or setter, with the property's before it."""
+    """The name of a torch function; "grad.__get__" for the getter of a property."""
     name = getattr(function, "__name__", "") or type(function).__name__
     if name in ("__get__", "__set__", "__delete__"):
         return f"{getattr(getattr(function, '__self__', None), '__name__', '?')}.{name}"

@@ -1,11 +1,10 @@
-"""Nested values with tensors in them: flattening and rebuilding.
+"""Flattens nested values into their tensors, and rebuilds them around others.
 
-Nested values with tensors in them: taking the tensors out and putting others in.
-
-`flatten` turns any value into its tensors and a *layout*, a plain picklable and (where its constants are) hashable
-description; `rebuild` makes an equal value around other tensors. Containers are lists, tuples, named tuples, mappings
-(including user classes such as Hugging Face's `ModelOutput` and `BatchEncoding`), dataclasses, objects that keep
-tensors in their attributes, and whatever else can be pickled, such as torch_geometric's `Data`.
+`flatten` turns any value into its tensors and a *layout*, a description that can be pickled, and hashed if its
+constants can; `rebuild` makes an equal value around other tensors. Torch's pytree knows lists, tuples, dicts and
+classes that are registered with it. Batches and results of steps also hold dataclasses, Hugging Face's `ModelOutput`
+and `BatchEncoding`, objects with tensors in their attributes, and others that can be pickled, such as torch_geometric's
+`Data`; and the layout of a batch has to tell how to split it.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _NAME = re.compile(r"(cuda|npu|xpu|hpu|mtia|mps|musa|mlu|privateuseone):\d+")
 
 
 def without_index(device: torch.device | str) -> str:
-    """A device as all ranks name it. Texts that name no device stay as they are."""
+    """A device, or the name of one, without its index, which differs between ranks. Other strings stay as they are."""
     if isinstance(device, torch.device):
         return device.type
     return device.partition(":")[0] if _NAME.fullmatch(device) else device
 
 
 def dumps(obj: Any) -> bytes:
-    """A pickle for other ranks, in which this rank's device becomes theirs."""
+    """Pickle an object for other ranks, where this rank's device becomes theirs."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = REDUCTIONS
@@ -45,7 +44,7 @@ def dumps(obj: Any) -> bytes:
 
 
 def own_device(kind: str) -> torch.device:
-    """This process's device of a kind."""
+    """This process's device of a type."""
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
@@ -60,13 +59,13 @@ REDUCTIONS: ChainMap[Any, Any] = ChainMap({torch.device: _reduce}, copyreg.dispa
 
 
 class Slot(NamedTuple):
-    """The place of tensor number `index`."""
+    """The place of a tensor, by its number in the flat list."""
 
     number: int
 
 
 class Constant(NamedTuple):
-    """A value without tensors, kept as it is."""
+    """A value without tensors."""
 
     value: Any
 
@@ -79,7 +78,7 @@ class Sequence(NamedTuple):
 
 
 class Dictionary(NamedTuple):
-    """A mapping, rebuilt empty and filled in order."""
+    """A mapping. `attributes` are what its class keeps beside the items."""
 
     type: type
     keys: tuple[Any, ...]
@@ -88,15 +87,15 @@ class Dictionary(NamedTuple):
 
 
 class Object(NamedTuple):
-    """An object whose attributes hold tensors."""
+    """An object whose attributes, named by `keys`, hold tensors."""
 
     type: type
-    names: tuple[str, ...]
+    keys: tuple[str, ...]
     items: tuple[Any, ...]
 
 
 class Pickled(NamedTuple):
-    """An object whose class says how it is pickled, or whose attributes do not say it all; its tensors are apart."""
+    """An object that is kept as a pickle, without its tensors."""
 
     name: str
     content: bytes
@@ -112,11 +111,11 @@ _ATOMS = (
 )
 _MAX_DEPTH = 16
 _SETS = (set, frozenset, deque)
-_SLOTS = tuple(Slot(number) for number in range(64))  # those that most values need
+_SLOTS = tuple(Slot(number) for number in range(64))  # made once, as values rarely hold more tensors
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Layout]:
-    """The tensors of a nested value, in order, and its layout. A tensor that occurs twice has one slot."""
+    """The tensors of a nested value, and its layout. A tensor that occurs twice is listed once."""
     tensors: list[Tensor] = []
     return tensors, _flatten(value, tensors, {}, 0)
 
@@ -146,7 +145,7 @@ def rebuild(layout: Layout, tensors: list[Any] | tuple[Any, ...]) -> Any:
         return _WithTensors(layout, tensors).load()
     assert isinstance(layout, Object)
     made: Any = object.__new__(layout.type)
-    for name, item in zip(layout.names, layout.items, strict=True):
+    for name, item in zip(layout.keys, layout.items, strict=True):
         object.__setattr__(made, name, rebuild(item, tensors))
     return made
 
@@ -164,7 +163,6 @@ def _flatten(value: Any, tensors: list[Tensor], seen: dict[int, Slot], depth: in
         return _slot(value, tensors, seen)
     if isinstance(value, (_ATOMS, nn.Module)) or depth > _MAX_DEPTH:
         return Constant(value)
-    before = len(tensors) + len(seen)
     if isinstance(value, (list, tuple)):
         items = _flatten_all(value, tensors, seen, depth + 1)
         if type(value) in (list, tuple) or hasattr(value, "_fields") or _holds_slot(items):
@@ -174,28 +172,30 @@ def _flatten(value: Any, tensors: list[Tensor], seen: dict[int, Slot], depth: in
         keys = tuple(value.keys())
         items = _flatten_all([value[key] for key in keys], tensors, seen, depth + 1)
         return Dictionary(type(value), keys, items, _mapping_attributes(value))
-    if _says_how_to_pickle(value) and (pickled := _pickled(value, tensors, seen)) is not None:
+    if _needs_pickle(value) and (pickled := _pickled(value, tensors, seen)) is not None:
         return pickled
     own = attributes(value)
     if not own:
         return Constant(value)
-    names = tuple(own)
-    items = _flatten_all([own[name] for name in names], tensors, seen, depth + 1)
-    if dataclasses.is_dataclass(value) or len(tensors) + len(seen) > before or _holds_slot(items):
-        return Object(type(value), names, items)
+    items = _flatten_all(own.values(), tensors, seen, depth + 1)
+    if dataclasses.is_dataclass(value) or _holds_slot(items):
+        return Object(type(value), tuple(own), items)
     return Constant(value)
 
 
 def attributes(value: Any) -> dict[str, Any] | None:
-    """What a value keeps by name; None for one that keeps nothing so."""
+    """The attributes of a value; None if its class has none that can be listed."""
     if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):  # one with slots
         return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     return getattr(value, "__dict__", None)
 
 
-def _says_how_to_pickle(value: Any) -> bool:
-    """Whether attributes are not all there is to an object: torch_geometric's refer to one another weakly, and are of
-    classes made on the way; others keep tensors in slots, or in a container of C's."""
+def _needs_pickle(value: Any) -> bool:
+    """Whether an object is more than its attributes, so that only its class knows how to take it apart.
+
+    torch_geometric's objects hold weak references to one another, and have classes that are made at run time; others
+    keep tensors in slots, or in a container that is written in C.
+    """
     cls = type(value)
     if cls in _SETS:
         return any(isinstance(item, Tensor) for item in value)
@@ -211,7 +211,7 @@ def _says_how_to_pickle(value: Any) -> bool:
 
 
 class _TensorsApart(pickle.Pickler):
-    """Pickles an object but for its tensors, which take slots."""
+    """Pickles an object with slots in place of its tensors."""
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor], seen: dict[int, Slot]) -> None:
         super().__init__(file)
@@ -221,7 +221,7 @@ class _TensorsApart(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> int | None:
         if isinstance(value, nn.Module):
-            raise pickle.PicklingError("a module stays what it is")
+            raise pickle.PicklingError("a module is no container of tensors")
         if not isinstance(value, Tensor):
             return None
         slot = _slot(value, self._tensors, self._seen)
@@ -239,12 +239,11 @@ class _WithTensors(pickle.Unpickler):
 
 
 def _pickled(value: Any, tensors: list[Tensor], seen: dict[int, Slot]) -> Layout | None:
-    """None for what cannot be pickled."""
     file, before = io.BytesIO(), len(tensors)
     pickler = _TensorsApart(file, tensors, seen)
     try:
         pickler.dump(value)
-    except Exception:  # whatever a class of the user's raises
+    except Exception:  # the user's classes may raise anything: it cannot be pickled
         for tensor in tensors[before:]:
             del seen[id(tensor)]
         del tensors[before:]
@@ -283,7 +282,7 @@ def _holds_slot(items: tuple[Layout, ...]) -> bool:
 
 
 def _mapping_attributes(value: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
-    """What a mapping class of a library keeps beside its items (`BatchEncoding` has a few), where it is plain data."""
+    """Plain values that a mapping keeps in attributes, beside its items, as `BatchEncoding` does."""
     if type(value) is dict:
         return ()
     kept = getattr(value, "__dict__", {})
@@ -294,9 +293,9 @@ def _rebuild_dictionary(layout: Dictionary, tensors: list[Any] | tuple[Any, ...]
     items = [(key, rebuild(item, tensors)) for key, item in zip(layout.keys, layout.items, strict=True)]
     if layout.type is dict:
         return dict(items)
-    if dataclasses.is_dataclass(layout.type):  # Hugging Face's ModelOutput: a dataclass that is a dictionary as well
+    if dataclasses.is_dataclass(layout.type):  # as Hugging Face's ModelOutput, which is a mapping as well
         return layout.type(**dict(items))
-    if hasattr(layout.type, "__missing__"):  # defaultdict, whose factory a rebuilt result does not need
+    if hasattr(layout.type, "__missing__"):  # a defaultdict; its factory is lost
         made: Any = layout.type()
         made.update(items)
         return made

@@ -1,4 +1,4 @@
-"""Finds the line of the user's code that a call comes from."""
+"""Finds the line of the user's code that is running."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
 def users_line() -> str:
-    """The innermost line of the user's (or a model library's) code: ``"model.py:12: x = x + 1"``."""
+    """The innermost line that runs in the user's or a model library's code: ``"model.py:12: x = x + 1"``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename.replace("\\", "/")
@@ -27,7 +27,7 @@ def users_line() -> str:
 
 
 def users_lines() -> tuple[int, ...]:
-    """Where the hook that runs has come to: the lines of its functions, from the inside."""
+    """The line numbers at which the functions of the running hook are, the innermost first."""
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):

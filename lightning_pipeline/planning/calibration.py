@@ -15,7 +15,7 @@ from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.runtime.endpoint import PendingReceive, StagedReceive
+from lightning_pipeline.runtime.endpoint import PendingReceive
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
@@ -93,7 +93,7 @@ def own_clock(device: torch.device) -> Callable[[], float]:
     return time.process_time if device.type == "cpu" else time.thread_time
 
 
-def _wait(arriving: PendingReceive | StagedReceive) -> torch.Tensor:
+def _wait(arriving: PendingReceive) -> torch.Tensor:
     value = arriving.wait("a measurement of the link")
     if value.device.type != "cpu":
         torch.get_device_module(value.device).synchronize()

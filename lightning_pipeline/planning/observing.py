@@ -14,8 +14,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.compiled import is_compiled, uncompiled
+from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.overrides import has_forward, overridden
-from lightning_pipeline.partition.placeholder import memory_of
 
 Step = Callable[[Any], Tensor | None]
 """Runs the user's step on a micro-batch and returns the loss that backward starts from; None without a backward."""

@@ -36,7 +36,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipeline._names import PACKAGES
-from lightning_pipeline.partition.placeholder import Placeholder, become, memory_of
+from lightning_pipeline.partition.memory import memory_of
+from lightning_pipeline.partition.placeholder import Placeholder, become
 
 MAX_ITEMS = 1000
 """Longer collections are tables, not what a step collects: their items are restored, but not what is in these."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import bytes_of, memory_of
+from lightning_pipeline.partition.memory import memory_of, num_storage_bytes
 from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of, written_by
 from lightning_pipeline.planning.observing import LiveBytes, Step, gradients_apart, run_by_position
 from lightning_pipeline.planning.profile import Position, Profile, Value
@@ -179,7 +179,7 @@ class _Tracer(TorchFunctionMode):
         memory = memory_of(tensor)
         if memory not in self._kept:
             self._kept.add(memory)
-            self._current.kept += bytes_of(tensor)
+            self._current.kept += num_storage_bytes(tensor)
         return tensor.detach()
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
+from lightning_pipeline.partition.memory import contiguous_strides
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name, written_by
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.recording.operation import Call, TensorSlot, put_together

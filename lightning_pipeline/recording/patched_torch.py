@@ -36,7 +36,8 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_pipeline.partition.placeholder import Placeholder, memory_of
+from lightning_pipeline.partition.memory import memory_of
+from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.users_line import users_line
 
 if TYPE_CHECKING:

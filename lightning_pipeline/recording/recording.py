@@ -25,16 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.gradient_hooks import REGISTERING, Handle, Hook
+from lightning_pipeline.partition.memory import is_view_of_kept, memory_of, views_of
 from lightning_pipeline.partition.ownership import HELD_BY, holders_of
-from lightning_pipeline.partition.placeholder import (
-    Placeholder,
-    TensorSpec,
-    become,
-    is_view_of_kept,
-    memory_of,
-    placeholder,
-    views_of,
-)
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
 from lightning_pipeline.partition.torch_functions import (
     FunctionKind,
     function_name,

@@ -1,15 +1,13 @@
-"""Compares settings on all ranks before they wait for one another."""
+"""Compares settings of all ranks before they wait for one another."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import timedelta
 
-from lightning_pipeline.runtime.errors import STOPPED, Failure, PeerFailedError, PipelineTimeoutError, ranks
+from lightning_pipeline.runtime.errors import STOPPED, PeerFailedError, PipelineTimeoutError, ranks
 from lightning_pipeline.runtime.failure import LINGER_S, FailureNotice
 from lightning_pipeline.runtime.store import BoundedStore, StoreLostError
 
@@ -19,99 +17,72 @@ SAME = "start all of them with the same script, arguments, data and packages"
 class Agreement:
     """The comparisons of one run. All ranks make it at the same point, and compare at the same points.
 
-    Rank 0 collects what the ranks say and answers them all, so that a comparison costs a rank two messages. They go
-    through a store, as ranks that disagree might not even make the same process groups.
+    Rank 0 collects the facts of all ranks and answers with a verdict, so a comparison costs a rank two messages. They
+    go through the store, as ranks that disagree might not even make the same process groups.
 
     Args:
-        store: the one that all ranks share; rank 0's process may host it.
-        timeout: the longest that the ranks wait for the slowest.
+        store: shared by all ranks; rank 0's process may host it.
+        timeout: the longest that the ranks wait for the slowest one.
         notice: tells of ranks that failed or do not answer.
     """
 
     def __init__(
         self, store: BoundedStore, rank: int, world_size: int, timeout: timedelta, notice: FailureNotice
     ) -> None:
-        run = store.add(f"agreement/rank{rank}", 1)  # the store outlives a run
+        run = store.add(f"agreement/rank{rank}", 1)  # the store outlives a run, so each run has its own prefix
         self._store = store.under(f"agreement/{run}")
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
         self._notice = notice
         self._turn = 0
-        self._has_left = False
 
     def check(self, place: str, facts: Mapping[str, str], *, way_out: str = SAME, is_last: bool = False) -> None:
-        """Return once all ranks are here and agree; else raise on all of them.
+        """Wait until all ranks have called this and agree; else raise on all of them, and compare no more.
 
         Args:
             place: this point of the run, such as "the start of training". Ranks at different points do not agree.
             facts: what has to be equal on all ranks that name it: ``{"torch": "2.13.0", "num_microbatches": "8"}``.
-            way_out: ends the error.
-            is_last: the process may end after this.
+            way_out: the end of the error, which tells what to do.
+            is_last: whether the process may end after this.
 
         Raises:
-            ValueError: what differs, on which ranks, and the values.
+            ValueError: ranks differ; it tells in what, which ranks, and the values.
             PeerFailedError: another rank failed before it came here.
             PipelineTimeoutError: a rank did not come here in time.
         """
         try:
             verdict = self._compare(place, facts, way_out, is_last=is_last)
         except StoreLostError as error:
+            self._raise_if_failed(place)  # the host closes its store once all know why the run has failed
             raise PeerFailedError(f"{error}\nrank {self._rank} had come to {place}", error.failure) from None
-        if "failure" in verdict:
-            raise _failed_before(place, Failure(**verdict["failure"]))
-        if "late" in verdict:
-            raise PipelineTimeoutError(verdict["late"])
-        if "differing" in verdict:
-            raise ValueError(verdict["differing"])
+        for kind, text in verdict.items():
+            raise {"late": PipelineTimeoutError, "differing": ValueError}[kind](text)
 
     def _compare(self, place: str, facts: Mapping[str, str], way_out: str, *, is_last: bool) -> dict:
-        """The verdict on what all ranks say: {} if they agree."""
+        """The verdict: {} if all ranks agree."""
         self._turn += 1
-        self._say(str(self._rank), {"place": place, "facts": dict(facts)})
+        self._store.set(f"{self._turn}/{self._rank}", json.dumps({"place": place, "facts": dict(facts)}))
         if self._rank == 0:
             verdict = self._judge(place, way_out)
-            self._say("verdict", verdict)
+            self._store.set(f"{self._turn}/verdict", json.dumps(verdict))
         else:
             verdict = self._hear(place)
         if verdict or is_last:
             self._leave()
         return verdict
 
-    def decline(self, error: BaseException) -> None:
-        """Let the ranks that come to their next comparison know that this one failed. Never raises."""
-        if self._has_left or self._notice.has_lost_host:
-            return
-        self._turn += 1
-        with contextlib.suppress(Exception):
-            self._store.hurry()
-            if isinstance(error, PeerFailedError):
-                failure = error.failure
-            else:
-                failure = Failure(self._rank, traceback.format_exception_only(type(error), error)[-1].strip())
-            text = json.dumps({"failure": asdict(failure)})
-            # In the name of all, so that rank 0 has not to wait for the others first.
-            for key in ("verdict", *range(self._world_size)) if self._rank == 0 else range(self._world_size):
-                self._store.set_first(f"{self._turn}/{key}", text)
-            self._leave()
-
-    def _say(self, key: str, what: dict) -> None:
-        self._store.set(f"{self._turn}/{key}", json.dumps(what))
-
     def _judge(self, place: str, way_out: str) -> dict:
-        """Rank 0's verdict on what all have said: {} if they agree."""
+        """Rank 0's verdict: {} if all ranks agree."""
         keys = [f"{self._turn}/{rank}" for rank in range(self._world_size)]
         if not self._wait(keys, self._timeout, place):
             late = [rank for rank, key in enumerate(keys) if not self._store.check(key)]
             limit = self._timeout.total_seconds()
-            told = f"{ranks(late)} did not come to {place} within {limit:g} s, and the others waited for it"
+            message = f"{ranks(late)} did not come to {place} within {limit:g} s, and the others waited for it"
             if absent := self._notice.absent():
-                told += f"; {ranks(absent)} {'does' if len(absent) == 1 else 'do'} not answer: {STOPPED}"
-            return {"late": told}
+                message += f"; {ranks(absent)} {'does' if len(absent) == 1 else 'do'} not answer: {STOPPED}"
+            return {"late": message}
         said = [json.loads(text) for text in self._store.multi_get(keys)]
-        for one in said:
-            if "failure" in one:
-                return one
         if places := _differing([one["place"] for one in said]):
             return {"differing": f"the ranks are at different points of the run ({places}); {way_out}"}
         names = dict.fromkeys(name for one in said for name in one["facts"])
@@ -119,12 +90,12 @@ class Agreement:
         values = {name: differing for name, differing in values.items() if differing}
         if not values:
             return {}
-        told = "; ".join(f"{name}: {differing}" for name, differing in values.items())
-        return {"differing": f"the ranks do not agree on {', '.join(values)} ({told}); {way_out}"}
+        message = "; ".join(f"{name}: {differing}" for name, differing in values.items())
+        return {"differing": f"the ranks do not agree on {', '.join(values)} ({message}); {way_out}"}
 
     def _hear(self, place: str) -> dict:
         key = f"{self._turn}/verdict"
-        # Rank 0 may wait for others that long itself, and is to be heard on that.
+        # Rank 0 itself may wait that long for others, and then tells which.
         limit = self._timeout + timedelta(seconds=LINGER_S)
         if self._wait([key], limit, place):
             return json.loads(self._store.get(key))
@@ -133,20 +104,17 @@ class Agreement:
         )
 
     def _wait(self, keys: list[str], timeout: timedelta, place: str) -> bool:
-        """Whether the keys came within the timeout, and before a failure of another rank was told."""
+        """Whether the keys came within the timeout. Raises if another rank has failed."""
+        return self._store.wait_looking(keys, timeout, lambda: self._raise_if_failed(place))
 
-        def look() -> None:
-            failure = self._notice.failure
-            if failure is not None and failure.rank != self._rank:
-                raise _failed_before(place, failure)
-
-        return self._store.wait_looking(keys, timeout, look)
+    def _raise_if_failed(self, place: str) -> None:
+        failure = self._notice.failure
+        if failure is not None and failure.rank != self._rank:
+            name = "a rank" if failure.rank is None else f"rank {failure.rank}"
+            raise PeerFailedError(f"{name} failed before it came to {place}: {failure.summary}", failure)
 
     def _leave(self) -> None:
-        """The last message of this rank. Rank 0, whose process may host the store, waits a while for the others'."""
-        if self._has_left:
-            return
-        self._has_left = True
+        """Tell that this rank needs the store no longer. Rank 0, which may host it, waits a while for the others."""
         if self._rank:
             if self._store.add("left", 1) == self._world_size - 1:
                 self._store.set("all have left", "")
@@ -155,13 +123,8 @@ class Agreement:
                 self._store.wait(["all have left"], timedelta(seconds=LINGER_S))
 
 
-def _failed_before(place: str, failure: Failure) -> PeerFailedError:
-    name = "a rank" if failure.rank is None else f"rank {failure.rank}"
-    return PeerFailedError(f"{name} failed before it came to {place}: {failure.summary}", failure)
-
-
 def _differing(values: list[str | None]) -> str:
-    """Each value with its ranks, if they are several; None is no value."""
+    """Each value with its ranks, or "" if all are equal. None does not count as a value."""
     by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         if value is not None:

@@ -1,21 +1,21 @@
-"""Which backend carries what, and HCCL's rules, which are kept on all backends.
+"""Process groups and their backends, and the rules of HCCL, which the package keeps on all backends.
 
-1. *Pairs are ordered.* The sends and receives of two ranks within one group run on one in-order stream, whichever way
-   they go: where one rank sends first and the other does too, both wait for ever. So each group carries one direction
-   of one channel, or what both sides do in one order, and receivers post in the order of their senders.
+1. *Pairs are ordered.* The sends and receives of two ranks within one group run on one in-order stream, in both
+   directions: if both ranks send first, both wait forever. So each group carries one direction of one channel, or what
+   both sides do in the same order, and receives are posted in the order of the sends.
 2. *Tags are ignored.* Messages of a route arrive in the order they were sent, and nothing else tells them apart.
-3. *First uses connect.* A group's communicator, and that of each pair in it, is made when it is first used and waits
-   for its other ranks: in a ring of first uses all wait for ever. So each route and each group is used once at set-up,
-   in an order that all ranks share (`first_uses`, `warm_up`), and none for the first time within a step.
-4. *Streams are shared in the end.* Each communicator takes one of a pool of 32 streams, in turns; two that share one
-   wait for one another. What works at the same time is therefore connected one after another, first of all the
-   channels between neighbours.
-5. *Memory is contiguous, and not every dtype travels.* Complex numbers do not; whatever is not common to all backends
-   travels as bytes (`to_wire`).
-6. *Fewer dtypes add up than travel.* float64 does not: it is gathered and added up on each rank (`all_reduce`).
-7. *Host memory has a backend of its own.* Objects and tensors on the CPU go over Gloo, in the same default group.
+3. *First uses connect.* The communicator of a group, and of each pair in it, is made when it is first used, and waits
+   for the other ranks: a ring of first uses waits forever. So each route and each group is used once at set-up, in an
+   order that all ranks share (`first_uses`, `warm_up`), and none for the first time within a step.
+4. *Streams are shared.* Each communicator takes the next one of 32 streams; two that share a stream wait for one
+   another. So what works at the same time is connected one after another, the channels between neighbours first.
+5. *Memory is contiguous, and not every dtype travels.* Complex numbers do not. Dtypes that not all backends have in
+   common travel as bytes (`to_wire`).
+6. *Not every dtype that travels can be reduced.* float64 cannot: it is gathered, and reduced on each rank
+   (`all_reduce`).
+7. *The CPU has a backend of its own.* Objects and tensors on the CPU go over Gloo, in the same default group.
 
-NCCL shares 1 to 4 and 7, and Gloo needs none of them. Read in torch_npu 2.13.
+Rules 1 to 4 and 7 hold for NCCL as well; Gloo needs none. They were found in the source of torch_npu 2.13.
 """
 
 from __future__ import annotations
@@ -24,26 +24,42 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What every backend sends as it is.
+from lightning_pipeline import _torch
+from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.runtime.store import BoundedStore
+from lightning_pipeline.runtime.topology import Route
+
+# Dtypes that every backend sends as they are.
 NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool})
 
-# What each backend cannot add up, though it can send it; those not named here add up all that torch does.
+# Dtypes that a backend sends but cannot reduce. Other backends reduce every dtype that torch does.
 NOT_REDUCED = {"hccl": frozenset({torch.float64, torch.complex128, torch.uint16, torch.uint32, torch.uint64})}
 
-R = TypeVar("R", bound=tuple[int, int, int])
+
+def new_group(ranks: Sequence[int] | None, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
+    """``dist.new_group`` for some ranks (None: all), with a bound on all waits. Every rank has to call it.
+
+    Raises:
+        StoreLostError: the host of the store, by which the ranks find each other, ended or does not answer.
+        PeerFailedError: another rank failed.
+        PipelineTimeoutError: another rank did not come in time.
+    """
+    store = BoundedStore(_torch.default_store(), rank=dist.get_rank(), limit=timeout)
+    with store.asked(), waiting_for("all ranks to make a process group"):
+        return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
 
 
 def check_environment(backend: str) -> None:
-    """Whether pairs have streams of their own, without which the first rule cannot be kept.
+    """Check that each pair of ranks has a stream of its own, without which the first rule cannot be kept.
 
     Raises:
-        ValueError: a variable says that they have not.
+        ValueError: an environment variable gives all pairs one stream.
     """
     given = os.environ.get("P2P_HCCL_BUFFSIZE")
     megabytes = re.match(r"\s*\+?(\d*)", given or "")  # as torch_npu reads it: what is no number is 0
@@ -55,46 +71,46 @@ def check_environment(backend: str) -> None:
 
 
 def backend_of(device_type: str) -> str:
-    """The default group's backend for tensors on such a device."""
+    """The default group's backend for tensors on a type of device."""
     by_device = dict(item.split(":", 1) for item in dist.get_backend_config().split(",") if ":" in item)
     return by_device.get(device_type) or dist.get_default_backend_for_device(device_type)
 
 
-def first_uses(routes: Iterable[R]) -> list[R]:
-    """The routes (channel, source, destination) in the order in which all ranks use them first.
+def first_uses(routes: Iterable[Route]) -> list[Route]:
+    """Routes in the order in which all ranks use them first.
 
-    Each rank takes its own part of one list, so no two wait for one another in a ring. Even sources come first, so that
-    pairs of neighbours connect side by side.
+    Every rank takes its part of the same list, so there is no ring of waiting ranks. Even sources come first, so that
+    pairs of neighbours connect at the same time.
     """
     return sorted(routes, key=lambda route: (route[0], route[1] % 2, route))
 
 
 def warm_up(group: dist.ProcessGroup | None = None) -> None:
-    """Use a group once, so that it is connected; all its ranks call this at the same place. Gloo is connected already.
+    """Use a group once, so that it is connected. All of its ranks have to call this. Gloo is connected already.
 
     The current device has to be this process's own.
     """
     group = _or_world(group)
     for device in group._device_types:
-        if group.size() > 1 and device.type != "cpu" and group._get_backend(device).name() != dist.Backend.GLOO:
+        if group.size() > 1 and device.type != "cpu" and _torch.group_backend(group, device).name() != HOST:
             dist.all_reduce(torch.zeros(1, device=device.type), group=group)
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None) -> dist.Work:
-    """As ``dist.all_reduce`` with ``async_op=True``, of any dtype that travels."""
+    """``dist.all_reduce`` with ``async_op=True``, for any dtype that travels."""
     group = _or_world(group)
-    if tensor.dtype in NOT_REDUCED.get(group._get_backend(tensor.device).name(), ()):
+    if tensor.dtype in NOT_REDUCED.get(_torch.group_backend(group, tensor.device).name(), ()):
         return _GatheredWork(tensor, op, group)
     work: dist.Work = dist.all_reduce(tensor, op, group, async_op=True)
     return work
 
 
 def reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`tensor` reduced in place over a group, by one of torch's operations or its name; "mean" and "avg" are one."""
+    """Reduce `tensor` in place over a group, by one of torch's operations or its name, or "mean" or "avg"."""
     if not isinstance(operation, str):
         all_reduce(tensor, operation or dist.ReduceOp.SUM, group=group).wait()
         return tensor
-    is_mean = operation.lower() in ("mean", "avg")  # not all backends know it
+    is_mean = operation.lower() in ("mean", "avg")  # ReduceOp.AVG is not on all backends
     all_reduce(tensor, getattr(dist.ReduceOp, "SUM" if is_mean else operation.upper()), group=group).wait()
     if is_mean:
         tensor.copy_(tensor / dist.get_world_size(group))
@@ -103,14 +119,14 @@ def reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None = Non
 
 @torch.no_grad()
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup | None = None) -> None:
-    """Give all ranks of a group the value of `tensor` on `source`, a global rank; of any dtype that is stored."""
+    """Give all ranks of a group the value of `tensor` on `source`, a global rank; for any dtype."""
     value = tensor.detach().contiguous().resolve_conj().resolve_neg()
     dist.broadcast(flat(value), source, group)
     tensor.copy_(value)
 
 
 class _GatheredWork(dist.Work):
-    """A reduction underway that each rank does by itself, in the order of ranks."""
+    """An all-gather that is underway, after which each rank reduces in the order of ranks."""
 
     def __init__(self, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -129,17 +145,17 @@ class _GatheredWork(dist.Work):
 
 
 def to_wire(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` (without graph) as the contiguous tensor that is sent: its memory, in the order of its storage."""
+    """The contiguous tensor that is sent for `tensor` (which has no graph): its memory, in the order of its storage."""
     if not tensor.is_contiguous() and not is_dense(tensor):
         tensor = tensor.contiguous()
     if tensor.device != device:
-        tensor = tensor.to(device)  # a copy to the host waits for the device
+        tensor = tensor.to(device)  # waits for the device, if it copies to the CPU
     return flat(tensor)
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The dense memory of `tensor` as a contiguous tensor that a backend takes."""
-    if tensor.is_neg() or tensor.is_conj():  # whose memory is that of another number
+    """The dense memory of `tensor` as a contiguous tensor that every backend takes."""
+    if tensor.is_neg() or tensor.is_conj():  # its memory holds the negative or the conjugate
         tensor = tensor.resolve_neg().resolve_conj()
     if not tensor.is_contiguous():
         tensor = tensor.as_strided((tensor.numel(),), (1,))
@@ -155,12 +171,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlaps, in some order of the dimensions."""
+    """Whether a tensor's elements fill their memory without holes or overlaps, in some order of the dimensions."""
     return are_dense(tensor.shape, tensor.stride())
 
 
 def are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Likewise of a tensor's shape and strides."""
+    """`is_dense` of a tensor with this shape and these strides."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
         if stride != expected:
@@ -181,15 +197,15 @@ HOST = dist.Backend.GLOO
 def backend_for(device: torch.device, asked: str | None = None) -> str:
     """The default process group's backend for tensors on `device`, such as ``"cpu:gloo,npu:hccl"``; "gloo" on the CPU.
 
-    The device alone decides: torch keeps a map from devices to backends, to which torch_npu adds HCCL. Objects need
-    host memory, which HCCL and NCCL do not take, so such a group has both.
+    It is the default of torch, to which torch_npu adds HCCL. Objects are sent from the CPU, which HCCL and NCCL cannot,
+    so Gloo is added.
 
     Args:
-        asked: a backend that the user names; ``"device:backend"`` pairs are taken as they are.
+        asked: the backend that the user asks for; ``"device:backend"`` pairs are taken as they are.
 
     Raises:
-        RuntimeError: torch knows no backend for the device.
-        ValueError: the one that is asked for does not take the device's tensors.
+        RuntimeError: torch has no backend for the device.
+        ValueError: the backend that is asked for does not support the device.
     """
     if asked is not None and ":" in asked:
         return asked

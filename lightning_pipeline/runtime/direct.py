@@ -1,9 +1,7 @@
-"""Tensors, and nested values with tensors, between any two ranks of a pipeline."""
+"""Sends tensors, and nested values with tensors, between any two ranks of a pipeline, outside of its schedule."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.memory import contiguous_strides
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import bytes_of, is_dense
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.tensor_meta import conform, from_memory, laid_out, wire
@@ -22,26 +22,23 @@ class DirectTransport:
     """Sends and receives tensors whose specs both sides know.
 
     Args:
-        device: where received ones go.
+        device: where received tensors go.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
+        self.rank = transport.stage
+        self.num_ranks = transport.num_stages
         self._transport = transport
         self._device = device
 
-    @property
-    def rank(self) -> int:
-        """This rank's place in the pipeline."""
-        return self._transport.stage
-
     def tell(self, what: Any) -> None:
-        """Give every other rank an object."""
-        for peer in range(self._transport.num_stages):
+        """Send an object to every other rank."""
+        for peer in range(self.num_ranks):
             if peer != self.rank:
                 self._transport.send_object(what, peer)
 
     def tell_one(self, peer: int, what: Any) -> None:
-        """Give a rank an object."""
+        """Send an object to one rank."""
         self._transport.send_object(what, peer)
 
     def hear(self, peer: int, what: str) -> Any:
@@ -57,7 +54,7 @@ class DirectTransport:
             self._transport.send_on_control(tensor.cpu().clone(), peer)
 
     def receive(self, spec: TensorSpec, peer: int, what: str = "a value of a step") -> Tensor:
-        """The next tensor from a rank; `what` is what an error calls it."""
+        """The next tensor from a rank; `what` names it in errors."""
         if spec.stride is None:
             return self._transport.recv_object(peer, what).to(self._device)
         meta = wire(spec)
@@ -66,9 +63,11 @@ class DirectTransport:
             self._transport.receive_on_control(buffer, peer, what)
         return laid_out(buffer.to(self._device), spec.stride)
 
-    def send_as_it_is(self, tensor: Tensor, peer: int) -> None:
-        """Send a tensor with its strides, which the receiver does not know. Those count on the CPU alone
-        (`gradient_strides`); from other devices it goes contiguous."""
+    def send_with_strides(self, tensor: Tensor, peer: int) -> None:
+        """Send a tensor with its strides, which the receiver does not know.
+
+        Strides matter on the CPU alone (see `gradient_strides`); from other devices the tensor is sent contiguous.
+        """
         if tensor.layout is torch.strided:
             if tensor.device.type == "cpu" and tensor.ndim:
                 self._transport.send_on_control(torch.tensor(tensor.stride(), dtype=torch.int64), peer)
@@ -76,8 +75,8 @@ class DirectTransport:
                 tensor = tensor.contiguous()
         self.send(tensor, peer)
 
-    def receive_as_it_was(self, spec: TensorSpec, peer: int, what: str) -> Tensor:
-        """The next tensor from a rank, with strides of its own."""
+    def receive_with_strides(self, spec: TensorSpec, peer: int, what: str) -> Tensor:
+        """The next tensor that a rank has sent by `send_with_strides`."""
         if spec.stride is None:
             return self.receive(spec, peer, what)
         contiguous = spec.but(stride=contiguous_strides(spec.shape))
@@ -88,18 +87,18 @@ class DirectTransport:
         return from_memory(self.receive(contiguous, peer, what), tuple(strides.tolist()))
 
     def spread(self, tensor: Tensor | None, spec: TensorSpec, owner: int) -> Tensor:
-        """One rank's tensor, on every rank."""
+        """Give every rank the tensor of its owner; the others pass None."""
         if tensor is None:
             return self.receive(spec, owner)
         dense = conform(tensor, spec)
-        for peer in range(self._transport.num_stages):
+        for peer in range(self.num_ranks):
             if peer != owner:
                 self.send(dense, peer)
         return tensor
 
 
 class Wire(Protocol):
-    """A connection to other ranks, numbered as in its group, which carries tensors in host memory."""
+    """A connection to other ranks, numbered as in its group, which carries tensors on the CPU."""
 
     control_group: dist.ProcessGroup | None
 
@@ -109,23 +108,26 @@ class Wire(Protocol):
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands in a tree for a tensor that follows as bytes."""
+    """Takes the place of a tensor that is sent next, as bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def send_tree(tree: Any, wire: Wire, peer: int) -> None:
-    """Send nested dicts, lists and tuples with tensors: their structure, then one tensor at a time."""
+    """Send nested dicts, lists and tuples with tensors: their structure, then one tensor at a time.
+
+    So at most one tensor is copied at once, however large the whole is.
+    """
     tensors: list[Tensor] = []
 
     def take(tensor: Tensor) -> Any:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
-            return tensor.detach().cpu()  # has no plain bytes: travels pickled
+            return tensor.detach().cpu()  # it has no plain bytes, and is pickled with the structure
         tensors.append(tensor)
         return _Slot(tuple(tensor.shape), tensor.dtype)
 
-    wire.send_object(map_tensors(tree, take), peer)
+    wire.send_object(_torch.tree_map_only(Tensor, take, tree), peer)
     for tensor in tensors:
         if tensor.numel():
             data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
@@ -134,7 +136,7 @@ def send_tree(tree: Any, wire: Wire, peer: int) -> None:
 
 
 def recv_tree(wire: Wire, peer: int, what: str) -> Any:
-    """Receive what ``send_tree`` sent from ``peer``, with tensors on the CPU."""
+    """Receive what ``peer`` has sent by ``send_tree``, with tensors on the CPU."""
 
     def fill(slot: _Slot) -> Tensor:
         tensor = torch.empty(slot.shape, dtype=slot.dtype)
@@ -143,20 +145,9 @@ def recv_tree(wire: Wire, peer: int, what: str) -> Any:
                 dist.recv(bytes_of(tensor), group_src=peer, group=wire.control_group)
         return tensor
 
-    return map_tensors(wire.recv_object(peer, what), fill, kind=_Slot)
+    return _torch.tree_map_only(_Slot, fill, wire.recv_object(peer, what))
 
 
 def to_cpu(tree: Any) -> Any:
-    """The same nesting in plain dicts, lists and tuples, with detached tensors on the CPU."""
-    return map_tensors(tree, lambda tensor: tensor.detach().cpu())
-
-
-def map_tensors(tree: Any, function: Callable[[Any], Any], *, kind: type = Tensor) -> Any:
-    """The same nesting of dicts, lists and tuples with `function` of each tensor in its place."""
-    if isinstance(tree, kind):
-        return function(tree)
-    if type(tree) in (dict, OrderedDict, defaultdict):
-        return {key: map_tensors(value, function, kind=kind) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(map_tensors(value, function, kind=kind) for value in tree)
-    return tree
+    """The same nesting of dicts, lists and tuples with detached tensors on the CPU."""
+    return _torch.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)

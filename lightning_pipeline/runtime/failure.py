@@ -1,4 +1,4 @@
-"""Failure notices: ranks learn that another one failed, which, and why."""
+"""Failure notices, by which all ranks learn that one of them failed, and why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_pipeline.runtime.store import GRACE_S, BoundedStore, Mail, RollCa
 
 
 def show_as_line(error: BaseException, line: str) -> None:
-    """If `error` ends this process, print `line` and no traceback. The process still ends with exit code 1."""
+    """If `error` ends this process, print `line` in place of a traceback. The exit code stays 1."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
@@ -44,22 +44,22 @@ def show_as_line(error: BaseException, line: str) -> None:
     sys.excepthook = hook
 
 
-LINGER_S = 3.0  # how long the store's host stays for the others to read its notice
-PATIENCE_S = 5.0  # how long a rank that is busy elsewhere may go on after another one failed
-PERIOD_S = 60.0  # how often at least a rank looks after the others
+LINGER_S = 3.0  # how long the store's host stays so that the others can read its notice
+PATIENCE_S = 5.0  # how long the main thread of a rank may go on after another rank failed
+PERIOD_S = 60.0  # the longest between two checks of whether the others are alive
 FOREVER = timedelta(days=365)
 CLOSED = "{}"
-_RESERVE = 1 << 20  # bytes, for the telling of a failure for want of memory
+_RESERVE = 1 << 20  # bytes that are freed when memory has run out, so that the failure can be told
 
 
 class FailureNotice:
-    """Spreads the first failure of any rank to all, through the store of the process group.
+    """Tells all ranks of the first failure of any of them, through the store of the process group.
 
-    A daemon thread reads this rank's mail in the store, so the news is here, and costs nothing, before the broken
-    connections wake the main thread. It also answers when the roll is called, which tells a rank whose process is gone
-    or stopped from one that only waits for it, as all others do then. Every rank makes its notices in the same order.
+    A daemon thread reads this rank's mail in the store. So the reason is known here before broken connections wake the
+    main thread, and waiting for it costs nothing. The thread also answers roll calls, which tell a rank whose process
+    is gone or stopped from those that wait for it. Every rank makes its notices in the same order.
 
-    Nothing here starts a thread or needs much memory once a run has failed: it may have failed for want of them.
+    Once a run has failed, nothing here starts a thread or needs much memory: it may have failed for want of these.
 
     Args:
         store: the default process group's store, or a PrefixStore around it. Unused with one rank.
@@ -70,14 +70,14 @@ class FailureNotice:
         failure: the first failure of the run, once it is known here.
         describe: names a rank in messages.
         tear_down: closes this rank's connections.
-        interrupt: ends device work that waits for a failed rank.
-        is_strict: end this process some seconds after another rank failed, if the main thread has not come to know:
-            it may be in a long computation, reading data or waiting for something that is not ours.
-        is_watching: a run is underway: rank 0 calls the roll of the others, and rank 1 that of rank 0, lest they wait
-            where there is no timeout, as Lightning does while one of them prepares data.
+        interrupt: ends work on the device that waits for a failed rank.
+        is_strict: end this process some seconds after another rank failed if the main thread has not noticed: it may
+            compute, read data or wait for something that is not ours.
+        is_watching: a run is underway. Rank 0 calls the roll of the others, and rank 1 that of rank 0, as ranks may
+            wait without a timeout, for instance in Lightning while one of them prepares data.
     """
 
-    # Connections outlive a strategy, and the notice that is waited for with them.
+    # Connections outlive a strategy, and so does the notice that belongs to them.
     _shared: ClassVar[FailureNotice | None] = None
 
     def __init__(self, store: Store | None, *, rank: int, world_size: int, timeout: timedelta = FOREVER) -> None:
@@ -99,20 +99,20 @@ class FailureNotice:
         if store is None or world_size == 1:
             return
         shared = BoundedStore(store, rank=rank, limit=timeout)
-        # A fresh prefix for each notice of a process: the store outlives a strategy.
+        # The store outlives a strategy, so each notice of a process has its own prefix.
         generation = shared.add(f"pipeline_failure/rank{rank}", 1)
-        # A store connection serves one call at a time, so the reader has its own, and writing another.
+        # A connection serves one call at a time, so the reader has its own, as has writing.
         self._store = shared.clone().under(f"pipeline_failure/{generation}")
         self._mail = Mail(self._store)
         self._inbox = Mail(shared.clone().under(f"pipeline_failure/{generation}"))
         self._reserve = bytearray(_RESERVE)
         self._thread = threading.Thread(target=self._read, name="pipeline-failure-notice", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a thread that wakes up in a finalising interpreter would abort it
+        atexit.register(self.close)  # a thread that wakes up while the interpreter finalises would abort it
 
     @classmethod
     def shared(cls, store: Store, *, rank: int, world_size: int, timeout: timedelta) -> FailureNotice:
-        """This process's notice over `store`, or a new one where there is none or the run has failed."""
+        """This process's notice over `store`, or a new one if there is none or its run has failed."""
         notice = cls._shared
         root = getattr(store, "_underlying_non_prefix_store", store)
         if notice is None or notice._root is not root or notice._thread is None or notice.failure is not None:
@@ -125,15 +125,10 @@ class FailureNotice:
                 own.put_limit(timeout)
         return notice
 
-    @property
-    def has_lost_host(self) -> bool:
-        """Whether the store's host is known to have ended or not to answer."""
-        return self._host is not None
-
     # -- telling ----------------------------------------------------------------------------------------------------
 
     def publish(self, error: BaseException) -> None:
-        """Tell every rank that this one failed with `error`; only the first failure of a run counts. Never raises."""
+        """Tell every rank that this one failed with `error`, unless another failed before. Never raises."""
         if self._thread is None or self.failure is not None:
             return
         self._reserve = None
@@ -144,7 +139,7 @@ class FailureNotice:
         self.report(failure)
 
     def report(self, failure: Failure) -> None:
-        """Tell every rank of a failure, on this one or another, unless there was one before. Never raises."""
+        """Tell every rank of a failure of any rank, unless there was one before. Never raises."""
         if self._thread is None or self.failure is not None:
             return
         with contextlib.suppress(Exception):
@@ -162,9 +157,9 @@ class FailureNotice:
     def fail(self, error: BaseException) -> None:
         """Publish `error`, close this rank's connections so that its peers wake up, and let them read why.
 
-        Bounded by some seconds and never raises. Call it on every rank for whatever ends the run, and raise on. Where
-        `error` is a consequence of another rank's failure, or the same, as where all ranks run the user's code, it will
-        be shown as one line, without a traceback.
+        It takes some seconds at most and never raises. Every rank calls it with whatever ends its run, and raises it
+        then. An `error` that follows from another rank's failure, or that other ranks have as well because all run the
+        user's code, will be shown as one line without a traceback.
         """
         self._noticed.set()
         self.is_watching = False
@@ -179,7 +174,7 @@ class FailureNotice:
         for act in (self.interrupt, self.tear_down):
             with contextlib.suppress(Exception):
                 act()
-        if self.rank == 0 and self._thread is not None:  # the store lives in this process
+        if self.rank == 0 and self._thread is not None:  # this process may host the store
             with contextlib.suppress(Exception):
                 self._store.wait(["all_read"], timedelta(seconds=LINGER_S))
         self.close()
@@ -197,7 +192,7 @@ class FailureNotice:
             self._store.set(f"closed/{self.rank}", "")
             self._mail.send(self.rank, CLOSED)
         except Exception:
-            self._inbox.store.shut_down()  # only then, as torch prints a stack of its own code over it
+            self._inbox.store.shut_down()  # the last resort, as torch prints a stack trace of its own then
         thread.join(GRACE_S)
 
     # -- knowing ----------------------------------------------------------------------------------------------------
@@ -205,11 +200,11 @@ class FailureNotice:
     def explain(
         self, error: BaseException, *, waiting_for: str, peer: int | None, timed_out_after: float | None
     ) -> Exception:
-        """The exception to raise when a wait for `peer` (a global rank) broke with `error`.
+        """The exception to raise after a wait for `peer` (a global rank) ended with `error`.
 
         Args:
             waiting_for: what and from whom, such as ``"the activations of micro-batch 3 from stage 0 (rank 0)"``.
-            peer: None in a collective, which does not say whom it waited for.
+            peer: None for a collective, which does not tell for whom it waited.
             timed_out_after: seconds waited if the timeout passed, None if the connection broke.
         """
         me = self.describe(self.rank)
@@ -224,9 +219,9 @@ class FailureNotice:
         return PeerFailedError(message, failure)
 
     def absent(self) -> list[int]:
-        """Ranks that do not answer when the roll is called: their processes are gone or stopped. Never raises.
+        """Call the roll. Returns ranks that do not answer, whose processes are gone or stopped. Never raises.
 
-        It takes some seconds, if no failure becomes known meanwhile.
+        It takes some seconds, unless a failure becomes known meanwhile.
         """
         if self._thread is None:
             return []
@@ -245,10 +240,10 @@ class FailureNotice:
         return []
 
     def _reason(self, absent: list[int], peer: int | None) -> str:
-        """Why what a rank waited for did not come in time."""
+        """Why something did not come in time, as the end of a message."""
         if absent:
-            told = " and ".join(map(self.describe, absent))
-            return f"and nothing came: {told} {'does' if len(absent) == 1 else 'do'} not answer: {STOPPED}"
+            names = " and ".join(map(self.describe, absent))
+            return f"and nothing came: {names} {'does' if len(absent) == 1 else 'do'} not answer: {STOPPED}"
         who = "the process of each rank runs, and one" if peer is None else f"the process of rank {peer} runs, and"
         return (
             f"and nothing came: {who} is stuck, out of step or slower than the timeout. Raise the strategy's `timeout` "
@@ -256,7 +251,7 @@ class FailureNotice:
         )
 
     def _failure_in(self, error: BaseException) -> Failure:
-        """What `error` on this rank says about the run."""
+        """The failure of the run that an `error` on this rank means."""
         if isinstance(error, PeerFailedError):
             return error.failure
         if is_broken_connection(error):
@@ -272,13 +267,13 @@ class FailureNotice:
             return Failure(self.rank, summary)
 
     def _gone(self, error: BaseException, peer: int | None) -> Failure:
-        """The failure of a rank that could not tell any more; if one could, what it told."""
+        """The failure that broke a connection: what a rank has told, or else that of a rank which could not tell."""
         absent = self.absent()
         if not absent and self._host is None:
-            self._arrived.wait(GRACE_S)  # it tells before its connections close, and may not have come further
+            self._arrived.wait(GRACE_S)  # a failing rank tells before it closes connections; its mail may be on its way
         if self.failure is not None:
             return self.failure
-        # A host that ends in order leaves its store open until all have read its notice.
+        # A host that fails in order keeps its store open until all have read its notice, so this one was killed.
         if self._host is not None:
             return self._host.failure
         if absent:
@@ -290,7 +285,7 @@ class FailureNotice:
         return "a rank" if failure.rank is None else self.describe(failure.rank)
 
     def _in_one_line(self, failure: Failure, error: RuntimeError) -> str:
-        """What to print in place of the traceback of `error`, a consequence of `failure`."""
+        """What to print in place of the traceback of `error`, which follows from `failure`."""
         if isinstance(error, PeerFailedError):
             return str(error).replace("\n", "; ")
         own = "lost its connections"
@@ -309,7 +304,7 @@ class FailureNotice:
                 if self.is_watching:
                     self.failure = self.failure or error.failure
         except RuntimeError:
-            pass  # a store that is not remote, and in which time ran out
+            pass  # a timeout of a store that is not remote
         finally:
             self._arrived.set()
         if self.failure is None:
@@ -320,14 +315,14 @@ class FailureNotice:
             self._end_process(self.failure)
 
     def _read_mail(self) -> None:
-        """Until a failure is told, or this is closed."""
+        """Read mail until it tells of a failure, or this is closed."""
         call: RollCall | None = None
         ticks = 0
         while True:
             period = min(PERIOD_S, self.timeout.total_seconds() / 4)
             text = self._inbox.next(self.rank, timedelta(seconds=period))
             if text == CLOSED:
-                if self.failure is not None:  # another rank's, met before the mail about it
+                if self.failure is not None:  # learned from the store's key before the mail came
                     self._note_reading(self.failure)
                 return
             if text is not None:
@@ -342,22 +337,22 @@ class FailureNotice:
             if not self.is_watching or self.rank > 1:
                 call = None
             elif call is None or not (missing := call.missing()):
-                # Ranks are looked after for good, by one that is looked after itself.
+                # Rank 0 is watched itself, by rank 1, so this never ends.
                 call, ticks = RollCall(self._inbox, [0] if self.rank else range(1, self.world_size)), 0
             else:
-                ticks += 1  # rather than seconds, which pass while this process is stopped as well
+                ticks += 1  # rather than seconds, which pass even while this process is stopped
                 if ticks * period > self.timeout.total_seconds():
                     summary = f"it did not answer within {self.timeout.total_seconds():g} s: {STOPPED}"
                     self.report(Failure(missing[0], summary, is_gone=True))
                     call = None
 
     def _note_reading(self, failure: Failure) -> None:
-        """Let the store's host know that this rank has read why the run failed."""
+        """Tell the store's host that this rank has read why the run failed."""
         if self._inbox.store.add("read", 1) == self.world_size - failure.is_gone:
             self._inbox.store.set("all_read", "")
 
     def _end_process(self, failure: Failure) -> None:
-        """End a process whose main thread does not come to know that the run has failed."""
+        """End this process, whose main thread has not noticed that the run failed."""
         with contextlib.suppress(Exception):
             print(
                 f"[rank{self.rank}]: {self._name(failure)} failed: {failure.summary}; {self.describe(self.rank)} had "
@@ -372,14 +367,14 @@ class FailureNotice:
 
 @contextmanager
 def waiting_for(what: str, peer: int | None = None) -> Iterator[None]:
-    """Around collectives: where ranks do not come to them, the error says which, and what was waited for.
+    """Wraps a collective, so that its errors tell which rank did not come, and what was waited for.
 
     Args:
-        peer: the rank that is waited for, if it is one.
+        peer: the rank that is waited for, if there is only one.
 
     Raises:
         PeerFailedError: another rank failed.
-        PipelineTimeoutError: one did not come in time.
+        PipelineTimeoutError: another rank did not come in time.
     """
     try:
         yield

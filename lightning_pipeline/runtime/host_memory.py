@@ -1,4 +1,4 @@
-"""Tunes the C library's allocator where stages compute on the CPU."""
+"""The memory of this machine: how much there is, and the C library's allocator of it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 KEPT = 1 << 30
-"""Bytes that may lie free at the top of the heap, and up to which a block comes from it."""
+"""Bytes that stay with the process when they are freed, and the size up to which blocks come from the heap."""
 _NO_BOUND = 1 << 62
 
 
 def available_bytes() -> int:
-    """Memory that is to be had on this machine, or in this process's control group if that is less.
+    """Bytes that can still be allocated on this machine, or in this process's control group if that is less.
 
-    Without a bound where the system does not tell.
+    The number is huge if the system does not tell.
     """
     found = [_NO_BOUND]
     try:
@@ -39,10 +39,10 @@ def available_bytes() -> int:
 
 
 def _left_to_group(places: Sequence[Path], limit: str, usage: str, cached: str) -> int:
-    """Of a control group's limit, what is not in use; files' pages that can go at any time are not in use.
+    """What is left of a control group's limit. Cached pages of files do not count as used, as they can be dropped.
 
     Args:
-        places: where it may be found: a container sees its own at the root.
+        places: folders where the group may be, as a container sees its own at the root.
     """
     for place in places:
         try:
@@ -55,12 +55,12 @@ def _left_to_group(places: Sequence[Path], limit: str, usage: str, cached: str) 
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks for the next micro-batch.
+    """Make glibc keep freed blocks for the next micro-batch.
 
-    By default it gives large ones back to the system, and every page of the next one is a page fault again: in a
-    schedule, whose blocks come and go all the time, some per cent of a step on a virtual machine, and more where
-    faults are dear. The peak stays as it is. Other C libraries have no `mallopt`, and settings of the user's own
-    (``MALLOC_...``, ``GLIBC_TUNABLES``) stay in force.
+    By default it returns large blocks to the system, and each page of the next one is a page fault again. A schedule
+    allocates and frees all the time: this takes several per cent of a step on a virtual machine. Peak memory does not
+    change. Other C libraries have no `mallopt`, and settings of the user (``MALLOC_...``, ``GLIBC_TUNABLES``) have
+    precedence.
     """
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return

@@ -1,6 +1,6 @@
-"""The debug log: what is cut, sent and waited for. Off by default.
+"""The debug log of what is cut, sent and waited for. Off by default.
 
-Nothing here is called for a micro-batch where the log is off: whether it is on is looked at when connections are made.
+Whether it is on is decided when connections are made, so that micro-batches cost nothing if it is off.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ VARIABLE = "LIGHTNING_PIPELINE_LOG"
 logger = logging.getLogger("lightning_pipeline")
 
 SLOW_S = 0.005
-"""Waits that are shorter are not logged."""
+"""Shorter waits are not logged."""
 
 
 def set_up_log(rank: int) -> None:
-    """Write the log to standard error, with the rank and the time, if the environment gives a level.
+    """Write the log to standard error, with the rank and the time, if the environment sets a level.
 
     Raises:
-        ValueError: it gives something else.
+        ValueError: the environment sets something else.
     """
     asked = os.environ.get(VARIABLE)
     if not asked:
@@ -33,9 +33,10 @@ def set_up_log(rank: int) -> None:
     level = logging.getLevelName(asked.upper())
     if not isinstance(level, int):
         raise ValueError(f"{VARIABLE}={asked} is no level of Python's logging: set debug, info, warning or error")
-    for handler in [one for one in logger.handlers if isinstance(one, _OfRun)]:
-        logger.removeHandler(handler)
-    handler = _OfRun()
+    for earlier in [handler for handler in logger.handlers if handler.name == VARIABLE]:
+        logger.removeHandler(earlier)
+    handler = logging.StreamHandler()
+    handler.name = VARIABLE
     handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d rank {rank}: %(message)s", "%H:%M:%S"))
     logger.addHandler(handler)
     logger.propagate = False  # or a handler of the program's would write each line once more
@@ -43,16 +44,12 @@ def set_up_log(rank: int) -> None:
 
 
 def is_logging() -> bool:
-    """Whether somebody reads the log at debug level."""
+    """Whether debug messages are logged."""
     return logger.isEnabledFor(logging.DEBUG)
 
 
-class _OfRun(logging.StreamHandler):
-    """The handler of this module."""
-
-
 class LoggedEndpoint(Endpoint):
-    """One that logs what goes over it."""
+    """Logs what is sent and received."""
 
     __slots__ = ()
 
@@ -64,12 +61,12 @@ class LoggedEndpoint(Endpoint):
         logger.debug("expects %s from stage %d: %s", what, self.peer, _described(buffer))
         return super().receive(buffer, what, tag)
 
-    def wait(self, work: dist.Work, what: str, preposition: str) -> None:
+    def wait(self, work: dist.Work, what: str) -> None:
         started = time.perf_counter()
-        super().wait(work, what, preposition)
+        super().wait(work, what)
         waited = time.perf_counter() - started
         if waited >= SLOW_S:
-            logger.debug("waited %.1f ms for %s %s stage %d", 1e3 * waited, what, preposition, self.peer)
+            logger.debug("waited %.1f ms for %s stage %d", 1e3 * waited, what, self.peer)
 
 
 def _described(tensor: Tensor) -> str:

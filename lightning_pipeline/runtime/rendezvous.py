@@ -1,4 +1,4 @@
-"""The rendezvous of a run's processes: each rank is there once, and all agree on how many there are."""
+"""The rendezvous of a run's processes, which checks that each rank exists once and all count the same processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ POLL_S = 0.02
 
 
 def fresh_store(store: BoundedStore, *, world_size: int, timeout: timedelta) -> BoundedStore:
-    """`store` under a prefix that all ranks of this attempt come to know, and none of an earlier one knew.
+    """`store` with a prefix that all ranks of this attempt share, and none of an earlier attempt.
 
-    torchrun keeps its store when it restarts the workers, and in it the addresses where the earlier ones listened:
-    process groups of the new ones then try to connect to them, and fail (github.com/pytorch/pytorch/issues/135712).
-    Nothing in the environment tells attempts apart on all machines alike; restarts are counted by each by itself.
+    torchrun keeps its store when it restarts the workers, with the addresses where the earlier ones listened. Process
+    groups of the new workers try to connect there, and fail (github.com/pytorch/pytorch/issues/135712). No variable of
+    the environment tells attempts apart on all machines, as each machine counts its own restarts.
 
-    So each rank says hello under a name of its own making. The first rank makes up the prefix and tells it to every
-    name that it finds, until all ranks have come: what is left of an earlier attempt gets an answer that nobody reads.
+    So each rank says hello under a random name. Rank 0 makes up the prefix and sends it to every name that it finds,
+    until all ranks have come. Names that are left from an earlier attempt get an answer that nobody reads.
 
     Raises:
         PipelineTimeoutError: not all ranks came within the timeout.
@@ -70,39 +70,39 @@ def _welcome(store: BoundedStore, prefix: str, world_size: int, timeout: timedel
         time.sleep(POLL_S)
 
 
-ANSWER_S = 5.0  # how long a second rank 0 waits for what listens in its place: it may be no store
+ANSWER_S = 5.0  # how long a second rank 0 waits for whoever listens at its address, which may be no store
 EVERY_NODE = "start the script on every node, with the same MASTER_ADDR and MASTER_PORT"
 
-# How often this process came to each place. A process that starts others again, as in a sweep, has been to more places
-# than they have.
+# How often this process met others at each address. It is counted by address, as a process that starts others, for
+# instance in a sweep, has been to more of them than these have.
 _meetings: Counter[str] = Counter()
 
 
 class Started(Protocol):
-    """Processes that this one has started."""
+    """The processes that this one has started."""
 
     def told(self) -> str:
-        """Names those that have failed; "" while there are none."""
+        """Names processes that have failed; "" if there are none."""
 
     def told_of(self, ranks: Sequence[int]) -> str:
-        """Says what some of them do, of which nothing comes; "" where none is one of them."""
+        """Tells what those of some ranks do, which did not come; "" if none is of these ranks."""
 
 
 def meet(
     rank: int, world_size: int, timeout: timedelta, *, way_out: str = "", started: Started | None = None
 ) -> BoundedStore:
-    """The store that all processes share, once they are there. ``MASTER_ADDR`` and ``MASTER_PORT`` say where.
+    """Wait for all processes at ``MASTER_ADDR`` and ``MASTER_PORT``. Returns the store that they share.
 
-    ``init_process_group`` would wait for a rank that no process has until its timeout, and not say for which.
+    ``init_process_group`` alone would wait for a missing rank until its timeout, and not tell which.
 
     Args:
-        way_out: what to do where ranks are missing or there twice; default: what a user of several nodes can do.
+        way_out: what to do if ranks are missing or exist twice; default: what a user of several nodes can do.
         started: the processes that this one has started.
 
     Raises:
-        ValueError: processes count differently, two of them are the same rank, or another program has rank 0's port.
+        ValueError: processes have different world sizes or the same rank, or another program has rank 0's port.
         RuntimeError: a process ended that one of them had started.
-        PipelineTimeoutError: ranks that did not come in time.
+        PipelineTimeoutError: ranks did not come in time.
         StoreLostError: rank 0 came, and then ended or stopped.
     """
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -116,7 +116,7 @@ def meet(
 
 
 def _reach(where: str, rank: int, world_size: int, timeout: timedelta, way_out: str) -> Store:
-    """The store at rank 0, which makes it."""
+    """The store that rank 0 hosts."""
     seconds = timeout.total_seconds()
     try:
         return _connect(rank, timeout, seconds + LINGER_S)
@@ -133,7 +133,10 @@ def _reach(where: str, rank: int, world_size: int, timeout: timedelta, way_out: 
 
 
 def _store_of_another(where: str, world_size: int, way_out: str) -> Store:
-    """The store of the process that already listens where rank 0 does: it is to hear, too, that it is not alone."""
+    """The store of the process that already listens at rank 0's address, if it is a second rank 0.
+
+    Then both find out, and both raise.
+    """
     try:
         return _connect(1, timedelta(seconds=ANSWER_S), ANSWER_S)
     except (TimeoutError, dist.DistError):
@@ -146,8 +149,8 @@ def _store_of_another(where: str, world_size: int, way_out: str) -> Store:
 
 
 def _connect(rank: int, timeout: timedelta, seconds: float) -> Store:
-    """The store, which rank 0 makes. In a thread: torch waits for ever for the answer of whoever listens there."""
-    # With a world size of 1 it is there at once: the waiting is done below.
+    """The store, which rank 0 makes. A thread bounds the wait, as torch waits forever for whoever listens there."""
+    # With a world size of 1 torch does not wait for the other ranks, which `_join` does.
     if rank == 0 and not has_agent() and (listening := _listening_on_loopback()) is not None:
         address, port = listening.getsockname()
         return dist.TCPStore(address, port, 1, True, timeout, multi_tenant=True, master_listen_fd=listening.detach())
@@ -156,18 +159,18 @@ def _connect(rank: int, timeout: timedelta, seconds: float) -> Store:
 
 
 def _listening_on_loopback() -> socket.socket | None:
-    """A socket for ranks of this machine alone; None where they come from others, or the port is not free.
+    """A socket for ranks of this machine alone; None if ranks come from other machines, or the port is not free.
 
-    Torch's own listens on all addresses, by IPv6, and its store asks DNS for the name of who connects, in the one
-    thread that answers all ranks: it takes 127.0.0.1 for ::ffff:127.0.0.1, which /etc/hosts does not know, and where
-    DNS does not answer each connection stops all ranks for seconds (github.com/pytorch/pytorch/issues/159007).
+    Torch's socket listens on all addresses, by IPv6, and its store asks DNS for the name of each client, in the one
+    thread that answers all ranks. It sees 127.0.0.1 as ::ffff:127.0.0.1, which /etc/hosts does not list; if DNS does
+    not answer, each connection stops all ranks for seconds (github.com/pytorch/pytorch/issues/159007).
     """
     address = os.environ["MASTER_ADDR"]
     if not address.startswith("127."):
         return None
     try:
         return socket.create_server((address, int(os.environ["MASTER_PORT"])), backlog=socket.SOMAXCONN)
-    except OSError:  # torch's says what is wrong, and knows the stores of this process
+    except OSError:  # torch's own attempt tells what is wrong, and may reuse a store of this process
         return None
 
 
@@ -192,35 +195,25 @@ def _join(
             f"rank {first[0]} ({first[2]}) counts {first[1]} processes and rank {rank} ({me}) counts {world_size}; "
             f"give the Trainer the same devices and num_nodes on every node"
         )
-    # Whoever objects first, or else comes last, has lost a process or waited long enough, speaks for all. Who objects
-    # does so before it counts as arrived: another one that comes last would find nothing wrong.
+    # The verdict for all ranks comes from the first one that objects, that comes last, that has lost a process or has
+    # waited long enough. An objection comes before the rank counts as arrived, or the last one would find all in order.
     if objection or store.add("arrived", 1) == world_size:
-        store.set_first("verdict", json.dumps({"objection": objection}))
-    if not _wait_without_loss(store, timeout, started):
-        late = [other for other in range(world_size) if not store.check(f"rank {other}")]
-        told = f"{ranks(late)} of {world_size} did not come to {where} within {timeout.total_seconds():g} s; "
-        if seen := started.told_of(late) if started is not None else "":
-            told += f"{seen}: see what it says, or allow more time with timeout="
-        else:
-            told += way_out or f"{EVERY_NODE} and the same devices and num_nodes"
-        store.set_first("verdict", json.dumps({"late": told}))
-    verdict = json.loads(store.get("verdict"))
-    objection = objection or verdict.get("objection", "")
-    if rank == 0 and (objection or "late" in verdict or "lost" in verdict):
-        time.sleep(LINGER_S)  # this process may host the store, and the others are to read it
-    if objection:
-        raise ValueError(objection)
-    if "lost" in verdict:
-        raise RuntimeError(verdict["lost"])
-    if "late" in verdict:
-        raise PipelineTimeoutError(verdict["late"])
-
-
-def _wait_without_loss(store: BoundedStore, timeout: timedelta, started: Started | None) -> bool:
-    """Whether the verdict came in time; it may be that a process is lost."""
+        store.set_first("verdict", json.dumps({"objection": objection} if objection else {}))
 
     def look() -> None:
-        if started is not None and (told := started.told()):
-            store.set_first("verdict", json.dumps({"lost": f"{told} before all ranks had met; see what it says"}))
+        if started is not None and (failed := started.told()):
+            store.set_first("verdict", json.dumps({"lost": f"{failed} before all ranks had met; see what it says"}))
 
-    return store.wait_looking(["verdict"], timeout, look)
+    if not store.wait_looking(["verdict"], timeout, look):
+        late = [other for other in range(world_size) if not store.check(f"rank {other}")]
+        message = f"{ranks(late)} of {world_size} did not come to {where} within {timeout.total_seconds():g} s; "
+        if seen := started.told_of(late) if started is not None else "":
+            message += f"{seen}: see what it says, or allow more time with timeout="
+        else:
+            message += way_out or f"{EVERY_NODE} and the same devices and num_nodes"
+        store.set_first("verdict", json.dumps({"late": message}))
+    verdict = {"objection": objection} if objection else json.loads(store.get("verdict"))
+    for kind, text in verdict.items():
+        if rank == 0:
+            time.sleep(LINGER_S)  # this process may host the store, where the others read the verdict
+        raise {"objection": ValueError, "lost": RuntimeError, "late": PipelineTimeoutError}[kind](text)

@@ -1,4 +1,4 @@
-"""Replicas: the ranks that run the same stages on other samples, and all-gathers over them."""
+"""Communication between replicas: the ranks that hold the same stage and see other samples."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline.runtime.backends import broadcast, warm_up
+from lightning_pipeline import _torch
+from lightning_pipeline.runtime.backends import broadcast, new_group, warm_up
 from lightning_pipeline.runtime.errors import ranks
 from lightning_pipeline.runtime.failure import waiting_for
-from lightning_pipeline.runtime.groups import new_group
 from lightning_pipeline.runtime.topology import Topology
 
 
 class Replicas:
-    """The data-parallel group of this rank.
+    """The replicas of this rank's stage.
 
     Every rank of the world makes it at the same point, after ``init_process_group``.
 
     Args:
-        topology: where this rank is.
-        timeout: the longest a collective may take.
+        timeout: the longest that a collective may take.
 
     Attributes:
-        group: carries tensors, over the device's own backend.
-        control_group: carries objects and tensors in host memory.
+        group: carries tensors on the device.
+        control_group: carries objects and tensors on the CPU.
     """
 
-    # As connections between stages do, the groups outlive a strategy.
+    # The groups outlive a strategy, as connections between stages do.
     _shared: ClassVar[list[Replicas]] = []
 
     def __init__(self, topology: Topology, timeout: timedelta) -> None:
@@ -44,7 +43,7 @@ class Replicas:
 
     @classmethod
     def shared(cls, topology: Topology, timeout: timedelta) -> Replicas | None:
-        """The open group of this process with these arguments, or a new one; None where there is one replica."""
+        """The open replicas of this process with these arguments, or new ones; None if there is one replica only."""
         if topology.data_parallel_size == 1:
             return None
         cls._shared = [replicas for replicas in cls._shared if replicas.is_open]
@@ -56,20 +55,20 @@ class Replicas:
 
     @property
     def is_open(self) -> bool:
-        return dist.is_initialized() and self.group in dist.distributed_c10d._world.pg_map
+        return _torch.is_open(self.group)
 
     @property
     def num_replicas(self) -> int:
         return self.topology.data_parallel_size
 
     def send_object(self, obj: Any, replica: int) -> None:
-        """Send a small object to another replica's rank of this stage."""
+        """Send a small object to this stage of another replica."""
         rank = self.topology.data_ranks[replica]
         with waiting_for(f"the receipt of an object by {self.topology.describe(rank)}", rank):
             dist.send_object_list([obj], group_dst=replica, group=self.control_group)
 
     def recv_object(self, replica: int, what: str) -> Any:
-        """The next object from another replica. `what` names it in errors."""
+        """The next object from this stage of another replica. `what` names it in errors."""
         received: list[Any] = [None]
         rank = self.topology.data_ranks[replica]
         with waiting_for(f"{what} from {self.topology.describe(rank)}", rank):
@@ -77,14 +76,14 @@ class Replicas:
         return received[0]
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Every replica's `obj`, by replica, on all of them."""
+        """Every replica's `obj`, in the order of replicas, on all of them."""
         gathered: list[Any] = [None] * self.num_replicas
         with waiting_for(f"an object of each replica ({self._others})"):
             dist.all_gather_object(gathered, obj, group=self.control_group)
         return gathered
 
     def gather_numbers(self, *numbers: float) -> list[list[float]]:
-        """Every replica's `numbers`, by replica, on all of them."""
+        """Every replica's `numbers`, in the order of replicas, on all of them."""
         own = torch.tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(self.num_replicas)]
         with waiting_for(f"a number of each replica ({self._others})"):
@@ -92,7 +91,7 @@ class Replicas:
         return [row.tolist() for row in gathered]
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Give all replicas the first one's values."""
+        """Copy the first replica's values to all replicas."""
         source = self.topology.data_ranks[0]
         with waiting_for(f"the first replica's values, by {ranks(self.topology.data_ranks)}"):
             for tensor in tensors:
@@ -107,25 +106,21 @@ class Replicas:
         """After a failure: drop all groups of this process, which wakes up ranks that wait in them. Never raises."""
         for replicas in cls._shared:
             for group in (replicas.group, replicas.control_group):
-                if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+                if _torch.is_open(group):
                     dist.destroy_process_group(group)
 
     def _new_group(self, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
-        """The ranks that hold the same as this one, as a group; every rank of the world makes all such groups."""
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for rank in range(self.topology.world_size):
-            members = tuple(replace(self.topology, rank=rank).data_ranks)
-            if members not in groups:
-                groups[members] = new_group(members, timeout, backend)
+        """The group of this stage's replicas. Every rank of the world makes those of all stages, as torch asks."""
+        members = [tuple(replace(self.topology, rank=rank).data_ranks) for rank in range(self.topology.world_size)]
+        groups = {ranks: new_group(ranks, timeout, backend) for ranks in dict.fromkeys(members)}
         return groups[tuple(self.topology.data_ranks)]
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = False) -> Tensor:
-    """Every rank's `tensor`, which has one shape on all of them, as [number of ranks, ...].
+    """Every rank's `tensor`, which has the same shape on all of them, as [number of ranks, ...].
 
     Args:
-        sync_grads: backward gives each rank the sum of what all ranks' results mean for its own tensor; else there is
-            no backward.
+        sync_grads: whether it can be differentiated: each rank's tensor gets the sum of the gradients of all ranks.
     """
     if sync_grads:
         return _AllGather.apply(tensor, group)
@@ -134,7 +129,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = F
 
 
 class _AllGather(torch.autograd.Function):
-    """That of torch.distributed.nn takes, over Gloo, a rank's place in its group for its rank in the world."""
+    """As in torch.distributed.nn, whose own confuses ranks of a group with ranks of the world over Gloo."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

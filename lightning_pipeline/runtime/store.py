@@ -1,4 +1,4 @@
-"""A store client whose calls time out even if the store's host is stopped or gone."""
+"""A client of the store that all ranks share. Its calls time out even if the store's host is stopped or gone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -22,13 +24,13 @@ from torch.distributed import PrefixStore, Store
 from lightning_pipeline.runtime.errors import STOPPED, Failure, PeerFailedError
 
 T = TypeVar("T")
-GRACE_S = 2.0  # how long an answer may take that no rank depends on: when a wait is given up, and once a run has failed
-GLANCE_S = 0.3  # the longest between two looks at what else may end a wait
+GRACE_S = 2.0  # the limit of an answer that no rank depends on: after a wait that timed out, and once a run has failed
+GLANCE_S = 0.3  # the longest pause between two looks at what else may end a wait
 _connecting = threading.Lock()
 
 
 class _Connection(NamedTuple):
-    """A file descriptor, and what it is of: once closed, the system gives the number to what is opened next."""
+    """A file descriptor with the inode of its socket, as the system reuses the number once it is closed."""
 
     number: int
     inode: int
@@ -42,26 +44,26 @@ class StoreLostError(PeerFailedError):
 
 
 class BoundedStore:
-    """What a rank asks of the store that all ranks share.
+    """One rank's client of the store that all ranks share.
 
-    The timeout of torch's own client bounds how long its host waits for a key, and not how long the client waits for
-    its host: once a host's process is stopped, or its machine is gone without a word, each call but ``set`` blocks for
-    ever, ``wait`` with a timeout included. So the limit is put on the connection, as the system's own timeout for
-    receiving and sending, which holds for the calls that torch makes itself as well, when it makes process groups. It
-    takes no thread, which a process that fails for want of threads could not start. An answer that comes too late would
-    be taken for that to the next question, so a connection on which the limit has passed is shut down.
+    The timeout of torch's client bounds how long the host waits for a key, and not how long the client waits for the
+    host: if the host's process is stopped, or its machine disappears, every call but ``set`` blocks forever, even
+    ``wait`` with a timeout. So the limit is set on the socket, as the system's own timeout for receiving and sending.
+    It then also holds for calls that torch makes itself, when it makes process groups. It needs no thread, which a
+    process that fails for want of threads could not start. A late answer would be taken for the answer to the next
+    call, so a connection is shut down when its limit has passed.
 
-    A connection serves one call at a time: another thread's wait keeps a call from being made.
+    A connection serves one call at a time: a call waits for another thread's wait.
 
     Args:
-        store: torch's; one that is not reached over TCP answers at once, and has no limit.
+        store: torch's store; one that is not reached over TCP has no limit.
         rank: this process, for messages.
-        limit: seconds that an answer may take, from now on and for all that use `store`.
+        limit: the longest that an answer may take, from now on and for everyone who uses `store`.
     """
 
     def __init__(self, store: Store, *, rank: int, limit: timedelta) -> None:
         self.torch = store
-        """For those that take torch's."""
+        """Torch's own client of this store."""
         self.rank = rank
         self.limit = limit.total_seconds()
         self._connections: list[_Connection] = []
@@ -70,17 +72,17 @@ class BoundedStore:
         if isinstance(root, dist.TCPStore):
             self._place = f"{root.host}:{root.port}"
             self._connections = [one for one in _connections_to(root.port) if one not in _of_clones]
-            self.put_limit(limit)  # which may be what an earlier run has left
+            self.put_limit(limit)  # in place of what an earlier run may have left
 
     def under(self, prefix: str) -> BoundedStore:
-        """The same connection, with other keys."""
+        """The same connection, with a prefix on all keys."""
         return self._like(PrefixStore(prefix, self.torch), self._connections)
 
     def clone(self) -> BoundedStore:
-        """The same keys over a connection of its own.
+        """The same keys over a connection of their own.
 
         Raises:
-            StoreLostError: the host did not accept it in time.
+            StoreLostError: the host did not accept the connection in time.
         """
         if not self._connections:
             return self._like(self.torch.clone(), [])  # type: ignore[attr-defined]
@@ -103,12 +105,12 @@ class BoundedStore:
             self.torch.set(key, value)
 
     def get(self, key: str) -> str:
-        """The value of a key that is there."""
+        """The value of a key, which must exist."""
         with self.asked():
             return self.torch.get(key).decode()
 
     def multi_get(self, keys: Sequence[str]) -> list[str]:
-        """The values of keys that are there."""
+        """The values of keys, which must exist."""
         with self.asked():
             return [value.decode() for value in self.torch.multi_get(list(keys))]
 
@@ -117,12 +119,12 @@ class BoundedStore:
             return self.torch.add(key, number)
 
     def set_first(self, key: str, value: str) -> str:
-        """Set a key that is not there yet. Returns what it is now."""
+        """Set a key if it does not exist. Returns its value, which may be another rank's."""
         with self.asked():
             return self.torch.compare_set(key, "", value).decode()
 
     def check(self, *keys: str) -> bool:
-        """Whether these keys are there."""
+        """Whether all of these keys exist."""
         with self.asked():
             return self.torch.check(list(keys))
 
@@ -130,7 +132,7 @@ class BoundedStore:
         """Whether the keys came within the timeout.
 
         Args:
-            limit: seconds that the host may take, when the time is over, to answer that it is.
+            limit: seconds that the host may take, once the time is over, to say so.
 
         Raises:
             StoreLostError: the host ended, or did not answer.
@@ -140,14 +142,14 @@ class BoundedStore:
                 self.torch.wait(list(keys), timeout)
             except dist.DistNetworkError:
                 raise
-            except RuntimeError:  # what it is depends on the kind of store
+            except RuntimeError:  # a timeout, which has another type in each kind of store
                 return False
         return True
 
     def wait_looking(self, keys: Sequence[str], timeout: timedelta, look: Callable[[], object]) -> bool:
-        """As `wait`, with a look every now and then at what else may end it, by raising or by setting a key."""
+        """As `wait`, but calls `look` every now and then, which may end it by raising or by setting a key."""
         began = time.monotonic()
-        # Not torch's wait with a short timeout, which logs a warning each time.
+        # Torch's own wait with a short timeout logs a warning each time.
         while not self.check(*keys):
             waited = time.monotonic() - began
             if waited > timeout.total_seconds():
@@ -158,10 +160,10 @@ class BoundedStore:
 
     @contextmanager
     def asked(self, limit: float | None = None) -> Iterator[None]:
-        """Around calls that this store or torch makes with it, whose errors then say who did not answer.
+        """Wraps calls to the store, by this class or by torch, so that their errors tell who did not answer.
 
         Args:
-            limit: seconds that an answer may take; default: this store's.
+            limit: seconds that an answer may take; default: this store's limit.
 
         Raises:
             StoreLostError: the host ended or did not answer.
@@ -173,24 +175,24 @@ class BoundedStore:
             yield
         except dist.DistNetworkError as error:
             self.shut_down()
-            raise self._lost(error, min(limit, self.limit)) from None  # which may be less by now
+            raise self._lost(error, min(limit, self.limit)) from None  # `hurry` may have lowered it
         finally:
             if limit != self.limit:
                 self._put_limit(self.limit)
 
     def put_limit(self, limit: timedelta) -> None:
-        """From now on an answer may take so long."""
+        """Set the longest that an answer may take."""
         self.limit = limit.total_seconds()
         self._put_limit(self.limit)
         if self._connections:
-            self.torch.set_timeout(limit)  # of a get, which first waits for its key
+            self.torch.set_timeout(limit)  # torch's get waits for its key first
 
     def hurry(self) -> None:
-        """From now on a host has a moment to answer: the run has failed, and others wait for this rank to say so."""
+        """Lower the limit to a moment: the run has failed, and others wait for this rank to say so."""
         self.put_limit(timedelta(seconds=min(self.limit, GRACE_S)))
 
     def shut_down(self) -> None:
-        """End the connection, and with it any call that waits in another thread. Never raises."""
+        """Shut down the connection, which ends a call that waits in another thread. Never raises."""
         for one in self._connections:
             with contextlib.suppress(OSError), _opened(one) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -202,7 +204,7 @@ class BoundedStore:
         return own
 
     def _put_limit(self, seconds: float) -> None:
-        seconds = max(seconds, 0.001)  # 0 is no limit
+        seconds = max(seconds, 0.001)  # to the system, 0 means no limit
         value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         for one in self._connections:
             with contextlib.suppress(OSError), _opened(one) as connection:
@@ -210,52 +212,48 @@ class BoundedStore:
                     connection.setsockopt(socket.SOL_SOCKET, option, value)
 
     def _lost(self, error: RuntimeError | None, limit: float) -> StoreLostError:
-        """What there is to raise of an answer that did not come, or of a connection that broke."""
+        """The error of an answer that did not come (`error` is None, or a timeout), or of a connection that broke."""
         host = "the launcher's agent" if has_agent() else "rank 0"
         place = f"{host}, which hosts the store of the run at {self._place}"
         if error is None or "timeout" in str(error).lower():
             summary = f"it did not answer within {limit:g} s: {STOPPED}"
-            told = f"rank {self.rank} waited {limit:g} s for an answer of {place}: {STOPPED}; look after its machine"
+            message = f"rank {self.rank} waited {limit:g} s for an answer of {place}: {STOPPED}; look after its machine"
         else:
             summary = "its process ended or lost its connections, and so did the store it hosts"
-            told = f"rank {self.rank} lost its connection to {place}: its process has ended; see what it says"
+            message = f"rank {self.rank} lost its connection to {place}: its process has ended; see what it says"
         if has_agent():
-            return StoreLostError(told, Failure(None, f"{host} lost the store ({summary})"))
-        return StoreLostError(told, Failure(0, summary, is_gone=True))
+            return StoreLostError(message, Failure(None, f"{host} lost the store ({summary})"))
+        return StoreLostError(message, Failure(0, summary, is_gone=True))
 
 
 def has_agent() -> bool:
-    """Whether torchrun's agent hosts the store, in place of rank 0."""
+    """Whether torchrun's agent hosts the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def in_time(call: Callable[[], T], seconds: float) -> T:
-    """What `call` returns, or raises. It runs in a thread, which goes on if it does not return in time.
+    """What `call` returns or raises. It runs in a daemon thread, which goes on if the time is over.
 
     Raises:
-        TimeoutError: it did not.
+        TimeoutError: it did not return in time.
     """
-    result: list[T] = []
-    errors: list[BaseException] = []
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            result.append(call())
+            future.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not result:
-        raise TimeoutError
-    return result[0]
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return future.result(seconds)
+    except futures.TimeoutError:  # before Python 3.11 it is a class of its own
+        raise TimeoutError from None
 
 
 def _connections_to(port: int) -> list[_Connection]:
-    """This process's connections to a port, of any machine. None on Windows."""
+    """This process's connections to a port of any machine; empty on Windows."""
     found = []
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
         with contextlib.suppress(OSError):
@@ -271,7 +269,7 @@ def _connections_to(port: int) -> list[_Connection]:
 
 @contextmanager
 def _opened(one: _Connection) -> Iterator[socket.socket]:
-    """Its socket, which stays open.
+    """The socket of a connection, which is not closed on exit.
 
     Raises:
         OSError: it has been closed, or is no socket.
@@ -280,7 +278,7 @@ def _opened(one: _Connection) -> Iterator[socket.socket]:
         raise OSError(f"{one} has been closed")
     connection = socket.socket(fileno=one.number)
     try:
-        if socket.getdefaulttimeout() is not None:  # which Python has put on it
+        if socket.getdefaulttimeout() is not None:  # Python has made it non-blocking
             connection.setblocking(True)
         yield connection
     finally:
@@ -288,10 +286,10 @@ def _opened(one: _Connection) -> Iterator[socket.socket]:
 
 
 class Mail:
-    """One rank's end. Each rank's messages arrive in one order, whoever wrote them.
+    """Messages between ranks through the store. Those to one rank have one order, whoever wrote them.
 
     Args:
-        store: over a connection that no wait of another thread holds.
+        store: over a connection on which no other thread waits.
     """
 
     def __init__(self, store: BoundedStore) -> None:
@@ -300,12 +298,12 @@ class Mail:
         self._known: Counter[int] = Counter()
 
     def send(self, rank: int, message: str) -> None:
-        """Send a message that nobody else sends to this rank."""
+        """Send a message to a rank, to which nobody else sends the same text."""
         while self.store.set_first(f"{rank}/{self._known[rank]}", message) != message:
             self._known[rank] += 1
 
     def next(self, rank: int, timeout: timedelta) -> str | None:
-        """The rank's next message; None if none came within the timeout."""
+        """The next message to a rank; None if none came within the timeout."""
         key = f"{rank}/{self._read}"
         if not self.store.wait([key], timeout, limit=self.store.limit):
             return None
@@ -314,7 +312,7 @@ class Mail:
 
 
 class RollCall:
-    """Asks ranks for an answer, which whoever reads their mail gives: ``store.set(f"{call}/{rank}", "")``."""
+    """Asks ranks for a sign of life. Whoever reads their mail gives it: ``store.set(f"{call}/{rank}", "")``."""
 
     def __init__(self, mail: Mail, ranks: Iterable[int]) -> None:
         self._store = mail.store
@@ -324,7 +322,7 @@ class RollCall:
             mail.send(rank, json.dumps({"call": self._name}))
 
     def missing(self) -> list[int]:
-        """Ranks that have not answered, and have not closed their mail."""
+        """Ranks that have neither answered nor closed their mail."""
         keys = (f"{self._name}/{{}}", "closed/{}")
         self._missing = [rank for rank in self._missing if not any(self._store.check(key.format(rank)) for key in keys)]
         return self._missing

@@ -1,57 +1,50 @@
-"""The metadata of tensors that travel between ranks, and several tensors packed into one message."""
+"""How tensors travel between ranks: what receivers know of them, and several of them packed into one message."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.placeholder import TensorSpec, contiguous_strides
+from lightning_pipeline.partition.memory import contiguous_strides
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import are_dense, bytes_of, flat, is_dense
 
 EVERYWHERE_BYTES = 1 << 16
-"""Up to this size a tensor goes to every rank, which then computes with it what takes no parameters."""
+"""Tensors up to this size go to every rank, which then all compute what takes no parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """What a receiver has to know to make room for a tensor."""
+class TensorMeta(NamedTuple):
+    """What a receiver has to know to allocate a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorMeta:
-        """The meta under which `tensor` arrives."""
-        shape, stride = wire_layout(tensor)
-        return cls(shape, stride, tensor.dtype)
-
-
-def wire_layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides with which `tensor` arrives: its own if its memory is dense, else contiguous ones."""
-    shape = tuple(tensor.shape)
-    if tensor.is_contiguous() or is_dense(tensor):
-        return shape, tensor.stride()
-    return shape, contiguous_strides(shape)
+    @staticmethod
+    def of(tensor: Tensor) -> TensorMeta:
+        """The meta with which `tensor` arrives: its own strides if its memory is dense, else contiguous ones."""
+        shape = tuple(tensor.shape)
+        is_sent_as_it_is = tensor.is_contiguous() or is_dense(tensor)
+        return TensorMeta(shape, tensor.stride() if is_sent_as_it_is else contiguous_strides(shape), tensor.dtype)
 
 
 @cache
 def wire(spec: TensorSpec) -> TensorMeta:
-    """How a tensor of this spec travels."""
+    """The meta with which a tensor of this spec arrives."""
     assert spec.stride is not None
     return TensorMeta.of(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"))
 
 
 def conform(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """`tensor` with the strides that the receiver made room for; a sparse one as it is.
+    """`tensor` with the strides that its receiver expects; a sparse one as it is.
 
     Raises:
-        RuntimeError: it has another shape or dtype.
+        RuntimeError: its shape or dtype is not that of `spec`.
     """
     if spec.stride is None:
         return tensor
@@ -67,8 +60,10 @@ def conform(tensor: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """What has come in dense memory, with the strides that it has where it was made, be there holes or repetitions:
-    operations add up in an order that depends on them. Where memory overlaps in other ways, it is left as it is."""
+    """Give a tensor that came in dense memory the strides that it has on its stage, which may have holes or be zero.
+
+    Sums depend on strides in their last bits. A tensor whose memory overlaps in other ways is left as it is.
+    """
     if stride is None or tensor.stride() == stride or not tensor.numel() or not _can_be_filled(tensor.shape, stride):
         return tensor
     repeated = [step == 0 for step in stride]
@@ -80,14 +75,14 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 
 def from_memory(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """What has come into contiguous memory from a tensor of these strides."""
+    """The tensor of these strides whose memory has come into contiguous memory."""
     if are_dense(tensor.shape, stride):
         return tensor.as_strided(tensor.shape, stride)
     return laid_out(tensor, stride)
 
 
 def _can_be_filled(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether no two elements share memory but for those along dimensions that repeat one."""
+    """Whether no two elements share memory, except along dimensions of stride 0."""
     extent = 0
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if step and size > 1):
         if step <= extent:
@@ -97,22 +92,22 @@ def _can_be_filled(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def zeros_like(spec: TensorSpec) -> Tensor:
-    """Zeros as they travel in the place of a tensor of this spec."""
+    """Zeros that can be sent in place of a tensor of this spec."""
     meta = wire(spec)
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=spec.device).zero_()
 
 
 _ALIGNMENT = 8
-"""Bytes; every dtype can view what begins at a multiple of them."""
+"""In bytes. Every dtype can view memory that begins at a multiple of it."""
 
 
 def num_bytes(specs: Sequence[TensorSpec]) -> int:
-    """The size of a message."""
+    """The size of a message that holds values of these specs."""
     return sum(map(_padded, specs))
 
 
 def places(specs: Sequence[TensorSpec]) -> Iterator[slice]:
-    """Where the values are in a message."""
+    """The place of each value in a message."""
     start = 0
     for spec in specs:
         yield slice(start, start + spec.num_bytes)
@@ -120,12 +115,12 @@ def places(specs: Sequence[TensorSpec]) -> Iterator[slice]:
 
 
 def as_bytes(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """A value's memory as it travels, on the host."""
+    """A value's memory as it travels, on the CPU."""
     return bytes_of(flat(conform(tensor.detach(), spec).cpu()))
 
 
 def from_bytes(content: Tensor, spec: TensorSpec) -> Tensor:
-    """The value in a part of a message, on the host. It shares the message's memory, where that is laid out alike."""
+    """The value in a part of a message, on the CPU. It shares the message's memory if strides allow it."""
     meta = wire(spec)
     return laid_out(content.view(meta.dtype).as_strided(meta.shape, meta.stride), spec.stride)
 

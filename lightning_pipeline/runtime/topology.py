@@ -1,4 +1,4 @@
-"""Topology: which rank holds which stage of which replica, and which routes tensors take between them."""
+"""The topology of a run: which rank holds which stage of which replica, and the routes between them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Topology:
                                             stage 1   rank 2      rank 3
                                             stage 2   rank 4      rank 5
 
-    With tensor parallelism each replica of a stage is a few neighbouring ranks, which hold slices of its tensors; the
-    slices with one number on all stages make a pipeline of their own.
+    With tensor parallelism each replica of a stage is several neighbouring ranks, which hold slices of its tensors; the
+    n-th ranks of all stages make a pipeline of their own.
 
     Args:
-        num_ranks_per_pipeline: ranks that make one pipeline, which is the number of stages.
-        world_size: ranks in all.
+        num_ranks_per_pipeline: ranks of one pipeline, as many as stages.
+        world_size: number of all ranks.
         rank: this process.
-        placement: the place in the pipeline of each virtual stage, where these are several; for routes and messages.
+        placement: the place in the pipeline of each virtual stage, if ranks hold several; for routes and messages.
         tensor_parallel_size: ranks among which the tensors of one replica of a stage are split.
 
     Raises:
-        ValueError: more stages than devices, or devices that the stages do not divide.
+        ValueError: there are more stages than devices, or the number of devices is no multiple of the stages.
     """
 
     num_ranks_per_pipeline: int
@@ -67,7 +67,7 @@ class Topology:
             raise ValueError(f"rank must be in 0..{world - 1}, got {self.rank}")
 
     def along(self, placement: Sequence[int]) -> Topology:
-        """The same for virtual stages on these places; where each rank has one, that goes without saying."""
+        """The same topology with virtual stages on these places; nothing changes if each rank has one."""
         return replace(self, placement=tuple(placement) if len(placement) > self.num_stages else ())
 
     @property
@@ -76,7 +76,7 @@ class Topology:
 
     @property
     def num_pipelines(self) -> int:
-        """Ranks of a stage, each in a pipeline of its own."""
+        """Number of ranks of a stage, each of which is in a pipeline of its own."""
         return self.world_size // self.num_ranks_per_pipeline
 
     @property
@@ -110,7 +110,7 @@ class Topology:
 
     @property
     def data_ranks(self) -> list[int]:
-        """Global ranks that hold what this one holds, one of each replica."""
+        """Global ranks that hold the same as this one, one of each replica."""
         start = self.stage_rank * self.num_pipelines + self.pipeline % self.tensor_parallel_size
         return list(range(start, start + self.num_pipelines, self.tensor_parallel_size))
 
@@ -129,8 +129,8 @@ class Topology:
     def mesh(self, device_type: str) -> DeviceMesh:
         """A DeviceMesh with dimensions ``("stage", "data")``. Every rank calls it, as it makes process groups.
 
-        With tensor parallelism they are ``("stage", "data_parallel", "tensor_parallel")``, as modules expect that were
-        written for Lightning's ModelParallelStrategy.
+        With tensor parallelism they are ``("stage", "data_parallel", "tensor_parallel")``, the names that modules for
+        Lightning's ModelParallelStrategy expect.
 
         Raises:
             RuntimeError: torch.distributed is not initialised.
@@ -147,7 +147,7 @@ class Topology:
 
 
 class Channel(IntEnum):
-    """Streams of tensors that do not wait for one another."""
+    """Streams of tensors which do not wait for one another."""
 
     FORWARD = 0  # activations
     BACKWARD = 1  # gradients
@@ -164,7 +164,7 @@ class Route(NamedTuple):
 
 
 def routes_along(placement: Sequence[int]) -> list[Route]:
-    """The routes of a pipeline whose data passes these ranks, one virtual stage after another."""
+    """The routes of a pipeline, given the rank of each virtual stage."""
     routes = set()
     for source, destination in itertools.pairwise(placement):
         if source != destination:
@@ -178,39 +178,6 @@ def routes_along(placement: Sequence[int]) -> list[Route]:
     return sorted(routes)
 
 
-@dataclass(frozen=True, slots=True)
-class StageNeighbours:
-    """A virtual stage's place.
-
-    Attributes:
-        stage: counted along the data, of `num_stages`.
-        last: whether it is the last one.
-        rank_before: the rank of the stage before; of the first stage, that of the last.
-        rank_after: the rank of the stage after; of the last stage, that of the first.
-        term: what users call it.
-    """
-
-    stage: int
-    num_stages: int
-    last: bool
-    rank_before: int
-    rank_after: int
-    term: str
-
-    @staticmethod
-    def of(stage: int, placement: Sequence[int]) -> StageNeighbours:
-        """The place of a stage, with the rank of each stage in `placement`."""
-        count = len(placement)
-        return StageNeighbours(
-            stage=stage,
-            num_stages=count,
-            last=stage == count - 1,
-            rank_before=placement[stage - 1],
-            rank_after=placement[(stage + 1) % count],
-            term=stage_term(placement),
-        )
-
-
 def stage_term(placement: Sequence[int]) -> str:
-    """What users call a part of the model: ranks that hold several of them hold virtual stages."""
+    """What messages call a stage: a "virtual stage" if ranks hold several."""
     return "virtual stage" if len(placement) > max(placement) + 1 else "stage"

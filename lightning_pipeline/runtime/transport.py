@@ -1,37 +1,58 @@
-"""Transport: tensors, objects and small vectors between the stages of one pipeline."""
+"""The transport between the stages of one pipeline: tensors, objects and small vectors."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import pickle
 from datetime import timedelta
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline.runtime.backends import backend_of, check_environment, first_uses, to_wire
-from lightning_pipeline.runtime.endpoint import (
-    CONTROL_WINDOW,
-    Connection,
-    Endpoint,
-    Messages,
-    PendingReceive,
-    StagedReceive,
-)
+from lightning_pipeline.partition.tree import dumps
+from lightning_pipeline.runtime.backends import backend_of, check_environment, first_uses, flat, new_group, to_wire
+from lightning_pipeline.runtime.endpoint import Connection, Endpoint, PendingReceive
 from lightning_pipeline.runtime.failure import FailureNotice
-from lightning_pipeline.runtime.groups import new_group
 from lightning_pipeline.runtime.log import LoggedEndpoint, is_logging
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 
 SEND_WINDOW = 4
-"""Sends to a peer that may be underway, where it cannot be told which have finished."""
+"""Forward or backward sends to one peer that may be underway before the oldest is waited for, on a backend that cannot
+tell which have finished (Gloo). It bounds the memory that sends hold."""
+_CONTROL_WINDOW = 64
+"""Objects to one peer that may be underway."""
+
+FRAME = 1024
+"""Bytes of an object's first message, with its length. Most objects fit into it and need no second message."""
+_LENGTH = 8  # bytes
 
 
-class Transport(Messages):
-    """Asynchronous sends and receives between the stages of this rank's pipeline, each wait bounded by a timeout.
+class ExchangeRequest(NamedTuple):
+    """Tells a stage that another one exchanges tensors with all others, for a call of the user's outside of steps."""
+
+    number: int
+    call: str
+    line: str
+    given: Any = None
+
+    def error(self, stage: int, elsewhere: str) -> RuntimeError:
+        """The error of `stage`, which made the request, if not all stages make the call."""
+        return RuntimeError(
+            f"stage {stage} runs {self.call} ({self.line}), which takes data of another stage, and this is not run by "
+            f"all of them ({elsewhere}): let every rank run the line, as without `if self.global_rank == 0` or "
+            f"rank_zero_only"
+        )
+
+
+class ExchangeRequests(list[ExchangeRequest]):
+    """Requests that are sent together."""
+
+
+class Transport(Connection):
+    """Asynchronous sends and receives between the stages of this rank's pipeline; no wait exceeds the timeout.
 
     Peers are stages, 0 .. num_stages - 1. Messages on one route arrive in the order they were sent. Each channel has
     one process group for each direction (`backends` says why); Gloo needs fewer.
@@ -43,12 +64,11 @@ class Transport(Messages):
         device: where received tensors go.
         timeout: the longest any wait may take.
         store: carries failure notices; the default group's store or a PrefixStore around it.
-        notice: tells of failures; default: one of its own over `store`.
-        routes: what will be used; default: those along the topology's placement. Backends that connect on first use
-            connect here, as first uses in different orders would deadlock.
-        send_window: forward or backward sends to one peer that may be underway before the oldest is waited for, on
-            a backend that cannot tell whether a send has finished (Gloo). Bounds the memory that sends hold.
+        notice: tells of failures; default: a new one over `store`.
     """
+
+    # A process has one default group, to which connections belong: strategies that follow one another share them.
+    _shared: ClassVar[list[Transport]] = []
 
     def __init__(
         self,
@@ -58,32 +78,26 @@ class Transport(Messages):
         store: dist.Store | None,
         *,
         notice: FailureNotice | None = None,
-        routes: Iterable[Route] | None = None,
-        send_window: int = SEND_WINDOW,
     ) -> None:
-        super().__init__(topology.stage_rank, topology.num_stages)
-        self.topology = topology
+        notice = notice or FailureNotice(store, rank=topology.rank, world_size=topology.world_size, timeout=timeout)
+        super().__init__(topology, timeout, notice)
+        self.stage = topology.stage_rank
+        self.num_stages = topology.num_stages
+        self.pipeline_ranks = topology.pipeline_ranks
         self.store = store
         self.requested_device = device
         self.device = torch.empty(0, device=device).device  # with its index
-        self.pipeline_ranks = topology.pipeline_ranks
-        self.control_group: dist.ProcessGroup | None = None  # do not keep a reference: it would hold it open
+        self.control_group: dist.ProcessGroup | None = None  # others must not keep it, as that would hold it open
         self._outgoing: dict[tuple[Channel, int], Endpoint] = {}
         self._incoming: dict[tuple[Channel, int], Endpoint] = {}
+        self._control: dict[int, Endpoint] = {}
+        self._reads: dict[int, Endpoint] = {}
         self._groups: list[dist.ProcessGroup] = []
         self._wire_device = torch.device("cpu")
-        self._staged = False
         self._is_logged = is_logging()
-        notice = notice or FailureNotice(store, rank=topology.rank, world_size=topology.world_size, timeout=timeout)
-        self._connection = Connection(topology, timeout, notice)
-        self._receives = self._connection.receives
         self._use(notice)
         if topology.num_stages > 1:
-            along = routes_along(topology.placement or range(topology.num_stages))
-            self._connect(sorted(along if routes is None else routes), send_window)
-
-    # A process has one default group, and connections belong to it: strategies that follow one another share them.
-    _shared: ClassVar[list[Transport]] = []
+            self._connect(routes_along(topology.placement or range(topology.num_stages)))
 
     @classmethod
     def shared(
@@ -94,8 +108,10 @@ class Transport(Messages):
         store: dist.Store,
         notice: FailureNotice | None = None,
     ) -> Transport:
-        """The open transport of this process with these arguments, or a new one. Threads and sockets stay bounded
-        however many runs a script makes."""
+        """The open transport of this process with these arguments, or a new one.
+
+        So threads and sockets stay bounded however many runs a script makes.
+        """
         cls._shared = [transport for transport in cls._shared if transport._control]
         for transport in cls._shared:
             same = (transport.topology, transport.requested_device, transport.timeout) == (topology, device, timeout)
@@ -105,33 +121,101 @@ class Transport(Messages):
         cls._shared.append(cls(topology, device, timeout, store, notice=notice))
         return cls._shared[-1]
 
-    @property
-    def timeout(self) -> timedelta:
-        """The longest any wait may take, from now on."""
-        return self._connection.timeout
-
-    @timeout.setter
-    def timeout(self, timeout: timedelta) -> None:
-        self._connection.timeout = timeout
+    # -- tensors of known shape, along the schedule -------------------------------------------------------------------
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> None:
         """Send `tensor`, which must not change until it is sent; its graph is not kept.
 
         Returns at once, unless a full send window makes it wait for an older send (never on ``Channel.BATCH``).
         """
-        endpoint = self._outgoing.get((channel, peer)) or _no_route(channel, self.stage, peer)
         if tensor.numel():
-            endpoint.send(to_wire(tensor.detach(), self._wire_device))
+            self._outgoing[channel, peer].send(to_wire(tensor.detach(), self._wire_device))
 
-    def recv(self, meta: TensorMeta, peer: int, channel: Channel) -> PendingReceive | StagedReceive:
-        """Post the receive of the next tensor from `peer`, which has to look like `meta`."""
-        endpoint = self._incoming.get((channel, peer)) or _no_route(channel, peer, self.stage)
+    def recv(self, meta: TensorMeta, peer: int, channel: Channel) -> PendingReceive:
+        """Post the receive of the next tensor from `peer`, which must have this meta."""
+        endpoint = self._incoming[channel, peer]
         buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self._wire_device)
         if buffer.numel():
             receive = endpoint.receive(buffer, endpoint.name)
-        else:  # never travels
-            receive = PendingReceive(self._connection, endpoint, None, buffer)
-        return StagedReceive(receive, self.device) if self._staged else receive
+        else:  # is not sent
+            receive = PendingReceive(self, endpoint, None, buffer)
+        if self._wire_device != self.device:
+            receive.device = self.device
+        return receive
+
+    # -- objects, and tensors in order with them ----------------------------------------------------------------------
+
+    def send_object(self, obj: Any, peer: int) -> None:
+        """Pickle `obj` and send it without waiting, in order with the other objects to `peer`."""
+        self._send_bytes(dumps(obj), peer)
+
+    def recv_object(self, peer: int, what: str) -> Any:
+        """The next object from `peer`. `what` names it in errors."""
+        endpoint = self._control[peer]
+        frame = endpoint.receive(torch.empty(FRAME, dtype=torch.uint8), what).wait(what).numpy().tobytes()
+        size = int.from_bytes(frame[:_LENGTH], "little")
+        payload = frame[_LENGTH : _LENGTH + size]
+        if size > len(payload):
+            rest = endpoint.receive(torch.empty(size - len(payload), dtype=torch.uint8), what).wait(what)
+            payload += rest.numpy().tobytes()
+        found = pickle.loads(payload)
+        if type(found) is ExchangeRequests and what != ExchangeRequests.__name__:
+            raise found[0].error(peer, f"stage {self.stage} waits for {what}")
+        return found
+
+    def broadcast_object(self, obj: Any, source: int, what: str) -> Any:
+        """`obj` of the stage `source`, on every stage. What the other stages pass is ignored."""
+        if self.stage != source:
+            return self.recv_object(source, what)
+        payload = dumps(obj)
+        for peer in self._control:
+            self._send_bytes(payload, peer)
+        return obj
+
+    def send_on_control(self, tensor: Tensor, peer: int) -> None:
+        """Send a dense tensor on the CPU, in order with objects."""
+        self._control[peer].send(flat(tensor))
+
+    def receive_on_control(self, buffer: Tensor, peer: int, what: str) -> Tensor:
+        """Receive into a dense tensor on the CPU, in order with objects."""
+        return self._control[peer].receive(buffer, what).wait(what)
+
+    def _send_bytes(self, payload: bytes, peer: int) -> None:
+        endpoint = self._control[peer]
+        frame = len(payload).to_bytes(_LENGTH, "little") + payload[: FRAME - _LENGTH]
+        endpoint.send(torch.frombuffer(bytearray(frame.ljust(FRAME, b"\0")), dtype=torch.uint8))
+        if rest := payload[FRAME - _LENGTH :]:
+            endpoint.send(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+
+    # -- between all stages -------------------------------------------------------------------------------------------
+
+    def all_gather_vector(self, values: Tensor, what: str) -> Tensor:
+        """Every stage's `values` (float64, [n], the same n everywhere), as [num_stages, n] on the CPU."""
+        # Point to point rather than a collective: an error then names the peer, and none is left running at exit.
+        values = values.detach().to("cpu", torch.float64, copy=True)
+        gathered = values.new_empty(self.num_stages, len(values))
+        gathered[self.stage] = values
+        pending = [endpoint.receive(gathered[peer], what) for peer, endpoint in self._control.items()]
+        for endpoint in self._control.values():
+            endpoint.send(values)
+        for receive in pending:
+            receive.wait(what)
+        return gathered
+
+    def barrier(self, what: str) -> None:
+        """Return once every stage of this pipeline has called this."""
+        self.all_gather_vector(torch.zeros(1, dtype=torch.float64), what)
+
+    def send_read(self, message: Tensor, number: int) -> None:
+        """Send every other stage what a step reads, as a contiguous tensor on the CPU. Never waits."""
+        for endpoint in self._reads.values():
+            endpoint.send(message, 1 + number)
+
+    def receive_read(self, size: int, number: int, peer: int, what: str) -> PendingReceive:
+        """Post the receive of what `peer` sends by `send_read` with this number; numbers may come in any order."""
+        return self._reads[peer].receive(torch.empty(size, dtype=torch.uint8), what, 1 + number)
+
+    # -- beginning and end --------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Wait until all that was sent has left, and let go of it. On an accelerator the current stream waits."""
@@ -150,24 +234,22 @@ class Transport(Messages):
         self._disconnect()
 
     def _use(self, notice: FailureNotice) -> None:
-        self.notice = self._connection.notice = notice
+        self.notice = notice
         notice.describe = self.topology.describe
         notice.tear_down = self._disconnect
         notice.interrupt = self._abort
 
-    def _connect(self, routes: list[Route], send_window: int) -> None:
+    def _connect(self, routes: list[Route]) -> None:
         backend = backend_of(self.device.type)
         check_environment(backend)
         is_gloo = backend == dist.Backend.GLOO
         if not is_gloo:
             self._wire_device = self.device
-        elif self.device != self._wire_device:
-            self._staged = True
         self.control_group = control = self._new_group(dist.Backend.GLOO)
-        others = (stage for stage in range(self.topology.num_stages) if stage != self.stage)
-        for peer in others:
-            self._control[peer] = self._end(control, peer, "a message", is_gloo=True, window=CONTROL_WINDOW)
-            self._reads[peer] = self._end(control, peer, "what a step reads", is_gloo=True, window=None)
+        for peer in range(self.num_stages):
+            if peer != self.stage:
+                self._control[peer] = self._end(control, peer, "a message", is_gloo=True, window=_CONTROL_WINDOW)
+                self._reads[peer] = self._end(control, peer, "what a step reads", is_gloo=True, window=None)
         groups: dict[tuple[Channel, bool], dist.ProcessGroup] = {}
         for channel, source, destination in routes:
             # What is shared goes both ways in one order on both sides, and there are many pairs that may share.
@@ -180,21 +262,21 @@ class Transport(Messages):
             if self.stage == source:
                 # Gloo cannot tell which sends have finished, so old ones are waited for; not those of a batch, as
                 # its receivers may not ask for the last micro-batch before this stage has computed the first.
-                window = send_window if is_gloo and channel is not Channel.BATCH else None
+                window = SEND_WINDOW if is_gloo and channel is not Channel.BATCH else None
                 end = self._end(groups[direction], destination, channel.name, is_gloo=is_gloo, window=window)
                 self._outgoing[channel, destination] = end
             elif self.stage == destination:
                 end = self._end(groups[direction], source, channel.name, is_gloo=is_gloo, window=None)
                 self._incoming[channel, source] = end
-        if not is_gloo:
+        if not is_gloo:  # such backends connect on first use, where different orders would deadlock
             self._warm_up(routes)
 
     def _end(self, group: dist.ProcessGroup, peer: int, name: str, *, is_gloo: bool, window: int | None) -> Endpoint:
         kind = LoggedEndpoint if self._is_logged else Endpoint
-        return kind(self._connection, group, peer, name, is_gloo=is_gloo, window=window)
+        return kind(self, group, peer, name, is_gloo=is_gloo, window=window)
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
-        """This pipeline's ranks as a group; every rank of the world makes those of all pipelines."""
+        """The group of this pipeline's ranks. Every rank of the world makes those of all pipelines, as torch asks."""
         for pipeline in range(self.topology.num_pipelines):
             group = new_group(self.topology.ranks_of_pipeline(pipeline), self.timeout, backend)
             if pipeline == self.topology.pipeline:
@@ -218,11 +300,13 @@ class Transport(Messages):
             group.abort()
 
     def _disconnect(self) -> None:
-        """Drop the process groups. Gloo closes its connections, which wakes the peers, when nothing refers to them
-        any more: no work, no endpoint, no group."""
-        for receive in self._receives:
+        """Drop the process groups.
+
+        Gloo closes its connections, which wakes the peers, once nothing refers to them: no work, endpoint or group.
+        """
+        for receive in self.receives:
             receive.abandon()
-        self._receives.clear()
+        self.receives.clear()
         ends = (self._outgoing, self._incoming, self._control, self._reads)
         for endpoint in itertools.chain.from_iterable(end.values() for end in ends):
             endpoint.close()
@@ -230,10 +314,3 @@ class Transport(Messages):
         groups, self._groups, self.control_group = self._groups, [], None
         while groups and dist.is_initialized():
             dist.destroy_process_group(groups.pop())
-
-
-def _no_route(channel: Channel, source: int, destination: int) -> NoReturn:
-    raise ValueError(
-        f"no {Channel(channel).name} route from stage {source} to stage {destination}: "
-        f"name it in the `routes` of the transport"
-    )

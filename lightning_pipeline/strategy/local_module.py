@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pipeline.engine.fully_sharded import FullySharded
 from lightning_pipeline.engine.parameter_map import ParameterMap
 from lightning_pipeline.engine.shared_parameters import spread_from_owner
+from lightning_pipeline.partition.leaves import certain_stages, find_leaves
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.ownership import (
     guard_state_dict,
@@ -25,7 +26,6 @@ from lightning_pipeline.partition.ownership import (
     unguard,
 )
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, is_absent, placeholder
-from lightning_pipeline.partition.stage_config import certain_stages, find_leaves
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.runtime import backends

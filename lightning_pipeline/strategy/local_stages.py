@@ -62,7 +62,7 @@ class LocalStages:
         self.owner_computes: OwnerComputes | None = None
         if transport is not None:
             direct = DirectTransport(transport, device)
-            self.owner_computes = OwnerComputes(module, self.pipeline.recorder, transport, direct)
+            self.owner_computes = OwnerComputes(module, self.pipeline.recorder, direct)
         self.gradients: Gradients = Gradients(
             module,
             self.local.placement,

@@ -137,5 +137,3 @@ class Peers:
         self.notice.publish(error)  # before connections close and wake others up
         Replicas.close_all()
         self.notice.fail(error)
-        if self._agreement is not None:
-            self._agreement.decline(error)

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.fully_sharded import local_part, plain, whole
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.backends import all_reduce
-from lightning_pipeline.runtime.direct import map_tensors, to_cpu
+from lightning_pipeline.runtime.direct import to_cpu
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
@@ -183,7 +184,7 @@ def _check_can_be_shared_out(layout: OptimizerLayout, *, by_parameter: bool) -> 
 
 def _whole(state: dict[str, Any]) -> dict[str, Any]:
     """The state with sharded tensors made whole, on the CPU. All replicas must call it."""
-    return map_tensors(state, lambda tensor: to_cpu(whole(tensor)) if isinstance(tensor, DTensor) else tensor)
+    return _torch.tree_map_only(DTensor, lambda tensor: to_cpu(whole(tensor)), state)
 
 
 def inner(optimizer: Any) -> Optimizer:

@@ -56,7 +56,7 @@ def ownership_of(module: nn.Module, num_stages: int, stage: int) -> Ownership:
             holders[name] = tuple(range(num_stages))
         else:
             holders[name] = (int(name.split(".")[1]) * num_stages // 4,)
-    return Ownership(num_stages, stage, holders, unseen=["unused"])
+    return Ownership(num_stages, stage, holders, unseen=frozenset({"unused"}))
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
-from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
+from lightning_pipeline.runtime.topology import Channel, Topology
 from lightning_pipeline.runtime.transport import Transport
 from tests.launching import launch, run_ranks
 from tests.npu import stand_in
@@ -23,9 +23,8 @@ def transport() -> Transport:
     rank, device = connect()
     stages = dist.get_world_size()
     topology = Topology(num_ranks_per_pipeline=stages, world_size=stages, rank=rank)
-    loop = [Route(FORWARD, stages - 1, 0), Route(BACKWARD, 0, stages - 1)]
-    store = dist.distributed_c10d._get_default_store()
-    return Transport(topology, device, TIMEOUT, store, routes={*routes_along(range(stages)), *loop})
+    topology = topology.along([*range(stages), *range(stages)])
+    return Transport(topology, device, TIMEOUT, dist.distributed_c10d._get_default_store())
 
 
 def exchange(connection: Transport) -> None:

@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeline.partition.stage_config import (
-    certain_stages,
-    count_stages,
-    find_leaves,
-    read_stage_config,
-    resolve,
-)
+from lightning_pipeline.partition.leaves import certain_stages, find_leaves
+from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
 from tests.memory_limit import little_memory
 
 

@@ -55,7 +55,7 @@ def ownership_of(module: Tied, num_stages: int, stage: int) -> Ownership:
             holders[name] = (num_stages - 1,)
         else:
             holders[name] = (int(name.split(".")[1]) * num_stages // 8,)
-    return Ownership(num_stages, stage, holders, unseen=["unused"])
+    return Ownership(num_stages, stage, holders, unseen=frozenset({"unused"}))
 
 
 def settled(layout: OptimizerLayout, ownership: Ownership, transport) -> StageOptimizers:

@@ -82,6 +82,7 @@ class Run:
     validation: Callable[[], Any] = lambda: point_loader(16)
     function: str = "fit"
     checkpoint: str = ""
+    saves: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     torch: str = torch.__version__
 
@@ -100,7 +101,7 @@ class Run:
             return
         checkpoint = folder / self.checkpoint if self.checkpoint else None
         trainer.fit(self.module(), self.data(), self.validation(), ckpt_path=checkpoint)
-        if not (folder / CHECKPOINT).exists():
+        if self.saves:
             trainer.save_checkpoint(folder / CHECKPOINT)
 
 
@@ -184,7 +185,7 @@ def run_all(folder: Path) -> dict[str, tuple[str, float]]:
     rank = int(os.environ["LOCAL_RANK"])
     L.seed_everything(1, verbose=False)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        Run()(folder, monkeypatch)
+        Run(saves=True)(folder, monkeypatch)
     found = {}
     for name, case in CASES.items():
         started = time.monotonic()

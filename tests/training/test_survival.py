@@ -243,7 +243,7 @@ def ends_before_data_is_prepared(folder: Path) -> None:
             if os.environ["LOCAL_RANK"] == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
             deadline = time.monotonic() + PATIENCE_S
-            while not FailureNotice._shared.has_lost_host and time.monotonic() < deadline:
+            while FailureNotice._shared._host is None and time.monotonic() < deadline:
                 time.sleep(0.02)
 
     strategy = PipelineStrategy(stage_config=measured_stages(2), num_stages=2, timeout=PATIENCE_S)

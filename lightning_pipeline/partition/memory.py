@@ -1,0 +1,54 @@
+"""The memory of tensors: who shares it, how much it is, and how it is laid out."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.placeholder import Placeholder
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that tensors with the same memory have in common; negative for a tensor without memory of its own."""
+    if type(tensor) is Placeholder or tensor.layout is not torch.strided:
+        return -id(tensor)
+    with _torch.DisableTorchFunction():
+        try:
+            return _torch.storage_id(tensor)
+        except (NotImplementedError, RuntimeError):  # torch.func's own tensors
+            return -id(tensor)
+
+
+@cache
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def num_storage_bytes(tensor: Tensor) -> int:
+    """The size of a tensor's memory, which may be more than its elements fill."""
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage().nbytes()
+    return tensor._nnz() * (tensor.element_size() + tensor.ndim * torch.int64.itemsize)  # values and indices
+
+
+def is_view_of_kept(tensor: Tensor) -> bool:
+    """Whether a tensor is a view whose base something else still refers to."""
+    with _torch.DisableTorchFunction():
+        base = tensor._base
+        return base is not None and sys.getrefcount(base) > 2  # this local and getrefcount's argument
+
+
+def views_of(tensor: Tensor) -> list[Tensor]:
+    """All views of a tensor, wherever they were made."""
+    with _torch.DisableTorchFunction():
+        # Without views there are two references: the tensor's own, and that of the object which counts them. The search
+        # through all that Python keeps, which is slow where many packages are imported, is left out then.
+        if tensor.layout is torch.strided and _torch.num_storage_references(tensor) <= 2:
+            return []
+        return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]
