@@ -143,7 +143,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     if not isinstance(one, CodeType):
         return repr(one) == repr(other) or (isinstance(one, frozenset) and one == other)
-    parts = ("co_code", "co_names", "co_varnames", "co_cellvars", "co_freevars", "co_argcount", "co_kwonlyargcount")
+    counts = ("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags")
+    parts = ("co_code", "co_names", "co_varnames", "co_cellvars", "co_freevars", *counts)
     return (
         all(getattr(one, part) == getattr(other, part) for part in parts)
         and len(one.co_consts) == len(other.co_consts)
@@ -151,6 +152,8 @@ def _is_same(one: Any, other: Any) -> bool:
     )
 
 
+OF_CONTAINERS = frozenset(("__getitem__", "__iter__", "__len__", "__reversed__"))
+"""By which an object's parts are looked at."""
 _NAMESPACES = (torch, nn, F, torch.special, torch.linalg, torch.fft, math, operator)
 _CLASSES = (bool, int, float, complex, str, tuple, list, slice, range, enumerate, zip, reversed, Tensor, torch.Size)
 _OF_MODULES = (enumerate, zip, reversed, list, tuple)
@@ -188,6 +191,11 @@ def is_torch_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type) and id(value) in _torch_functions()
 
 
+def _names_in(code: CodeType) -> set[str]:
+    """Names of globals and attributes that code uses, comprehensions within included."""
+    return {*code.co_names}.union(*(_names_in(const) for const in code.co_consts if isinstance(const, CodeType)))
+
+
 class _Reader:
     """Reads the body of one function."""
 
@@ -201,13 +209,19 @@ class _Reader:
         self._body = definition.body
         self._globals = function.__globals__
         self._children = children
-        names = [node for node in ast.walk(definition) if isinstance(node, ast.Name)]
-        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
         self._locals = {*code.co_varnames, *code.co_cellvars}
-        within = stored - self._locals  # of comprehensions
-        if not within.isdisjoint(code.co_names) or (is_method and not code.co_argcount):
+        comprehended = {
+            name.id
+            for node in ast.walk(definition)
+            if isinstance(node, ast.comprehension)
+            for name in ast.walk(node.target)
+            if isinstance(name, ast.Name)
+        }
+        if not comprehended.isdisjoint(_names_in(code)) or (is_method and not code.co_argcount):
             raise Impure(f"{function.__qualname__} has names in two scopes")
-        self._locals |= within
+        if function.__builtins__ is not vars(builtins):  # type: ignore[attr-defined]
+            raise Impure(f"{function.__qualname__} has builtins of its own")
+        self._locals |= comprehended
 
     def read(self) -> None:
         self._statements(self._body)
@@ -249,11 +263,14 @@ class _Reader:
                 raise Impure(f"{type(node).__name__} in line {node.lineno}")
 
     def _bind(self, target: ast.expr, kind: _Result) -> None:
+        if isinstance(kind, _Static) and not is_plain(kind.value):
+            raise Impure(f"{ast.unparse(target)} is another name of something global")
         match target:
             case ast.Name(name):
                 if kind is _Kind.MODULE:
                     self.modules.add(name)
             case ast.Tuple(items) | ast.List(items):
+                self._go_through(kind)
                 for item in items:
                     self._bind(item, kind)
             case ast.Starred(inner):
@@ -264,15 +281,17 @@ class _Reader:
     def _bind_each(self, target: ast.expr, node: ast.expr) -> None:
         """Bind what going through something gives."""
         kind = self._expression(node)
-        if kind is _Kind.MODULE:
-            self.uses.attributes.add("__iter__")
-        elif isinstance(kind, _Static) and not is_plain(kind.value):
-            raise Impure(f"goes through {ast.unparse(node)}")
+        self._go_through(kind)
         match node, target:
             case ast.Call(ast.Name("enumerate")), ast.Tuple([ast.Name(), item]):
                 self._bind(item, kind)  # its number is no module
             case _:
                 self._bind(target, kind)
+
+    def _go_through(self, kind: _Result) -> None:
+        """Note that an object's parts are looked at, in whatever way."""
+        if kind is _Kind.MODULE:
+            self.uses.attributes.update(OF_CONTAINERS)
 
     def _value(self, node: ast.expr) -> None:
         """Read an expression that must be no module."""
@@ -311,25 +330,28 @@ class _Reader:
                 return self._values(*values)
             case ast.Compare(left, ops, comparators):
                 operands = (left, *comparators)
-                if all(isinstance(op, (ast.Is, ast.IsNot)) for op in ops):
-                    self._either(operands)
-                    return _Kind.VALUE
-                return self._values(*operands)
+                if not any(isinstance(op, (ast.Is, ast.IsNot)) for op in ops):
+                    return self._values(*operands)
+                if len(operands) > 2 or not isinstance(operands[1], ast.Constant):  # equal arguments count as the same
+                    raise Impure("the identity of values")
+                self._either(operands)
+                return _Kind.VALUE
             case ast.IfExp(test, body, orelse):
                 self._value(test)
                 return self._either((body, orelse))
             case ast.Tuple(items) | ast.List(items):
                 return self._either(items)
             case ast.Starred(inner):
-                return self._expression(inner)
+                kind = self._expression(inner)
+                self._go_through(kind)
+                return kind
             case ast.Slice(lower, upper, step):
                 return self._values(lower, upper, step)
             case ast.Subscript(base, index):
                 self._value(index)
                 kind = self._expression(base)
-                if kind is _Kind.MODULE:
-                    self.uses.attributes.add("__getitem__")
-                elif isinstance(kind, _Static):
+                self._go_through(kind)
+                if isinstance(kind, _Static):
                     raise Impure(f"a part of {ast.unparse(base)}")
                 return kind
             case ast.ListComp(element, generators) | ast.GeneratorExp(element, generators):
@@ -341,6 +363,8 @@ class _Reader:
                 raise Impure(f"{type(node).__name__} in line {node.lineno}")
 
     def _name(self, name: str) -> _Result:
+        if name.startswith("__"):
+            raise Impure(f"{name}, which may be another name where it is read")
         if name in self._locals:
             return _Kind.MODULE if name in self.modules else _Kind.VALUE
         if name in self._globals:
@@ -354,6 +378,8 @@ class _Reader:
         return _Static(owner[name])
 
     def _attribute(self, base: _Result, name: str) -> _Result:
+        if name.startswith("__"):
+            raise Impure(f"{name}, which may be another name where it is read")
         if base is _Kind.MODULE:
             self.uses.attributes.add(name)
             return _Kind.MODULE if name in self._children else _Kind.VALUE
@@ -381,12 +407,12 @@ class _Reader:
             self._expression(given[0])
             self._classes(given[1])
             return _Kind.VALUE
-        elif function in _OF_MODULES:
-            return self._either(given)
-        elif function is len:
-            if self._either(given) is _Kind.MODULE:
-                self.uses.attributes.add("__len__")
-            return _Kind.VALUE
+        elif function in _OF_MODULES or function is len:
+            kind = self._either(given)
+            self._go_through(kind)
+            return _Kind.VALUE if function is len else kind
+        elif function is torch.finfo and not given:
+            raise Impure("torch.finfo() of the default dtype, which may change")
         elif not is_torch_function(function) and function not in _COMPUTING:
             raise Impure(f"{ast.unparse(node.func)} is not known to compute")
         return self._values(*given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,13 +56,26 @@ class KeyedCalls:
             module = modules.get(name)
             if module is not None and has_forward(module):
                 stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
-                noted = self._noted(name, stage, module.forward)
-                found.append(_Forward(module, vars(module).get("forward"), type(module).forward, noted))
+                own = vars(module).get("forward")
+                noted = self._noted(name, stage, module.forward, is_own=own is not None)
+                found.append(_Forward(module, own, type(module).forward, noted))
         return found
 
-    def _noted(self, name: str, stage: tuple[int | None, int], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _noted(
+        self, name: str, stage: tuple[int | None, int], plain: Callable[..., Any], *, is_own: bool
+    ) -> Callable[..., Any]:
+        """What is called in place of a module's forward.
+
+        Args:
+            plain: the forward.
+            is_own: the instance has one of its own, beside its class's.
+        """
 
         def noted(*args: Any, **kwargs: Any) -> Any:
+            forward = plain
+            caller = sys._getframe(1).f_locals.get("self")
+            if not is_own and isinstance(caller, nn.Module) and vars(caller).get("forward") is noted:
+                forward = type(caller).forward.__get__(caller)  # of a copy that a step has made, if not of the module
             if threading.get_ident() != self._thread:
                 return forward(*args, **kwargs)
             before = self.stage, self.name
@@ -71,13 +85,14 @@ class KeyedCalls:
             finally:
                 self.stage, self.name = before
 
-        vars(noted)[IS_KEYED] = True
+        vars(noted)[IS_KEYED] = None if is_own else noted
         return noted
 
 
 def is_own(module: nn.Module) -> bool:
     """Whether the forward of a module is that of its class, but for what `KeyedCalls` puts around it."""
-    return hasattr(vars(module).get("forward", nn.Module.forward), IS_KEYED) or "forward" not in vars(module)
+    forward = vars(module).get("forward")
+    return forward is None or getattr(forward, IS_KEYED, None) is forward  # not of one that wraps it
 
 
 class _Forward(NamedTuple):

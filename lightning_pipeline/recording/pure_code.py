@@ -18,13 +18,17 @@ generators, ``global``, lambdas, modules that are passed on as arguments. A refu
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
-from lightning_pipeline.recording.code_reader import Impure, Item, is_plain, is_torch_function, uses_of
+from lightning_pipeline.recording.code_reader import OF_CONTAINERS, Impure, Item, is_plain, is_torch_function, uses_of
 
 
 class Facts(NamedTuple):
@@ -57,7 +61,10 @@ def facts_of(modules: Sequence[nn.Module], trusted: frozenset[type]) -> Facts:
         by_class.setdefault(type(module), []).append(module)
     pending: list[tuple[FunctionType, bool]] = []
     for cls in by_class:
-        if cls not in trusted and cls not in _CONTAINERS:
+        if cls in trusted:
+            facts.attributes.extend(_trusted(cls)[0])
+            facts.items.extend(_trusted(cls)[1])
+        elif cls not in _CONTAINERS:
             pending.append((_forward_of(cls, facts), True))
     done: set[tuple[FunctionType, bool]] = set()
     names: set[str] = set()
@@ -75,13 +82,45 @@ def facts_of(modules: Sequence[nn.Module], trusted: frozenset[type]) -> Facts:
             names.add(name)
             for cls, members in by_class.items():
                 pending.extend(_resolve(name, cls, members, facts, is_trusted=cls in trusted))
+            if name not in OF_CONTAINERS and not any(_has(module, name) for module in modules):
+                raise Impure(f"no module has {name}")
     return facts
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return name in vars(module) or name in module._parameters or name in module._modules or hasattr(type(module), name)
+
+
+@lru_cache(maxsize=256)
+def _trusted(cls: type) -> tuple[list[Item], list[Item]]:
+    """What a class of torch's computes with: its functions, and those of `torch.nn.functional` that these call."""
+    functions = {
+        name: value
+        for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)])
+        for name, value in vars(base).items()
+        if type(value) is FunctionType and name != "__init__"
+    }
+    if any(not function.__code__.co_filename.startswith(_TORCH) for function in functions.values()):
+        raise Impure(f"{cls.__name__} is not as torch has it")
+    called = {name for function in functions.values() for name in function.__code__.co_names if name in vars(F)}
+    if any(not _is_torchs(vars(F)[name]) for name in called):
+        raise Impure("torch.nn.functional is not as torch has it")
+    return (
+        [Item(cls, name, value) for name, value in functions.items()],
+        [Item(vars(F), name, vars(F)[name]) for name in called],
+    )
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _is_torchs(value: Any) -> bool:
+    return not isinstance(value, FunctionType) or value.__code__.co_filename.startswith(_TORCH)
 
 
 _CONTAINERS = frozenset((nn.ModuleList, nn.ModuleDict))
 _MACHINERY = ("__call__", "__getattr__", "_call_impl", "_wrapped_call_impl")
 """What a call of a module goes through, and the look-up of its parameters."""
-_OF_CONTAINERS = frozenset(("__getitem__", "__iter__", "__len__", "items", "keys", "values"))
 
 
 def _forward_of(cls: type, facts: Facts) -> FunctionType:
@@ -99,21 +138,31 @@ def _resolve(
 ) -> list[tuple[FunctionType, bool]]:
     """Note what a name is on the modules of a class. Returns the functions that are to be proven for it."""
     functions: list[tuple[FunctionType, bool]] = []
+    of_class = inspect.getattr_static(cls, name, None)
     for module in members:
         own = vars(module)
-        if name == "forward" or name in module._parameters or name in module._modules:
-            continue  # whose identity is compared anyhow, and `forward` is of the class
+        if name == "forward":
+            continue  # of the class: an instance's own is refused
+        if name in module._parameters or name in module._modules:
+            # Whose identity is compared anyhow. They are looked up last.
+            if name in own or of_class is not None:
+                raise Impure(f"{cls.__name__}.{name} is hidden by another attribute")
+            facts.absent.append((own, name))
+            facts.absent.extend((vars(base), name) for base in cls.__mro__[: cls.__mro__.index(nn.Module)])
+            continue
         if name in own:
+            if hasattr(of_class, "__set__") or hasattr(of_class, "__delete__"):
+                raise Impure(f"{cls.__name__}.{name} is looked up by a descriptor")
             value = own[name]
             if type(value) is FunctionType and not is_torch_function(value):
                 functions.append((value, False))
             elif not is_plain(value) and not is_torch_function(value):
                 raise Impure(f"{cls.__name__}.{name} may change within")
             facts.items.append(Item(own, name, value))
-        elif hasattr(cls, name):
-            value = inspect.getattr_static(cls, name)
+        elif of_class is not None:
+            value = of_class
             is_torchs = is_trusted or cls in _CONTAINERS
-            if is_torchs and name in _OF_CONTAINERS:
+            if is_torchs and name in OF_CONTAINERS:
                 continue
             if type(value) is FunctionType and not is_torchs and vars(nn.Module).get(name) is not value:
                 functions.append((value, True))

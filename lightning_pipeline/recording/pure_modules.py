@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from operator import contains, getitem, is_
+from operator import attrgetter, contains, getitem, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -135,26 +135,32 @@ class PureModule:
         modules = list(module.modules())
         if any(not is_own(m) or m._buffers or any(hooks_of(m)) or is_compiled(m) for m in modules):
             raise Impure("a module with buffers, hooks, or a forward of its own")
+        if any(type(parameter) is not nn.Parameter for parameter in module.parameters()):
+            raise Impure("a parameter with methods of its own")
         facts = facts_of(modules, PURE)
         self._modules = modules
         self._classes = list(map(type, modules))
         self._hooks = [*_GLOBAL_HOOKS, *(hooks for m in modules for hooks in hooks_of(m))]
         self._sized = [*map(vars, modules), *(m._parameters for m in modules), *(m._modules for m in modules)]
         self._sizes = list(map(len, self._sized))
+        self._children = [m._modules for m in modules if len(m._modules) > 1]
+        self._orders = list(map(list, self._children))
         plain = [(vars(m), key, value) for m in modules for key, value in vars(m).items() if is_plain(value)]
         slots = [(m._parameters, *slot) for m in modules for slot in m._parameters.items()]
         children = [(m._modules, *child) for m in modules for child in m._modules.items()]
-        everything = (*plain, *slots, *children, *facts.items)
+        hooks = [(vars(m), kind, vars(m)[kind]) for m in modules for kind in HOOKS]
+        everything = (*plain, *slots, *children, *hooks, *facts.items, *_forwards(modules))
         items = {(id(owner), key): (owner, key, value) for owner, key, value in everything}
         self._owners, self._keys, self._values = map(list, zip(*items.values(), strict=True))
         attributes = {(id(fact.owner), fact.name): fact for fact in facts.attributes}
         self._holders = [fact.owner for fact in attributes.values()]
         self._names = [fact.name for fact in attributes.values()]
         self._held = [fact.value for fact in attributes.values()]
-        absent = {(id(owner), key): (owner, key) for owner, key in facts.absent}
+        missing = [*facts.absent, *((vars(m), "forward") for m in modules if "forward" not in vars(m))]
+        absent = {(id(owner), key): (owner, key) for owner, key in missing}
         self._without, self._missing = [owner for owner, _ in absent.values()], [key for _, key in absent.values()]
         self._parameters = [parameter for _, _, parameter in slots if parameter is not None]
-        self._trains = [parameter.requires_grad for parameter in self._parameters]
+        self._specs = list(map(_spec, self._parameters))
 
     def is_unchanged(self) -> bool:
         """Whether a call would still come to the same."""
@@ -166,10 +172,20 @@ class PureModule:
                 and all(map(is_, map(type, self._modules), self._classes))
                 and all(map(is_, map(getattr, self._holders, self._names), self._held))
                 and not any(map(contains, self._without, self._missing))
-                and [parameter.requires_grad for parameter in self._parameters] == self._trains
+                and list(map(list, self._children)) == self._orders
+                and list(map(_spec, self._parameters)) == self._specs
             )
         except (KeyError, AttributeError):
             return False
+
+
+_spec = attrgetter("requires_grad", "dtype", "shape")
+"""Of a parameter: what may be changed of it in place, as `module.half()` does."""
+
+
+def _forwards(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
+    """What is put around the forwards of modules with keys."""
+    return [(vars(m), "forward", vars(m)["forward"]) for m in modules if "forward" in vars(m)]
 
 
 def state_of(module: nn.Module) -> PureModule | None:
@@ -206,7 +222,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     plain = nn.Module._call_impl
     state: PureModule | None = None
     fruitless = 0
-    refs = sys.getrefcount
+    refs, frame = sys.getrefcount, sys._getframe
     is_grad_enabled, is_inference, is_autocast = (
         torch.is_grad_enabled,
         torch.is_inference_mode_enabled,
@@ -216,6 +232,9 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal state, fruitless
+        caller = frame(1).f_locals.get("self")
+        if caller is not module and isinstance(caller, nn.Module) and vars(caller).get("_call_impl") is call:
+            return plain(caller, *args, **kwargs)  # a copy that a step has made, with all attributes
         recording = recorder.current
         if (
             recording is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -188,3 +189,17 @@ class BlocksInEvaluation(Evaluated):
     def on_fit_start(self) -> None:
         for block in self.layers:
             block.rate = 0.3
+
+
+@habit(without={"factor": 1.0})
+class CopiedInTheStep(Blocks):
+    """Shallow copies of a block and of a layer are made, changed and called within the step."""
+
+    factor = 0.5
+
+    def features(self, x: Tensor) -> Tensor:
+        block, layer = copy.copy(self.layers[1]), copy.copy(self.layers[2].inner)
+        block.scale = layer.factor = self.factor
+        layer.bias = None
+        x = self.layers[1](block(self.layers[0](x)))
+        return super().features(layer(x) * layer.factor)

@@ -272,6 +272,119 @@ class IsOneOf(nn.Module):
         return x * (2 if isinstance(x, types.SimpleNamespace) else 3)
 
 
+class GlobalByAnotherName(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        seen = SEEN
+        seen.append(x)
+        return x
+
+
+class PrivateMethod(nn.Module):
+    def __note(self, x: Tensor) -> Tensor:
+        SEEN.append(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.__note(x)
+
+
+class Halves(nn.Module):
+    def half(self, x: Tensor | None = None) -> Halves:
+        SEEN.append(torch.zeros(()))
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class MethodsOfValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"a": Halves()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            part.half()
+        return x
+
+
+class Drawn:
+    def __set__(self, owner: nn.Module, value: float) -> None:
+        vars(owner)["scale"] = value
+
+    def __get__(self, owner: nn.Module, cls: type) -> float:
+        return random.random()
+
+
+class ReadsDescriptor(nn.Module):
+    scale = Drawn()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class HiddenParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        vars(self)["weight"] = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class ScopesOfComprehensions(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [SEEN * 2 for SEEN in (x, x)]
+        [SEEN.append(one) for one in kept]  # type: ignore[func-returns-value]
+        return x
+
+
+class GoesThroughItself(nn.Module):
+    def __iter__(self) -> object:
+        SEEN.append(torch.zeros(()))
+        return iter(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(list(self))
+
+
+class AsksWhetherTheSame(nn.Module):
+    mode = "a b"
+
+    def forward(self, x: Tensor, mode: str = "a b") -> Tensor:
+        return x if mode is self.mode else x * 2
+
+
+class DefaultDtype(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.finfo().eps
+
+
+class Noting(nn.Parameter):
+    def mul(self, other: Tensor) -> Tensor:
+        SEEN.append(other)
+        return super().mul(other)
+
+
+class OwnParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Noting(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.mul(x)
+
+
+class NoSuchAttribute(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.nowhere
+
+
 def _of_closure() -> type[nn.Module]:
     seen: list[Tensor] = []
 
@@ -292,6 +405,8 @@ IMPURE = [
     *(Counts, Keeps, Fills, ReadsList, ReadsConfig, ReadsTensor, ReadsBuffer, ReadsProperty, ReadsGlobal),
     *(DrawsInPython, CallsWhatRemembers, CallsOnModule, PassesModule, AliasedModule, NotesOnTensor, AsksTensor),
     *(AsksForGraph, Prints, WithoutGradients, Tries, OwnCall, OwnAttributes, Inherits, UsesSeed, Closes, IsOneOf),
+    *(GlobalByAnotherName, PrivateMethod, MethodsOfValues, ReadsDescriptor, HiddenParameter, ScopesOfComprehensions),
+    *(GoesThroughItself, AsksWhetherTheSame, DefaultDtype, OwnParameter, NoSuchAttribute),
     *(_of_closure(), _without_source()),
 ]
 
@@ -329,6 +444,7 @@ CHANGES: dict[str, Callable[[Block, pytest.MonkeyPatch], object]] = {
     "one more layer": lambda block, patch: block.layers.append(nn.Linear(4, 4)),
     "a parameter": _set("gain", nn.Parameter(torch.ones(4))),
     "frozen": lambda block, patch: block.norm.requires_grad_(False),
+    "its dtype": lambda block, patch: block.norm.half(),
     "a hook": lambda block, patch: block.attention.register_forward_hook(lambda *_: None),
     "a buffer's place": lambda block, patch: block.register_buffer("mask", torch.ones(1)) or setattr(block, "n", 1),
     "a forward of its own": lambda block, patch: setattr(block.attention, "forward", lambda x: x),
@@ -344,6 +460,11 @@ CHANGES: dict[str, Callable[[Block, pytest.MonkeyPatch], object]] = {
     "a global function": lambda block, patch: patch.setitem(globals(), "doubled", remembered),
     "a function of torch": lambda block, patch: patch.setattr(F, "dropout", F.alpha_dropout),
     "a builtin that is hidden": lambda block, patch: patch.setitem(globals(), "enumerate", reversed),
+    "a function of torch that a layer calls": lambda block, patch: patch.setattr(F, "layer_norm", F.rms_norm),
+    "a layer's forward": lambda block, patch: patch.setattr(nn.Linear, "forward", lambda self, x: x),
+    "the order of children": lambda block, patch: block.layers._modules.update({"0": block.layers._modules.pop("0")}),
+    "a dictionary of hooks": lambda block, patch: vars(block.norm).update(_forward_hooks={0: print}),
+    "a parameter's name on the class": lambda block, patch: patch.setattr(Block, "gain", 2.0, raising=False),
     "one for another": lambda block, patch: (delattr(block, "rate"), setattr(block, "other", 0.5)),
 }
 
