@@ -182,7 +182,7 @@ class _Done:
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:
     raise RuntimeError(
-        f"torch.distributed.{name} over all ranks within a step: the ranks of one stage come to it, and would wait "
-        f"for those of the others for ever; let self.all_gather or self.log(..., sync_dist=True) go over replicas, "
-        f"or call it outside of steps ({users_line()})"
+        f"torch.distributed.{name} over all ranks within a step: only the ranks of one stage reach it, and would wait "
+        f"forever for the others; use self.all_gather or self.log(..., sync_dist=True), which go over replicas, or "
+        f"call it outside of steps ({users_line()})"
     )

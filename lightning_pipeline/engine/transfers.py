@@ -154,8 +154,8 @@ class Transfers:
         found = [one for one in self._all if one.value in wanted or (one.value < 0 and not one.is_gone)]
         if any(one.is_gone for one in found):
             raise RuntimeError(
-                "a backward goes a second time through what stages have computed, and the first one has let go of what "
-                "it needs: give the first one retain_graph=True, or compute it anew"
+                "a backward goes a second time through a graph that the first one has freed: pass retain_graph=True to "
+                "the first one, or run the forward again"
             )
         return found
 
