@@ -1,4 +1,4 @@
-"""Micro-batches whose forwards run before the step's Python does (see `expectations`)."""
+"""Runs the forward of micro-batches before the step's Python, and undoes it where it was wrong (see `expectations`)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_pipeline.runtime.tensor_meta import as_bytes, from_bytes, num_byt
 from lightning_pipeline.runtime.transport import Transport
 
 _RECEIVES_AHEAD = 4
-"""Micro-batches whose receives are posted before they are needed."""
+"""Number of micro-batches whose receives are posted ahead of need."""
 
 
 class EarlyForwards:
-    """What ranks tell one another of them, and how they are taken back.
+    """Exchanges the values that the step reads, and undoes forwards that ran on a wrong expectation.
 
     Args:
-        microbatches: the step's, all of them ahead.
+        microbatches: all micro-batches of the step; each has its `ahead` set.
         placement: the rank of each virtual stage.
         rank: this rank's place in the pipeline.
-        read_module: gives every rank the data of tensors of the module.
+        read_module: gives the data of tensors of the module on every rank; all ranks call it.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class EarlyForwards:
         self._of_module = dict(zip(map(id, own), read_module(own), strict=True)) if own else {}
 
     def note_written(self, state: Microbatch, visit: int) -> None:
-        """Keep what a visit is about to write over, until the Python has come to its end."""
+        """Copy the module's tensors that a visit is about to modify in place, so that `pass_over` can restore them."""
         assert state.ahead is not None
         for number in state.ahead.expectation.written[visit]:
             tensor = self._tensors.tensors[number]
             state.ahead.before.append((tensor, copied(tensor)))
 
     def tell(self, state: Microbatch, visit: int) -> None:
-        """Give the other ranks what the step reads of a visit's values."""
+        """Send the values of a visit that the step reads to the other ranks."""
         assert state.ahead is not None
         ahead = state.ahead
         reads = ahead.expectation.reads_by_visit.get(visit)
@@ -72,14 +72,14 @@ class EarlyForwards:
         if ahead.error is None and not ahead.is_passed_over:
             for value, spec, place in zip(reads, specs, places(specs), strict=True):
                 message[place] = as_bytes(state.kept[value], spec)
-            message[-1] = True  # whether the rest is what it should be
+            message[-1] = True  # the values are valid: the forward neither failed nor was passed over
         self._transport.send_read(message, self._number(state, visit))
 
     def values(self, state: Microbatch, recording: Recording, values: Sequence[int]) -> list[Tensor] | None:
-        """The data of values that the step reads; None where it has not come to the read as expected.
+        """The data of values that the step reads; None if the step reached the read in an unexpected way.
 
         Raises:
-            Exception: what a forward here has raised, which the step has not got past.
+            Exception: the error of a forward on this rank, on which the step depends.
         """
         assert state.ahead is not None
         expectation = state.ahead.expectation
@@ -94,16 +94,16 @@ class EarlyForwards:
         return [answers[value].clone() for value in values]
 
     def values_of_module(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """The data of tensors of the module, where all of them were expected to be read."""
+        """The data of tensors of the module; None unless all of them were expected to be read."""
         if not all(id(tensor) in self._of_module for tensor in tensors):
             return None
         return [self._of_module[id(tensor)].clone() for tensor in tensors]
 
     def has_ended(self, state: Microbatch, recording: Recording, loss_value: int, asked: Sequence[int]) -> bool:
-        """Whether a step's Python, which is at its end, has done what the forwards have run: it goes backward, then.
+        """Whether a step's Python has ended as expected, so that the micro-batch may run backward.
 
         Raises:
-            Exception: what a forward here has raised.
+            Exception: the error of a forward on this rank.
         """
         if state.ahead is None or not state.ahead.is_open:
             return False
@@ -124,15 +124,19 @@ class EarlyForwards:
         return is_as_expected
 
     def pass_over(self, first: Microbatch, go_on: Callable[[], None], live: LiveCount) -> None:
-        """Take back what has run of a micro-batch and of later ones. All ranks come to call it."""
+        """Undo the forwards of a micro-batch and of later ones.
+
+        All ranks call it at the same point, as all see the same reads. First the rest of the schedule runs without
+        computing, so that every message sent is received.
+        """
         taken_back = [one for one in self._microbatches[first.index :] if one.ahead is not None and one.ahead.is_open]
         for state in taken_back:
             assert state.ahead is not None
             state.ahead.is_passed_over = True
         go_on()
         for state in taken_back:
-            self._answers(state)  # those that nobody has asked for
-        for state in reversed(taken_back):
+            self._answers(state)  # receive the messages that nobody has read
+        for state in reversed(taken_back):  # the oldest copy of a tensor is restored last
             assert state.ahead is not None
             for tensor, before in reversed(state.ahead.before):
                 with torch.no_grad():
@@ -144,7 +148,7 @@ class EarlyForwards:
     # -- details ----------------------------------------------------------------------------------------------------
 
     def _has_taken_along(self, state: Microbatch, recording: Recording) -> bool:
-        """Whether the Python so far has given its events what the forwards have run on."""
+        """Whether the events so far captured the same tensors and numbers as the forwards ran with."""
         assert state.ahead is not None
         ahead, captured = state.ahead, recording.captured
         if len(captured) > len(ahead.captured):
@@ -157,7 +161,7 @@ class EarlyForwards:
         return True
 
     def _answers(self, state: Microbatch) -> dict[int, Tensor] | None:
-        """The values that a micro-batch's step reads, once they are there; None where they are wrong."""
+        """Wait for the values that a micro-batch's step reads; None if any rank's are invalid."""
         assert state.ahead is not None
         ahead, expectation = state.ahead, state.ahead.expectation
         if ahead.has_answers:
@@ -183,7 +187,7 @@ class EarlyForwards:
         return ahead.answers
 
     def _post(self, state: Microbatch) -> None:
-        """Post the receives of what a micro-batch's step reads."""
+        """Post the receives of the values that a micro-batch's step reads."""
         ahead = state.ahead
         if ahead is None or ahead.arriving is not None or ahead.has_answers:
             return
@@ -196,7 +200,7 @@ class EarlyForwards:
                 ahead.arriving[visit] = self._transport.receive_read(size, number, rank, _what(state))
 
     def _number(self, state: Microbatch, visit: int) -> int:
-        """Tells a message from the step's others: visits of a rank do not take turns."""
+        """Number of a message, unique in the step: messages of a rank's visits may arrive in any order."""
         return state.index * len(self._placement) + visit
 
 

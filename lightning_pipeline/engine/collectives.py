@@ -1,6 +1,6 @@
-"""The user's own torch.distributed collectives within a step, which only one stage's ranks reach.
+"""Handles torch.distributed collectives that the user's code calls within a step, on one stage's ranks only.
 
-In the eyes of a step a process is a replica. Where there is one, collectives are what they are in a group of one.
+To a step, the world consists of replicas. With one replica, collectives act as in a group of size one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_pipeline.runtime.topology import Topology
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """The tensor keeps what it has."""
+    """Leave the tensor unchanged."""
 
 
 def _gathered(tensors: list[Tensor] | None, tensor: Tensor) -> None:
@@ -67,15 +67,15 @@ _ALONE: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("all_to_all", "scatter_object_list"), _copied_lists),
     **dict.fromkeys(("reduce_scatter", "scatter"), _scattered),
 }
-"""What collectives come to in a group of one, of their first two arguments."""
+"""What each collective does in a group of size one, given its first two arguments."""
 
 
 @contextmanager
 def over_replicas(topology: Topology | None) -> Iterator[None]:
-    """While entered, a rank's number is that of its replica, and a collective over all ranks does what it does where
-    there is one, if there is one replica; else it raises instead of waiting for those that do not come.
+    """While entered, `get_rank` and `get_world_size` count replicas instead of ranks.
 
-    Where every rank is a replica they do as ever.
+    With one replica, collectives over all ranks act as in a group of size one; with several they raise, instead of
+    waiting forever for the ranks of other stages. With one stage nothing changes.
     """
     is_entered = hasattr(dist.get_rank, "of_replicas")
     if topology is None or topology.num_stages == 1 or not dist.is_initialized() or is_entered:
@@ -93,12 +93,12 @@ def over_replicas(topology: Topology | None) -> Iterator[None]:
 
 
 Change = tuple[Any, str, Any]
-"""An object, its attribute, and the value that it gets."""
+"""An object, the name of its attribute, and the new value."""
 
 
-@lru_cache(maxsize=4)  # a step enters them, so they are made once
+@lru_cache(maxsize=4)  # every step needs them, so they are made once
 def _changes(num_replicas: int, replica: int) -> list[Change]:
-    """What is replaced in torch."""
+    """The attributes of torch to replace."""
     found = []
     for name, alone in _ALONE.items():
         instead = partial(_alone, alone) if num_replicas == 1 else partial(_refuse, name)
@@ -109,10 +109,11 @@ def _changes(num_replicas: int, replica: int) -> list[Change]:
 
 
 def _collective_replaced(name: str, instead: Callable[..., Any]) -> Change:
-    """Have a collective over all ranks do something else.
+    """Replace a collective where it is called over all ranks.
 
-    Whatever module has imported it under which name: torch wraps each into a function that logs errors, whose one cell
-    holds what it calls. One that somebody else has put in its place (torch_npu has some) is replaced by its name.
+    This must also work for modules that have imported it by name. Torch wraps each collective into a function that logs
+    errors, and whose closure cell holds the original, so the cell is replaced. Functions that other libraries have
+    patched in, such as torch_npu's, have no such cell and are replaced by name.
     """
     function = getattr(dist, name)
     is_wrapped = getattr(function, "__closure__", None) and function.__code__.co_freevars == ("func",)
@@ -127,9 +128,9 @@ def _collective_replaced(name: str, instead: Callable[..., Any]) -> Change:
 
 
 def _number_replaced(name: str, number: int) -> list[Change]:
-    """Have `get_rank` or `get_world_size` give a number, by whatever name somebody else than torch has imported it.
+    """Replace `get_rank` or `get_world_size`, also for modules that have imported it by name.
 
-    These are not wrapped, so their code is replaced; torch's own modules, which import them by name, ask for processes.
+    These are not wrapped, so their code object is replaced. Torch's own modules still get the real numbers.
     """
     function = getattr(dist, name)
     plain = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
@@ -154,7 +155,7 @@ def _calls_default(group: Any = None, _instead: Any = None) -> Any:
 
 
 def _is_over_some(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether arguments name a group that is not of all ranks."""
+    """Whether the arguments include a group other than that of all ranks."""
     groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
     return bool(groups) and groups[0] is not dist.group.WORLD
 
@@ -170,7 +171,7 @@ _OPTIONS = frozenset(("op", "group", "async_op", "src", "dst", "group_src", "gro
 
 
 class _Done:
-    """The handle of a collective that is done."""
+    """Handle of a finished collective, for ``async_op=True``."""
 
     def wait(self, *_: Any) -> bool:
         return True
@@ -181,7 +182,7 @@ class _Done:
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:
     raise RuntimeError(
-        f"torch.distributed.{name} over all ranks within a step: the ranks of one stage come to it, and would wait "
-        f"for those of the others for ever; let self.all_gather or self.log(..., sync_dist=True) go over replicas, "
-        f"or call it outside of steps ({users_line()})"
+        f"torch.distributed.{name} over all ranks within a step: only the ranks of one stage reach it, and would wait "
+        f"forever for the others; use self.all_gather or self.log(..., sync_dist=True), which go over replicas, or "
+        f"call it outside of steps ({users_line()})"
     )

@@ -22,18 +22,18 @@ from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
 
 MAX_STRUCTURES = 64
-"""Structures that are remembered; the one that was not seen for longest goes first."""
+"""Number of structures that are remembered; the least recently used one is dropped first."""
 
 
 @dataclass(slots=True)
 class Announcement:
-    """What the first rank tells the others of a step: each micro-batch's structure and size.
+    """The first rank's message about a step: the structure and size of each micro-batch.
 
     Attributes:
-        numbers: each micro-batch's structure, by number.
-        sizes: each micro-batch's number of samples.
-        new: structures that were not announced before, by number.
-        layouts: layouts that differ from their structure's in plain values, by micro-batch.
+        numbers: number of each micro-batch's structure.
+        sizes: number of samples of each micro-batch.
+        new: structures announced for the first time, by number.
+        layouts: by micro-batch, layouts that differ from their structure's in constants.
     """
 
     numbers: list[int]
@@ -43,7 +43,7 @@ class Announcement:
 
 
 class Delivery:
-    """Of the steps of one pipeline.
+    """Delivers the batches of one pipeline.
 
     Args:
         rank: this rank's place in the pipeline, of `num_ranks`.
@@ -57,15 +57,15 @@ class Delivery:
         self._structures: OrderedDict[int, Structure] = OrderedDict()
         self._by_key: dict[Hashable, int] = {}
         self._next_number = 0
-        self._parts: list[tuple[Tensor, Tensor]] = []  # of the batch on the first rank, with what the step has of each
+        self._parts: list[tuple[Tensor, Tensor]] = []  # the loader's tensors, each with the step's copy
 
     def announce(
         self, work: StepTask, microbatches: list[Any] | None
     ) -> tuple[list[Microbatch], list[list[Tensor]] | None]:
-        """What the step's micro-batches are, and on the first rank their tensors.
+        """Announce the step's micro-batches. Returns their states, and on the first rank their tensors.
 
         Args:
-            microbatches: the first rank's.
+            microbatches: the micro-batches, on the first rank; None elsewhere.
         """
         tensors: list[list[Tensor]] | None = None
         if self._rank == 0:
@@ -89,7 +89,7 @@ class Delivery:
         return self._states(work, announcement), tensors
 
     def deliver(self, states: list[Microbatch], tensors: list[list[Tensor]] | None) -> None:
-        """Give every rank the tensors that all compute with."""
+        """Send the small tensors of the batch to every rank."""
         self._parts = []
         sparse = [
             (state.index, number)
@@ -101,10 +101,10 @@ class Delivery:
             for state, own in zip(states, tensors, strict=True):
                 everywhere, state.given = state.structure.split(own)
                 if self._num_ranks == 1:
-                    # Parts of one tensor count writes together, though no micro-batch writes into another one's.
+                    # Views share a version counter: one micro-batch's in-place write would seem to touch the others'.
                     state.everywhere = [tensor.data for tensor in everywhere]
                     continue
-                # As on the other ranks: no parts of one tensor.
+                # Copies rather than views, as on the other ranks.
                 state.everywhere = [tensor.detach().clone() for tensor in everywhere]
                 self._parts += zip(everywhere, state.everywhere, strict=True)
             for peer in range(1, self._num_ranks):
@@ -135,13 +135,13 @@ class Delivery:
                 states[index].everywhere[number] = tensor
 
     def write_back(self, states: Sequence[Microbatch]) -> None:
-        """What the step has written into its batch, the loader finds there, as in one process."""
+        """Copy the step's in-place changes of its batch back to the loader's tensors, as in one process."""
         parts, self._parts = self._parts, []
         arrays = {memory for state in states if state.recording is not None for memory in state.recording.exposed}
         for tensor, part in parts:
             if type(part) is Placeholder:
                 continue
-            # Torch counts its own writes, and not those through arrays.
+            # Version counters do not see writes through NumPy arrays, nor exist for inference tensors.
             if part.is_inference() or part._version or memory_of(part) in arrays:
                 with torch.no_grad():
                     tensor.copy_(part)
@@ -185,13 +185,13 @@ class Delivery:
             announcement.numbers.append(number)
             sizes.append(num_rows(tensors) or batch_size(microbatch))
             all_tensors.append(tensors)
-        # Where a split of the user's leaves open how many samples there are, micro-batches count alike.
+        # If the number of samples is unknown for any micro-batch, all have the same weight.
         announcement.sizes.extend(size if None not in sizes else 1 for size in sizes)  # type: ignore[misc]
         return announcement, all_tensors
 
 
 def _columns(states: Sequence[Microbatch]) -> Iterator[tuple[list[tuple[int, int]], torch.dtype]]:
-    """Tensors that travel together: those of a dtype, each as micro-batch and number."""
+    """Small tensors grouped by dtype, as (micro-batch, number): each group is sent as one message."""
     found: dict[torch.dtype, list[tuple[int, int]]] = {}
     for state in states:
         for number, spec in enumerate(state.structure.small):

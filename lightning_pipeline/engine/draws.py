@@ -22,11 +22,11 @@ class Draws:
         self._generators = generators(device)
 
     def seed(self, microbatch: int, number: int) -> None:
-        """Before a draw.
+        """Seed the generators for one random draw.
 
         Args:
-            microbatch: its seed.
-            number: of the draw in the micro-batch.
+            microbatch: seed of the micro-batch.
+            number: number of the draw in the micro-batch.
         """
         seed = mix(microbatch, number)
         for generator in self._generators:
@@ -34,7 +34,7 @@ class Draws:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Everything drawn inside leaves the generators as they were."""
+        """Restore the generators' states on exit."""
         states = [generator.get_state() for generator in self._generators]
         try:
             yield
@@ -44,9 +44,9 @@ class Draws:
 
 
 class CountedDraws(TorchFunctionMode):
-    """While entered, the draws of a micro-batch whose step runs as it is are counted and seeded.
+    """Counts and seeds the random draws of a micro-batch whose step runs directly, without recording.
 
-    A checkpointed function draws the same again when it is computed again.
+    A checkpointed function draws the same numbers again when it is recomputed.
     """
 
     def __init__(self, draws: Draws, microbatch: int) -> None:
@@ -58,13 +58,13 @@ class CountedDraws(TorchFunctionMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While the user's step runs."""
+        """Entered while the user's step runs."""
         with self.resumed(), self:
             yield
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """While the user's step, or a part of it, runs: what other code of the process is to know of it."""
+        """Entered while the user's step, or a part of it, runs: patches torch's checkpointing for the process."""
         self._is_entered = True
         try:
             with checkpoints_wrapped(self._resumed):
@@ -94,7 +94,7 @@ class CountedDraws(TorchFunctionMode):
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """While entered, torch's state is what it was around the step: no modes, autograd on, no autocast."""
+    """Reset torch's state to that outside of the step: no modes, autograd enabled, no autocast."""
     modes = []
     while torch._C._len_torch_function_stack():
         modes.append(torch._C._pop_torch_function_stack())

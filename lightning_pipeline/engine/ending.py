@@ -17,14 +17,14 @@ from lightning_pipeline.runtime.tensor_meta import as_bytes, from_bytes, num_byt
 from lightning_pipeline.runtime.transport import Transport
 
 CAPACITY = 1024
-"""Bytes of values that travel in the first message of the exchange."""
+"""Number of bytes of values in the first message of the exchange."""
 _SMALL = 256
-"""Bytes of a value that travels with others."""
+"""Largest size in bytes of a value that is packed with others."""
 
 
 @dataclass(slots=True)
 class Wanted:
-    """A value that is still referred to when a step ends."""
+    """A value to which the user's code still refers when the step ends."""
 
     place: Placeholder
     spec: TensorSpec
@@ -33,18 +33,18 @@ class Wanted:
 
 
 def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[int, int]]) -> list[Wanted]:
-    """What the user's code still refers to.
+    """The values to which the user's code still refers.
 
     Args:
-        owner_of: of each micro-batch, the rank that has computed each value.
+        owner_of: for each micro-batch, the rank that computed each value.
     """
     found = []
     for state in microbatches:
         for value in list(state.places):
             place = state.places[value]
             if type(place) is not Placeholder or place.recording is not state.recording:
-                continue  # a later micro-batch has written into it
-            # Those of the table, of this variable, and of the call.
+                continue  # a later micro-batch has modified it in place
+            # Three references are our own: the table's, this variable's, and that of the call to getrefcount.
             if sys.getrefcount(place) > 3:
                 found.append(Wanted(place, place.spec, owner_of[state.index][value], state.kept.get(value)))
     return found
@@ -58,7 +58,7 @@ def end_step(
     rank: int,
     extra: Sequence[float],
 ) -> list[list[float]]:
-    """Compare what ran, give every rank what is wanted, and exchange some numbers. All ranks must call it.
+    """Compare what ran, send wanted values to every rank, and gather `extra`. All ranks must call it.
 
     Returns:
         Every rank's `extra`.
@@ -99,7 +99,7 @@ def end_step(
     for one in wanted:
         assert one.data is not None
         with torch.no_grad():
-            # An object of its own: the stage's graph may refer to what it computed.
+            # A copy, as the stage's graph may have saved the tensor that it computed.
             become(one.place, one.data.detach().clone() if one.owner == rank else one.data.detach())
     return rows[:, CAPACITY // 8 + 1 :].tolist()
 
@@ -109,10 +109,10 @@ def _is_small(spec: TensorSpec) -> bool:
 
 
 def digest_of(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], before: float | None = None) -> float:
-    """Of what ran, and what is wanted of it.
+    """Digest of the events that ran and of the wanted values; a float, as it is gathered with other numbers.
 
     Args:
-        before: the digest of steps before, which are to count as well.
+        before: digest of earlier unchecked steps, to be included.
     """
     made = hashlib.blake2b(repr(before).encode(), digest_size=6)
     for state in microbatches:
@@ -131,7 +131,7 @@ _WAY_OUT = (
 
 
 def _tell_difference(microbatches: Sequence[Microbatch], transport: Transport) -> None:
-    """Raise what there is to say of ranks that did not run the same."""
+    """Find the first difference between what ranks ran, and raise an error that names it."""
     own = []
     for state in microbatches:
         assert state.recording is not None

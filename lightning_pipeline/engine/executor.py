@@ -15,15 +15,15 @@ from typing import Protocol
 from lightning_pipeline.schedules import Action, Kind
 
 RECEIVES_AHEAD = 2
-"""Receives in each direction that are posted before they are needed."""
+"""Number of receives in each direction that are posted ahead of need."""
 
 Span = tuple[Action, float, float]
 
 
 class StageWork(Protocol):
-    """What a virtual stage can do with one micro-batch; each method takes the micro-batch's number.
+    """The actions of a virtual stage; each method takes the number of the micro-batch.
 
-    `ready_at` is when the inputs of the last computation were there (`time.perf_counter`).
+    `ready_at` is when the inputs of the last computation had arrived (`time.perf_counter`).
     """
 
     ready_at: float
@@ -54,11 +54,11 @@ POSTS = {Kind.RECV_F: "post_forward", Kind.RECV_B: "post_backward"}
 
 
 class RankProgram:
-    """One rank's actions, looked up in the table once for all steps.
+    """One rank's actions, in a form that is computed once and used by all steps.
 
     Attributes:
-        prepared: of each receive, the micro-batch that there is time to prepare while it is waited for; -1 elsewhere.
-            A later stage waits for its first inputs for as long as there are stages before it.
+        prepared: for each receive, the micro-batch that can be prepared during the wait; -1 for other actions. In the
+            warm-up a stage waits for one micro-batch per stage before it.
     """
 
     def __init__(self, actions: Sequence[Action]) -> None:
@@ -83,13 +83,13 @@ class RankProgram:
 
 
 class ScheduleRun:
-    """A step's actions, in order. A computation starts when its inputs are there: the wait for them is the bubble.
+    """Runs a step's actions in order. A computation starts when its inputs have arrived: that wait is the bubble.
 
     Args:
         stages: this rank's virtual stages, by number.
-        observe: gets each action with its start and end in seconds (`time.perf_counter`).
-        before_backward: called with a micro-batch before each of its actions of the backward pass. It may go on.
-        prepare: called with a micro-batch that there is time to prepare. It may go on.
+        observe: called with each action and its start and end in seconds (`time.perf_counter`).
+        before_backward: called with a micro-batch before each of its backward actions. It may call `go_on`.
+        prepare: called with a micro-batch that there is time to prepare. It may call `go_on`.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class ScheduleRun:
             queue.post()
 
     def go_on(self, *, below: int | None = None) -> None:
-        """Do what is left to do.
+        """Run the actions that have not run yet. May be called from within an action.
 
         Args:
-            below: only for micro-batches before this one. From within an action, too.
+            below: run only actions of micro-batches before this one.
         """
         is_done = self._is_done
         for index, (call, microbatch, receives) in enumerate(self._calls):
@@ -133,7 +133,7 @@ class ScheduleRun:
                 self._before_backward(microbatch)
                 if is_done[index]:
                     continue
-            is_done[index] = True
+            is_done[index] = True  # before the call, which may itself call `go_on`
             call(microbatch)
             if receives is not None:
                 receives.done()
@@ -146,8 +146,8 @@ class ScheduleRun:
 class _Ahead:
     """Posts receives in the order of the schedule, a bounded number before they are needed.
 
-    A receive whose tensors are not known yet stops the queue. Actions that run out of turn (`ScheduleRun.go_on`) have
-    their receives posted out of turn, as their senders send them.
+    The queue stops at a receive whose tensor shapes are not known yet. Actions that run out of order
+    (`ScheduleRun.go_on`) post their receives out of order, too, as their senders do with their sends.
     """
 
     def __init__(self, posts: Sequence[tuple[int, str, int]], stages: Mapping[int, StageWork]) -> None:

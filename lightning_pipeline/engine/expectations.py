@@ -1,17 +1,16 @@
 """Predicts what a step will read, so that reading steps need not run micro-batch by micro-batch.
 
-What a step's Python does after a read (``loss.item()``) may depend on what it has read, so that it cannot run ahead of
-the stages as it does otherwise. Where a step has read, the next ones of its kind are expected to run the same events,
-and the stages run them before the Python does::
+After a read such as ``loss.item()``, the step's Python may depend on the value, so it cannot run ahead of the stages as
+it usually does. Once a step has read a value, later steps of its kind are expected to run the same events, and the
+stages run these before the Python::
 
     without reads     Python 0, F0    Python 1, F1    ...    B0             B1
     with reads        F0              F1              ...    Python 0, B0   Python 1, B1
 
-The Python gets what the forward has computed, once it has come to the read by the expected events and has given them
-what they have run on; a micro-batch goes backward when its Python has come to its end like this. Nothing rests on the
-expectation but time: where the Python does something else, all ranks come to see it at the same point. They pass over
-the forwards that are left of this and later micro-batches, so that all that is sent is received, take back what these
-have written into the module, and run the rest of the step in order.
+The Python gets the computed value if it reaches the read through the expected events, with the same captured inputs. A
+micro-batch runs backward once its Python has ended as expected. A wrong expectation costs only time: all ranks notice
+it at the same point. They finish the remaining forwards of this and later micro-batches without computing, so that
+every message sent is received, restore the module's tensors, and run the rest of the step in order.
 """
 
 from __future__ import annotations
@@ -29,21 +28,23 @@ from lightning_pipeline.recording.recording import Recording
 _MISSED = -10
 _GIVEN_UP = -25
 _AT_MOST = 20
-"""A kind's score: a step that came as expected counts one, up to a limit; kinds below some score are not expected."""
+"""Scores of a kind of step: +1 for a hit, up to `_AT_MOST`; `_MISSED` for a miss; given up below `_GIVEN_UP`."""
 
 
 @dataclass
 class Expectation:
-    """How a micro-batch of some kind is expected to go.
+    """How the step of a kind of micro-batch is expected to run.
 
     Attributes:
+        program: the program that is expected to run.
+        end: the last event of its path.
         path: the events from the beginning to the end, both included.
-        origins: of what they take along.
+        origins: how to make the tensors and numbers that the events capture.
         loss_value: number of the loss; -1 for none.
-        asked: values that are asked for after the step.
-        reads: values that are read in it.
-        module_reads: the module's tensors that are read, by number.
-        written: by visit, tensors of the module that it writes into.
+        asked: values that are needed after the step.
+        reads: values that the step reads.
+        module_reads: numbers of the module's tensors that the step reads.
+        written: by visit, numbers of the module's tensors that the program modifies in place.
     """
 
     program: Program
@@ -61,7 +62,7 @@ class Expectation:
 
     @cached_property
     def reads_by_visit(self) -> dict[int, list[int]]:
-        """The values that are read, by the visit that makes them."""
+        """The values that are read, by the visit that computes them."""
         found: dict[int, list[int]] = {}
         for value in self.reads:
             found.setdefault(self.program.homes[value], []).append(value)
@@ -70,7 +71,7 @@ class Expectation:
 
 @dataclass
 class Expectations:
-    """By the beginning of a kind's paths."""
+    """Expectations and scores, by the event at which the paths of a kind begin."""
 
     _known: dict[Event, Expectation] = field(default_factory=dict)
     _scores: dict[Event, int] = field(default_factory=dict)
@@ -79,21 +80,21 @@ class Expectations:
         return self._known.get(beginning)
 
     def wants(self, beginning: Event) -> bool:
-        """Whether it would help to know where what a recording takes along comes from."""
+        """Whether a recording should track the provenance of its captures, so that an expectation can be learned."""
         return beginning in self._scores and beginning not in self._known and not self.has_given_up(beginning)
 
     def has_given_up(self, beginning: Event) -> bool:
-        """Whether steps of this kind are not expected to come as before."""
+        """Whether steps of this kind have differed too often to be predicted."""
         return self._scores.get(beginning, 0) < _GIVEN_UP
 
     def keep(self, beginnings: Collection[Event]) -> None:
-        """Forget others than these."""
+        """Forget all kinds other than these."""
         for beginning in [one for one in self._scores if one not in beginnings]:
             del self._scores[beginning]
             self._known.pop(beginning, None)
 
     def forget(self) -> None:
-        """What stages can run by themselves has changed."""
+        """Forget everything, as ranks hold different tensors now."""
         self._known.clear()
         self._scores.clear()
 
@@ -114,10 +115,10 @@ class Expectations:
         loss_value: int,
         asked: Sequence[int],
     ) -> None:
-        """Take in a micro-batch that has read.
+        """Learn from a micro-batch whose step read values.
 
         Args:
-            can_run_ahead: whether its program can run before its Python.
+            can_run_ahead: whether its program can run before the Python.
         """
         self._scores.setdefault(beginning, 0)
         if not self.wants(beginning):
@@ -126,7 +127,7 @@ class Expectations:
             self._scores[beginning] = 10 * _MISSED
             return
         if recording.provenance is None:
-            return  # the next recording notes it
+            return  # the next recording tracks it
         origins = _origins(recording)
         if origins is None:
             self.note_miss(beginning)
@@ -145,7 +146,7 @@ class Expectations:
 
 
 def _written(program: Program) -> list[list[int]]:
-    """By visit, the module's tensors that a program writes into."""
+    """By visit, numbers of the module's tensors that a program modifies in place."""
     writes = ModuleWrites()
     found: list[dict[int, None]] = [{} for _ in program.visits]
     for event in program.events:
@@ -155,7 +156,7 @@ def _written(program: Program) -> list[list[int]]:
 
 
 def _origins(recording: Recording) -> list[Origin] | None:
-    """Where what a recording has taken along comes from; None if that is not known of something."""
+    """The origin of each tensor and number that a recording captured; None if any is unknown."""
     provenance = recording.provenance
     if provenance is None or not provenance.is_known or recording.overwritten:
         return None
@@ -171,12 +172,14 @@ def _origins(recording: Recording) -> list[Origin] | None:
 
 
 def _can_be_taken_back(program: Program, reads: Sequence[int]) -> bool:
-    """Whether a run of its events leaves nothing behind but new tensors, and writes into the module's own memory; and
-    whether what is read is still the same when it has run."""
+    """Whether a run of the program can be undone, and leaves the values that are read unchanged.
+
+    It may only make new tensors and modify the module's tensors in place.
+    """
     if program.leaves or any(program.foreign):
         return False
     writes = ModuleWrites()
-    memory: dict[object, object] = {}  # of values, by the first one in it; below zero of the module's
+    memory: dict[object, object] = {}  # for each value, the first one that shares its memory; negative: the module's
     written = set()
     for event in program.events:
         if event.visit < 0:

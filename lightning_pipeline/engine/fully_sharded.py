@@ -1,4 +1,4 @@
-"""Parameters sharded over replicas by torch's FSDP2, gathered and reduced when the schedule says."""
+"""Parameters sharded over replicas by torch's FSDP2, gathered and reduced once per step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_pipeline.runtime.replicas import Replicas
 class FullySharded:
     """A stage's leaves whose parameters, gradients and optimizer state are sharded over its replicas.
 
-    Outside of a step each replica holds a slice of every parameter, a DTensor. A training step gathers them once, as
-    its micro-batches pass through the leaves in turns, and reduces their gradients once. FSDP2's own hooks, which do
-    both around every call of a module, are taken off: between modules they would be operations of the user's step,
-    and replicas may have unequally many micro-batches.
+    Outside of a step each replica holds a slice of every parameter, as a DTensor. A training step gathers the
+    parameters and reduces their gradients once, as all micro-batches use them. FSDP2's own hooks, which do both around
+    every call of a module, are removed: they would be recorded as part of the user's step, and replicas may have
+    different numbers of micro-batches.
 
     Args:
         replicas: the ranks that hold the same stages.
@@ -48,10 +48,10 @@ class FullySharded:
         return list(dict.fromkeys(leaf.get_parameter(name) for leaf, names in leaves for name in names))
 
     def adopt(self, module: nn.Module) -> None:
-        """Take over what an earlier run of this process has sharded over the same replicas.
+        """Take over parameters that an earlier run in this process sharded over the same replicas.
 
         Raises:
-            ValueError: it was sharded over other ones.
+            ValueError: they were sharded over other ranks.
         """
         for name, leaf in module.named_modules():
             if isinstance(leaf, FSDPModule):
@@ -130,8 +130,11 @@ class FullySharded:
             leaf.set_requires_gradient_sync(False)
 
     def _take_back(self, part: Tensor, parameter: Tensor) -> None:
-        """Write what a step or a hook may have written into a whole parameter into its slice. To ask whether it has
-        would take a device's answer, and what writes through ``.data`` leaves no version."""
+        """Copy in-place changes of a gathered parameter back to this rank's slice.
+
+        It copies even if nothing changed: writes through ``.data`` do not bump the version, and comparing the data
+        would synchronize with the device.
+        """
         chunks = parameter.detach().chunk(self._replicas.num_replicas)
         if self._replicas.topology.replica < len(chunks):
             own = local_part(part)
@@ -152,12 +155,12 @@ class FullySharded:
 
 
 def _version(parameter: Tensor) -> int:
-    """Changes when something is written into a slice."""
+    """A number that grows whenever a slice is modified in place."""
     return parameter._version + (parameter._local_tensor._version if isinstance(parameter, DTensor) else 0)
 
 
 def slice_like(sharded: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's part of `tensor`, which all ranks have alike, sharded as `sharded` is."""
+    """This rank's slice of `tensor`, which is equal on all ranks, sharded like `sharded`."""
     assert isinstance(sharded, DTensor)
     return distribute_tensor(tensor.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None)
 

@@ -30,12 +30,12 @@ class Data(Protocol):
 
 
 class HookCalls:
-    """The hooks of one micro-batch.
+    """Runs the gradient hooks of one micro-batch on every rank.
 
     Args:
-        recording: of its step.
-        direct: to the other ranks; None without any.
-        seed: starts the random numbers of a draw.
+        recording: the recording of its step.
+        direct: sends to the other ranks; None if there are none.
+        seed: seeds the generators for a random draw.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class HookCalls:
 
     @property
     def are_there(self) -> bool:
-        """Whether there are any; the same on all ranks."""
+        """Whether there are any hooks; the same on all ranks."""
         return bool(self._recording.hooks or self._own)
 
     @property
     def parameters(self) -> list[int]:
-        """Numbers of the parameters that have some."""
+        """Numbers of the parameters that have hooks."""
         return list(self._own)
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """While entered, for a stage's backward, the other ranks are told of each gradient that a hook gets."""
+        """Entered around a stage's backward: each gradient that a hook receives is sent to the other ranks."""
         before = []
         for hook in self._recording.hooks:
             hook.run = lambda hook, gradients: self._tell(hook.number, gradients)
@@ -91,7 +91,7 @@ class HookCalls:
             self._direct.tell(None)
 
     def listen(self, owner: int) -> None:
-        """Run the hooks that another rank runs, until its backward ends."""
+        """Run the same hooks as another rank, until its backward ends."""
         assert self._direct is not None
         while True:
             told = self._direct.hear(owner, "the gradients of hooks")
@@ -124,7 +124,7 @@ class HookCalls:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Random numbers go on from those of the step, from one hook to the next."""
+        """Let hooks draw random numbers that continue the step's, from one hook to the next."""
         if not self._random:
             self._seed(self._recording.num_draws)
         for generator, state in zip(self._generators, self._random, strict=False):
@@ -134,7 +134,7 @@ class HookCalls:
 
 
 class _OnData(TorchFunctionMode):
-    """While entered, what the user's code refers to has its data."""
+    """While entered, functions called on placeholders run on their data."""
 
     def __init__(self, recording: Recording, tensors: ModuleTensors, data: Data) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
 """Strides of the gradients that a stage sends back.
 
-A gradient has whatever strides the operation gave it that made it, and what adds it up does so in an order that depends
-on them. They follow from the program, so the first gradients of one are preceded by their strides, and later ones look
-alike. Where some have no dense memory, as what comes of a sum or a slice, strides precede them every time: a gradient
-whose elements all differ would not fit those of one that repeats a single element.
+A gradient's strides depend on the operation that made it, and the order in which kernels add elements depends on the
+strides. They follow from the program, so only its first gradients are preceded by a message with their strides. If some
+are not dense, such as the expanded gradient of a sum, the message is sent every time: a later gradient may have
+distinct elements where the first one repeated a single element.
 
-That is for bits that equal one process's, which the CPU gives. On other devices, where to read a message is to wait for
-the device, gradients have the strides of the values.
+This makes results on the CPU equal to one process's bit by bit. On accelerators, where reading a message would
+synchronize with the device, gradients are sent with the strides of the values.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Strides = tuple[int, ...]
 
 
 class GradientStrides:
-    """What a rank knows of one program's gradients on their way from one visit to the one before.
+    """The strides of one program's gradients between a visit and the previous one.
 
     Args:
-        specs: of the values whose gradients they are.
+        specs: specs of the values that the gradients belong to.
 
     Attributes:
-        metas: as which they are received, before their strides are known.
+        metas: shapes and dtypes for the receives, whatever the strides.
     """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
@@ -46,7 +46,7 @@ class GradientStrides:
         self.metas = [TensorMeta(spec.shape, contiguous_strides(spec.shape), spec.dtype) for spec in specs]
 
     def announce(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """The message that precedes these, if any does."""
+        """The message with the strides to send before these gradients; None if the receiver knows them."""
         if self._fixed is not None:
             return None
         strides = [gradient.stride() for gradient in gradients]
@@ -54,21 +54,21 @@ class GradientStrides:
         return torch.tensor([step for stride in strides for step in stride], dtype=torch.int64)
 
     def to_send(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients with memory in the order that the receiver knows of."""
+        """Gradients laid out with the strides that the receiver expects."""
         if self._fixed is None:
             return list(gradients)
         return [_with_strides(one, stride) for one, stride in zip(gradients, self._fixed, strict=True)]
 
     def can_post(self) -> bool:
-        """Whether it is known what comes next."""
+        """Whether it is known which messages come next; not so while the first strides are on their way."""
         return self._first is None
 
     def hear(self, what: str) -> None:
-        """Wait for the first message, so that it is."""
+        """Wait for the first message, after which receives can be posted."""
         self.strides(self._first, what)
 
     def post(self, receive: Callable[[TensorMeta], Arriving]) -> Arriving | None:
-        """Post the receive of the message that precedes the next ones, if any does."""
+        """Post the receive of the message with the next gradients' strides; None if they are known."""
         if self._fixed is not None:
             return None
         arriving = receive(TensorMeta((sum(self._dims),), (1,), torch.int64))
@@ -77,7 +77,7 @@ class GradientStrides:
         return arriving
 
     def strides(self, message: Arriving | None, what: str) -> list[Strides]:
-        """Those of what has come after a message, or without one."""
+        """The strides of the gradients that follow a message, or that came without one."""
         if message is None:
             assert self._fixed is not None
             return self._fixed

@@ -31,11 +31,11 @@ class GradientHold:
         self._held: list[Tensor | None] = []
 
     def begin(self, parameters: Iterable[nn.Parameter], *, first: bool, unseen: Container[nn.Parameter] = ()) -> None:
-        """Before the schedule.
+        """Called before the schedule.
 
         Args:
-            first: this batch begins an accumulation window.
-            unseen: those whose gradients of the last window nobody needs.
+            first: whether this batch begins an accumulation window.
+            unseen: parameters whose gradients of the last window nobody needs.
         """
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._held = []
@@ -46,7 +46,7 @@ class GradientHold:
                 parameter.grad = None
 
     def end(self) -> None:
-        """After the schedule."""
+        """Called after the schedule."""
         if self._aside is None:
             return
         self._held = [parameter.grad for parameter in self._parameters]
@@ -69,7 +69,7 @@ class Gradients:
         module: the LightningModule.
         stages: this rank's virtual stages.
         leaves: names of the modules that are sharded one by one.
-        gradients_mean: over replicas gradients are averaged; else summed.
+        gradients_mean: average gradients over replicas; else sum them.
         sharded: shards parameters over replicas; None keeps them whole.
     """
 
@@ -100,12 +100,12 @@ class Gradients:
         self._maybe_shared: frozenset[str] = frozenset()
         self._reducer: PipelineGradReducer | None = None
         self._final: dict[int, list[nn.Parameter]] = {}
-        self._reducing: PipelineGradReducer | None = None  # this step's, whatever it brings to light
+        self._reducing: PipelineGradReducer | None = None  # this step's, even if `settle` drops the other
         self._complete = True
         self._slices: list[nn.Parameter] = []
 
     def settle(self, ownership: Ownership) -> None:
-        """Take in who holds what, which a step has brought to light."""
+        """Update which ranks hold which parameters."""
         self._shared = shared_parameters(dict(self._module.named_parameters(remove_duplicate=False)), ownership)
         split = [name for name, (parameter, _) in self._shared.items() if isinstance(parameter, DTensor)]
         if split:
@@ -131,13 +131,13 @@ class Gradients:
         return self.sharded.shard([self._module.get_submodule(name) for name in leaves], whole)
 
     def gather(self) -> None:
-        """Have the whole of parameters that are in slices, for code before `begin`. `finish` or `release` ends it."""
+        """Gather sharded parameters for code that runs before `begin`; `finish` or `release` shards them again."""
         if self.sharded is not None and not self._slices:
             self._slices = self._parameters()
             self.sharded.gather()
 
     def release(self) -> None:
-        """Go back to the slices after `gather`, without a schedule."""
+        """Shard parameters again after `gather` if no schedule runs."""
         if self.sharded is not None:
             self.sharded.release()
             self._slices = []
@@ -199,7 +199,7 @@ class Gradients:
         return self._reducer
 
     def _groups(self, maybe_shared: Mapping[str, nn.Parameter]) -> dict[int, list[nn.Parameter]]:
-        """By virtual stage: parameters that no other one adds to. Backwards end on the last stage first."""
+        """By virtual stage, the parameters that it alone uses; the last stage first, as its backward ends first."""
         groups = {}
         for stage in reversed(self._stages):
             names = self._placement.used_by(stage) - maybe_shared.keys()

@@ -1,10 +1,8 @@
 """Runs micro-batches one by one, event by event: for steps that read values or return to an earlier stage.
 
-Micro-batches whose steps read what stages compute, or go back to earlier stages: one by one, event by event.
-
-Each event runs on the rank of its visit, as soon as its values are asked for or its step has ended; an operand that
-another visit has made goes there directly. All ranks go through the same events in the same order, so all of them know
-who sends what to whom.
+Each event runs on the rank of its visit, when one of its values is read or the step ends. Operands from other visits
+are sent there directly. All ranks walk through the same events in the same order, so each knows which
+rank sends what to which.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ _SIGNATURE = inspect.signature(torch.autograd.grad)
 
 
 def by_leaves(leaves: Mapping[int, Sequence[Tensor]]) -> Callable[..., Any]:
-    """`torch.autograd.grad` that adds up the gradients of a tensor's leaves, the last use's first, as autograd does.
+    """A `torch.autograd.grad` that sums the gradients over a tensor's leaves, last use first, as autograd does.
 
     Args:
-        leaves: by the tensor's id; those that are not in it, or have none, stand for themselves.
+        leaves: the leaves of each tensor, by its id. A tensor without leaves is differentiated itself.
     """
 
     def grad(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
@@ -49,7 +47,7 @@ def by_leaves(leaves: Mapping[int, Sequence[Tensor]]) -> Callable[..., Any]:
         uses = [leaves.get(id(one)) or [one] for one in ([inputs] if isinstance(inputs, Tensor) else inputs)]
         bound.arguments["inputs"] = [leaf for own in uses for leaf in own]
         if any(len(own) > 1 for own in uses):
-            bound.arguments["allow_unused"] = True  # a part of the uses
+            bound.arguments["allow_unused"] = True  # the output may depend on some uses only
         with CaughtGradient.paused():
             found = iter(torch.autograd.grad(*bound.args, **bound.kwargs))
         return tuple(_sum([next(found) for _ in own]) for own in uses)
@@ -67,8 +65,8 @@ class InOrder:
 
     Args:
         placement: the rank of each virtual stage.
-        holders: the ranks that hold a tensor of the module, the one that gives it to others first.
-        earlier: a value of an earlier micro-batch, of which every rank has the data then.
+        holders: gives the ranks that hold a tensor of the module, by number; the first one sends it to the others.
+        earlier: gives the data of an earlier micro-batch's value on every rank; all ranks call it.
     """
 
     def __init__(
@@ -106,15 +104,15 @@ class InOrder:
             for event in state.carried.program.events:
                 self._writes.of(event)
         self._rank_of = self._transfers.rank_of
-        self._depth = 0  # of checkpointed functions
+        self._depth = 0  # of nested checkpointed functions
         self._stops_early = False
-        self._repeated: dict[int, Repeated] = {}  # by visit, of the checkpointed function that runs
+        self._repeated: dict[int, Repeated] = {}  # by visit: its part of the running checkpointed function
         if self._rank == placement[0]:
             for value, tensor in enumerate(state.given):
                 self._here[0, value] = tensor
 
     def run_up_to(self, end: Event) -> None:
-        """Run what has not run of a path."""
+        """Run the events of a path up to `end` that have not run yet."""
         todo: list[Event] = []
         event: Event | None = end
         while event is not None and event.parent is not None and event is not self._done:
@@ -146,16 +144,19 @@ class InOrder:
         return self._direct.spread(tensor.detach() if owner == self._rank else None, TensorSpec.of(tensor), owner)
 
     def value(self, value: int) -> Tensor | None:
-        """A value's tensor, where this rank has made it."""
+        """A value's tensor; None if another rank computed it."""
         return self._here.get((self.homes[value], value))
 
     def let_go(self) -> None:
-        """The micro-batch is done with."""
+        """Free the micro-batch's tensors."""
         self._here.clear()
         self._transfers.let_go()
 
     def carry_on(self, event: Event, program: Program, values: Container[int]) -> ContinuedStep:
-        """What goes on after a meeting: these values. Graphs keep what they need, and the module's tensors change."""
+        """The state that the step continues with after a synchronization point.
+
+        Only `values` are kept: graphs hold what they need themselves, and copies of the module's tensors become stale.
+        """
         here = {key: tensor for key, tensor in self._here.items() if key[1] in values}
         return ContinuedStep(event, program, self._transfers, here)
 
@@ -171,9 +172,11 @@ class InOrder:
         gradients: dict[int, Tensor | None] = {}
         self._transfers.merge()
         repeated = self._used_repeatedly(program)
+        # Sum this micro-batch's gradients apart from earlier ones': floating-point addition is not associative.
         before = [(tensor, tensor.grad) for tensor, _ in repeated]
         for tensor, _ in repeated:
             tensor.grad = None
+        # Every rank loops over all visits, as gradients and hook calls travel between any two of them.
         for visit in range(last, -1, -1):
             is_mine = self._rank_of(visit) == self._rank
             if hooks.are_there and not is_mine:
@@ -189,7 +192,7 @@ class InOrder:
                         else TensorSpec.of(self._tensors.tensors[-1 - one.value])
                     )
                     gradient = gradients[index] = self._transfers.give_back(one, spec, is_repeated=retain_graph)
-                    if one.source > visit and gradient is not None:  # a parameter's, which no visit to come gives
+                    if one.source > visit and gradient is not None:  # a parameter's: the source's turn is over
                         backward_from([one.sent], [gradient], retain_graph=retain_graph)
         self._transfers.end_backward(transfers, is_repeated=retain_graph)
         for parameter, gradient in before:
@@ -203,8 +206,10 @@ class InOrder:
     # -- details ----------------------------------------------------------------------------------------------------
 
     def _used_repeatedly(self, program: Program) -> list[tuple[Tensor, set[int]]]:
-        """Parameters that several visits of this rank use, with these: in one process a micro-batch's uses add up, one
-        after the other, before they are added to those of others."""
+        """Parameters that several visits of this rank use, with these visits.
+
+        In one process, autograd sums a micro-batch's uses of a parameter before it adds them to ``.grad``.
+        """
         visits: dict[int, set[int]] = {}
         for event in program.events:
             if self._rank_of(event.visit) == self._rank:
@@ -231,7 +236,8 @@ class InOrder:
         """Run backward on a visit, on its rank.
 
         Args:
-            continued: parameters to whose gradients of later visits those of this one are added, use by use.
+            continued: parameters whose gradient from later visits is passed in as a root, so that autograd adds this
+                visit's uses to it one by one.
         """
         if self._rank_of(visit) != self._rank:
             return
@@ -257,14 +263,14 @@ class InOrder:
                 work.run_backward(weighted)
         for parameter in continued if roots else ():
             if parameter.grad is not None:
-                roots.append(torch.ops.aten.alias.default(parameter))  # the latest node, which comes first
+                roots.append(torch.ops.aten.alias.default(parameter))  # the newest node, which autograd runs first
                 given.append(parameter.grad)
                 parameter.grad = None
         if roots:
             backward_from(roots, given, retain_graph=retain_graph)
 
     def _check_hooked(self, hooks: HookCalls, program: Program, wanted: Container[int]) -> None:
-        """A hook on a parameter gets all of its gradient, or none."""
+        """Reject hooks on parameters that several visits use: they would see parts of the gradient."""
         for number in hooks.parameters:
             users = (event for event in program.events if -1 - number in event.inputs)
             visits = {event.visit for event in users if any(value in wanted for value in event.made())}
@@ -275,7 +281,7 @@ class InOrder:
                 )
 
     def _retained(self, value: int) -> Tensor | None:
-        """The gradient of a value of which it is retained, on every rank."""
+        """The gradient of a value on which `retain_grad` was called, on every rank."""
         owner = self._rank_of(self.homes[value])
         own = self._here[self.homes[value], value].grad if owner == self._rank else None
         if self._direct is None:
@@ -338,7 +344,7 @@ class InOrder:
     def _share_write(
         self, number: int, visit: int, event: Event, operands: Sequence[Tensor], *, is_replaced: bool
     ) -> None:
-        """A tensor of the module has been written into on one rank: the others that hold it follow."""
+        """Copy a tensor of the module that an event modified on one rank to the other ranks that hold it."""
         writer = self._rank_of(visit)
         spec = next((spec for slot, spec, _ in event.writes if event.inputs[slot] == -1 - number), None)
         tensor = self._tensors.tensors[number]
@@ -375,11 +381,11 @@ class InOrder:
                 self._repeated = {}
 
     def _operand(self, value: int, visit: int, *, is_named: bool, is_viewed: bool) -> Tensor:
-        """A value for one use on a visit.
+        """A value as the operand of one event of a visit.
 
         Args:
-            is_named: the use writes into it, or asks for its gradient.
-            is_viewed: the use gives something that shares its memory.
+            is_named: the event modifies the value in place or asks for its gradient, so it needs the value itself.
+            is_viewed: the event returns a view of it.
         """
         home, spec = self.homes[value], self.specs[value]
         returns = self._transfers.gives_gradient(spec)
@@ -395,7 +401,7 @@ class InOrder:
         return self._here.get((visit, value), _NOTHING)
 
     def _moved(self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None) -> Tensor:
-        """A value, or a tensor of the module, that another visit has, on its first use on a visit."""
+        """Move a value, or a tensor of the module, from one visit to another that uses it for the first time."""
         moved = self._transfers.move(value, source, destination, spec, own)
         found = self._here[destination, value] = _NOTHING if moved is None else moved
         return found
@@ -414,7 +420,7 @@ class InOrder:
         return found
 
     def _held(self, tensor: Tensor, holders: Sequence[int], visit: int) -> Tensor:
-        """What was made in a hook, on the rank of a visit."""
+        """A tensor that a hook made on the ranks `holders`, on the rank of a visit."""
         rank = self._rank_of(visit)
         if rank in holders or self._direct is None:
             return tensor
@@ -424,13 +430,14 @@ class InOrder:
 
 
 def _is_written(event: Event, slot: int) -> bool:
-    """Whether an event writes into an operand."""
+    """Whether an event modifies an operand in place."""
     return slot in [written for written, _, _ in event.writes]
 
 
 def _is_viewed(event: Event, slot: int) -> bool:
-    """Whether an event gives something that shares an operand's memory."""
+    """Whether an event returns a tensor that shares an operand's memory."""
     return any(slot in shared for shared in event.result.shares)
 
 
 _NOTHING = torch.empty(0, device="meta")
+"""Stands for operands on other ranks, whose events this rank does not run."""

@@ -1,4 +1,4 @@
-"""Gradients of leaf tensors that are no parameters, such as a batch after `requires_grad_()`.
+"""Gradients of leaf tensors that are not parameters, such as a batch after `requires_grad_()`.
 
 A step's backward leaves them on the ranks that computed with the tensors; when it ends, all ranks get them.
 """
@@ -19,22 +19,22 @@ from lightning_pipeline.runtime.transport import Transport
 
 
 class LeafGradients:
-    """Shares the gradients of leaves that steps take along."""
+    """Shares the gradients of leaves that steps capture."""
 
     def __init__(self, tensors: ModuleTensors, transport: Transport, direct: DirectTransport) -> None:
         self._tensors = tensors
         self._transport = transport
         self._direct = direct
         self._known: list[weakref.ref[Tensor]] = []
-        self._before: list[tuple[Tensor, Tensor | None, int]] = []  # each with its gradient, and how often written into
+        self._before: list[tuple[Tensor, Tensor | None, int]] = []  # leaf, its gradient, and the gradient's version
 
     def begin(self) -> None:
-        """Note, as a step begins, what gradients the leaves have."""
+        """Called when a step begins: remember the leaves' gradients."""
         leaves = [leaf for leaf in (reference() for reference in self._known) if leaf is not None]
         self._before = [(leaf, leaf.grad, _num_writes(leaf.grad)) for leaf in leaves]
 
     def share(self, captured: Sequence[Tensor]) -> None:
-        """Share the gradients of what a step took along, as it ends. All ranks must call it."""
+        """Called when a step ends: share the gradients of the leaves that it captured. All ranks must call it."""
         if not captured:
             self._before = []
             return
@@ -47,7 +47,7 @@ class LeafGradients:
         self._known, self._before = [weakref.ref(leaf) for leaf in leaves], []
 
     def _has_changed(self, leaf: Tensor) -> bool:
-        """Whether it has another gradient than when the step began, or other numbers in it."""
+        """Whether its gradient was replaced or modified since the step began."""
         for before, gradient, writes in self._before:
             if before is leaf:
                 return leaf.grad is not gradient or _num_writes(leaf.grad) != writes
@@ -62,7 +62,7 @@ class LeafGradients:
             )
         spec = TensorSpec.of(leaf).but(requires_grad=False, is_parameter=False)
         total: Tensor | None = None
-        for rank in reversed(ranks):  # one process comes to later uses first
+        for rank in reversed(ranks):  # as autograd sums in one process: later uses first
             part = self._direct.spread(leaf.grad if rank == self._direct.rank else None, spec, rank)
             total = part if total is None else total + part
         if total is not None:

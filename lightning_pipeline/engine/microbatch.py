@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 SAMPLE = 1 << 14
-"""The most elements of a tensor that count; of a larger one, as many at even distances."""
+"""Largest number of elements of a tensor that a digest covers; larger tensors are sampled at even distances."""
 
 Content = Sequence["int | Tensor"]
 
 
 def contents(captured: Sequence[Any], known: Collection[int]) -> list[int | Tensor]:
-    """For each thing taken along, a number that tells it from others, or the tensor of which `digests` makes one.
+    """For each captured object a hash, or a sampled tensor that `digests` hashes later.
 
     Args:
-        known: ids of the tensors that do not count.
+        known: ids of tensors that are known to be equal on all ranks, and are left out.
     """
     found: list[int | Tensor] = []
     seen: dict[int, int | Tensor] = {}
@@ -56,13 +56,16 @@ def contents(captured: Sequence[Any], known: Collection[int]) -> list[int | Tens
 
 
 def digests(content: Content) -> list[int]:
-    """All of it as numbers, for which tensors come from their devices."""
+    """Hash the sampled tensors, which copies them to the CPU."""
     return [_digest(one) if isinstance(one, Tensor) else one for one in content]
 
 
 def _sample(tensor: Tensor) -> int | Tensor:
-    """The elements that count: none of what some ranks hold, and no floats on devices, where some kernels do not give
-    the same bits twice."""
+    """The digest of a tensor on the CPU, or the elements to digest later; 0 for tensors that are not compared.
+
+    Tensors that only some ranks hold are not compared, nor floats on accelerators, where some kernels are not
+    deterministic.
+    """
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     is_plain = is_plain and HELD_BY not in tensor.__dict__
     if not is_plain or tensor.is_meta or tensor.is_quantized or not tensor.numel():
@@ -84,27 +87,27 @@ T = TypeVar("T")
 
 
 class Structure:
-    """What micro-batches have in common: kind, nesting, and specs of the tensors.
+    """What micro-batches of one kind share: the key, the nesting, and the specs of the tensors.
 
     Attributes:
-        small: specs of those that every rank has.
-        large: specs of those that the first rank alone has.
+        small: specs of the tensors that are sent to every rank.
+        large: specs of the tensors that stay on the first rank.
     """
 
     def __init__(self, key: Hashable, layout: Layout, specs: list[TensorSpec]) -> None:
         self.key, self.layout, self.specs = key, layout, specs
-        # Sparse ones do not travel between stages, and what they are in dense form does not tell their size.
+        # Sparse tensors count as small: stages cannot send them, and the size of their dense form means nothing.
         self._is_small = [
             (spec.num_bytes <= EVERYWHERE_BYTES or spec.stride is None) and not spec.requires_grad for spec in specs
         ]
         self.small, self.large = self.split(specs)
 
     def split(self, items: Sequence[T]) -> tuple[list[T], list[T]]:
-        """Of what there is one of for each tensor of a micro-batch, that of small ones and that of large ones."""
+        """Split items, one for each tensor of a micro-batch, into those of small and those of large tensors."""
         return list(compress(items, self._is_small)), list(compress(items, map(operator.not_, self._is_small)))
 
     def joined(self, small: Sequence[T], large: Sequence[T]) -> list[T]:
-        """What `split` has split."""
+        """The inverse of `split`."""
         sides = iter(large), iter(small)
         return [next(sides[is_small]) for is_small in self._is_small]
 
@@ -116,7 +119,7 @@ class Arriving(Protocol):
 
 
 class ArrivedTensor:
-    """A tensor of the visit before or after, where both are on one rank."""
+    """A tensor from the previous or next visit on the same rank, which need not be waited for."""
 
     __slots__ = ("_tensor",)
 
@@ -129,15 +132,19 @@ class ArrivedTensor:
 
 @dataclass(slots=True)
 class VisitState:
-    """A micro-batch on one visit.
+    """The state of a micro-batch on one visit.
 
     Attributes:
-        arriving: what is on its way from the visit before, in the plan's order.
-        arriving_gradients: likewise from the visit after.
-        arriving_strides: what precedes these, if anything does.
-        received: leaves of the visit's graph.
-        edges: where the gradients of what was sent enter the graph.
-        kept_leaves, kept_edges: those that a later part of the step may come back to.
+        arriving: inputs on their way from the previous visit, in the program's order.
+        arriving_gradients: gradients on their way from the next visit.
+        arriving_strides: the message with the strides of these gradients, if there is one.
+        received: inputs that require a gradient, as leaves of the visit's graph.
+        edges: gradient edges of the outputs that were sent.
+        gradients: gradients of the inputs, to be sent to the previous visit.
+        outputs: tensors to be sent to the next visit.
+        split: the backward that `backward_input` began and `backward_weight` finishes.
+        kept_leaves, kept_edges: leaves and edges through which a later part of the step may run backward.
+        is_posted, are_gradients_posted: whether the receives are posted.
     """
 
     arriving: list[Arriving] | None = None
@@ -156,20 +163,20 @@ class VisitState:
 
 @dataclass(slots=True)
 class EarlyForward:
-    """A micro-batch whose forwards run before its step's Python.
+    """The state of a micro-batch whose forward runs before its step's Python.
 
     Attributes:
-        expectation: what they run.
-        captured: what they take along.
-        is_open: whether the Python has not come to its end.
-        is_passed_over: whether its forwards only pass on messages.
-        num_compared: of what was taken along, how much has turned out to be right.
-        num_live: forwards here whose activations are kept.
-        before: tensors of the module that they have written into, with what was in them.
-        error: what has failed in a forward here.
-        answers: the values that the step reads, once they have come; None also where they are wrong.
-        has_answers: whether they have come.
-        arriving: the messages with them, by visit.
+        expectation: how the step is expected to go.
+        captured: the tensors and numbers that the forward captures, made ahead of the step.
+        is_open: whether the step's Python has not ended yet.
+        is_passed_over: whether the expectation failed, so that its actions only pass on messages.
+        num_compared: how many of `captured` the Python has confirmed so far.
+        num_live: number of virtual stages' activations alive on this rank.
+        before: tensors of the module that the forward modified, with copies of their former data.
+        error: the exception that a forward on this rank raised.
+        answers: the values that the step reads; None until they have arrived, or if they are invalid.
+        has_answers: whether they have arrived.
+        arriving: receives of the messages with these values, by visit.
     """
 
     expectation: Expectation
@@ -187,14 +194,14 @@ class EarlyForward:
 
 @dataclass(slots=True)
 class ContinuedStep:
-    """What a micro-batch's step carries on from where micro-batches have met.
+    """The state of a hand-optimized step that is kept from one synchronization point to the next part.
 
     Attributes:
-        event: the meeting.
-        program: of the path up to there.
+        event: the event at the synchronization point.
+        program: the program of the path up to there.
+        transfers: the transfers through which gradients may flow back to earlier parts.
         here: values that the user's code refers to, with their graphs, by visit and number.
-        transfers: over which gradients of these may go back.
-        crossing: of the part that runs: what of it gradients may go back over later.
+        crossing: visit and strand of each value of the running part through which later gradients may flow back.
     """
 
     event: Event
@@ -206,26 +213,34 @@ class ContinuedStep:
 
 @dataclass(slots=True)
 class Microbatch:
-    """One micro-batch.
+    """The state of one micro-batch on this rank.
 
     Attributes:
         index: its number in the step.
-        layout: the batch's nesting.
-        everywhere: the tensors of the batch that every rank has.
-        given: on the first rank, those that it alone has.
+        layout: the nesting of its batch.
         num_samples: its number of samples.
-        weight: the share of its samples in the step's.
-        num_microbatches: number of micro-batches in the step. even: whether all have as many samples.
-        seed: from which its random numbers derive.
-        recording: of the user's step, once it has run.
-        result: what that returned; placeholders until the step's end.
-        loss: of a training step: the value that backward starts from, or a tensor that every rank has.
-        contents: of what the recording has taken along, in brief.
-        gradients: what `retain_grad` was called on, with its gradient.
-        kept: data of values that are asked for after the step, on the rank that has computed them.
-        in_use: where micro-batches meet: the values that the user's code refers to.
-        carried: what is carried on, of a step that stops where micro-batches meet.
-        ahead: what is known of it while its forwards run before its step's Python.
+        weight: its fraction of the step's samples.
+        num_microbatches: number of micro-batches in the step.
+        even: whether all micro-batches have the same number of samples.
+        seed: seed of its random numbers.
+        everywhere: tensors of the batch that every rank has.
+        given: tensors of the batch that only the first rank has; empty elsewhere.
+        recording: the recording of the user's step; None before that has run.
+        program: the program that it runs by the schedule; None if it runs in order or is not recorded yet.
+        result: what the step returned; contains placeholders until the end of the step.
+        loss: the loss of a training step: a placeholder, or a tensor that every rank has.
+        loss_value: the loss's number among the recording's values; -1 for none.
+        loss_tensor: the loss with its graph, on the rank that computed it, until its backward.
+        contents: what ranks compare of the recording's captures.
+        asked: numbers of the values whose data is kept, in `kept`.
+        kept: data of these values, by number, on the rank that computed them.
+        places: placeholders that were alive when the step's Python ended, by value.
+        inside: the state on each visit of this rank.
+        gradients: placeholders on which `retain_grad` was called, with their gradients.
+        is_done: whether it has run, so that its actions in the schedule are skipped.
+        ahead: its state while its forward runs before the step's Python; None if it does not.
+        in_use: at a synchronization point, the values that the user's code refers to.
+        carried: what a hand-optimized step keeps from one synchronization point to the next.
     """
 
     index: int
@@ -258,7 +273,7 @@ class Microbatch:
 
     @property
     def captured(self) -> list[Any]:
-        """What its forwards take along."""
+        """The tensors and numbers that its events capture."""
         if self.ahead is not None:
             return self.ahead.captured
         assert self.recording is not None
@@ -266,16 +281,16 @@ class Microbatch:
 
     @property
     def is_open(self) -> bool:
-        """Whether its forwards run before its step's Python, which has not come to its end."""
+        """Whether its forward runs before the step's Python, and that has not ended yet."""
         return self.ahead is not None and self.ahead.is_open
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether it is left to run in order."""
+        """Whether its early forward was dropped, so that it runs in order."""
         return self.ahead is not None and self.ahead.is_passed_over
 
     def on(self, visit: int) -> VisitState:
-        """Its state on a visit."""
+        """Its state on a visit, created on first use."""
         found = self.inside.get(visit)
         if found is None:
             found = self.inside[visit] = VisitState()
@@ -284,10 +299,11 @@ class Microbatch:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step has returned, without its placeholders.
+    """The result of a step, without references to its placeholders.
 
     Attributes:
-        tensors: data, or the number and the spec of a value.
+        layout: the nesting of the result.
+        tensors: each a tensor, or the number and the spec of a value.
     """
 
     layout: Layout

@@ -12,7 +12,7 @@ from lightning_pipeline.runtime.transport import Transport
 
 
 class ParameterMap:
-    """Collects who used what and says who holds what.
+    """Records which virtual stages use which tensors, and derives which ranks hold them.
 
     Args:
         module: the LightningModule.
@@ -49,7 +49,7 @@ class ParameterMap:
                 self._present.update(dict.fromkeys(names, ranks))
 
     def take_in(self, module: nn.Module) -> bool:
-        """Take in what the module has been given since: everybody's, until a step uses it. Returns whether it was."""
+        """Add the module's new tensors; all ranks hold them until a step uses them. Returns whether any are new."""
         known = {name for names in self._names for name in names}
         new = [names for names in names_of_tensors(module) if known.isdisjoint(names)]
         self._names += new
@@ -80,11 +80,11 @@ class ParameterMap:
             self._users.setdefault(name, set()).update(stages)
 
     def settle(self) -> None:
-        """A training step has shown who uses what: others let go of it."""
+        """Called after a training step has shown which ranks use which tensors: the other ranks free them."""
         self._is_settled = True
 
     def ownership(self) -> Ownership:
-        """Who holds what, as far as it is known. What nobody has used yet is everybody's."""
+        """Which ranks hold which tensors, as far as is known; all ranks hold those that nobody has used yet."""
         holders: dict[str, tuple[int, ...]] = {}
         unseen: list[str] = []
         for names in self._names:

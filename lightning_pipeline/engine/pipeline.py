@@ -6,8 +6,8 @@ on placeholders; F and B run generated code on data::
     rank 0   announce, deliver | Python 0  F0 send  Python 1  F1 send  recv B0  recv B1 | compare, gradients
     rank 1   announce, deliver | Python 0  recv F0 B0 send  Python 1  recv F1 B1 send   | compare, gradients
 
-A micro-batch whose step reads a value, in a way that was not expected, leaves the schedule: it runs event by event
-(`in_order`), once those before it are done.
+A micro-batch whose step unexpectedly reads a value leaves the schedule: once the micro-batches before it are done, it
+runs event by event (`in_order`).
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Pipeline:
     Args:
         rank: this rank's place in the pipeline.
         placement: the rank of each virtual stage; the first one is on rank 0.
-        tensors: the module's.
-        calls: tells the stage of the module that runs.
-        holders: the ranks that hold a tensor of the module, by its number.
-        schedule: the schedule of a training step with some number of micro-batches, on this placement.
-        num_microbatches: micro-batches a step; a batch of fewer samples makes fewer.
-        on_module_changed: called where the module has other tensors than in the step before.
+        tensors: parameters and buffers of the module.
+        calls: tells which stage the running submodule belongs to.
+        holders: gives the ranks that hold a tensor of the module, by number.
+        schedule: makes the schedule of a training step on this placement, given the number of micro-batches.
+        num_microbatches: micro-batches per step; a batch with fewer samples is split into fewer.
+        on_module_changed: called if the module's tensors are not those of the last step.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Pipeline:
         self.last_rank = placement[-1]
         self.num_microbatches = num_microbatches
         self.observe: Callable[[Span], None] | None = None
-        """Gets every action of a step with its start and end."""
+        """Called with every action of a step and its start and end."""
         self.learning = False
-        """Whether the last step had something that was not known before."""
+        """Whether the last step ran a program that had not been seen before."""
         self.peak_live = 0
-        """The most activations of virtual stages that were live on this rank at once in the last step."""
+        """The largest number of virtual stages' activations alive on this rank at one time in the last step."""
         self.stages = [stage for stage, place in enumerate(placement) if place == rank]
         """This rank's virtual stages, ascending."""
         self.recorder = Recorder(tensors, calls, self.placement)
@@ -132,14 +132,14 @@ class Pipeline:
         self._uses: dict[str, set[int]] = {}
         self._unchecked: float | None = None
         self.reached: set[int] = set()
-        """Virtual stages on which steps have run anything."""
+        """Virtual stages on which any event has run so far."""
         self._held: dict[Program, bool] = {}
         self._has_warned_of_reads = self._has_warned_of_averages = False
-        self._warning: str | None = None  # for the step's end: the user may count those within
+        self._warning: str | None = None  # issued after the step: the user's code may record warnings
         self._expectations = Expectations()
         self._ahead: EarlyForwards | None = None
         self._is_rest_in_order = False
-        """Whether the step's schedule has been gone through, and what is left runs in order."""
+        """Whether an expectation has failed, so that the remaining micro-batches of the step run in order."""
 
     def run(
         self,
@@ -150,12 +150,12 @@ class Pipeline:
         """Run one step.
 
         Args:
-            microbatches: the first rank's; the others receive theirs.
-            extra: gives numbers when the micro-batches have run, which every rank gets of every rank.
+            microbatches: the micro-batches, on the first rank; None on the others, which receive them.
+            extra: called after the micro-batches have run; its numbers are gathered on every rank.
 
         Returns:
-            The micro-batches with their results, and every rank's numbers; none where ranks did not wait for one
-            another.
+            The micro-batches with their results, and every rank's numbers; no numbers if the ranks did not synchronize
+            at the end of the step.
         """
         states, tensors = self._delivery.announce(work, microbatches)
         self._work, self._live, self._in_order = work, LiveCount(), {}
@@ -198,10 +198,10 @@ class Pipeline:
         return states, numbers
 
     def check(self) -> None:
-        """Make sure that ranks ran the same in steps at whose ends they did not wait for one another. All must call it.
+        """Check that ranks ran the same code in steps that ended without synchronization. All ranks must call it.
 
         Raises:
-            RuntimeError: they did not.
+            RuntimeError: they ran different code.
         """
         if self._unchecked is not None:
             assert self._transport is not None
@@ -214,13 +214,13 @@ class Pipeline:
                 )
 
     def use(self, schedule: Callable[[int], Schedule]) -> None:
-        """Run training steps by other schedules, on the same placement, from now on. All ranks must call it."""
+        """Replace the schedule of training steps, keeping the placement. All ranks must call it."""
         if schedule is not self._schedule:
             self._schedule = schedule
             self._programs = {key: program for key, program in self._programs.items() if not key[0]}
 
     def program(self, *, training: bool, num_microbatches: int) -> RankProgram:
-        """This rank's actions, sends and receives included."""
+        """This rank's actions in a step, including sends and receives."""
         key = (training, num_microbatches)
         if key not in self._programs:
             if training:
@@ -231,22 +231,22 @@ class Pipeline:
         return self._programs[key]
 
     def take_uses(self) -> dict[str, set[int]]:
-        """The virtual stages that have used tensors of the module, by name, since this was asked last."""
+        """The virtual stages that have used each tensor of the module, by name, since the last call."""
         uses, self._uses = self._uses, {}
         return uses
 
     def note_release(self) -> None:
-        """Ranks hold other tensors than before."""
+        """Forget what depends on which rank holds which tensor, as that has changed."""
         self._held.clear()
         self._expectations.forget()
 
-    # -- what recordings ask for ------------------------------------------------------------------------------------
+    # -- reads by recordings ----------------------------------------------------------------------------------------
 
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
         """The data of values of a micro-batch whose step is running, on every rank."""
         state = next(one for one in self._microbatches if one.recording is recording)
         is_earlier = recording is not self.recorder.current
-        with set_aside():
+        with set_aside():  # the user's modes and autocast must not affect what runs here
             if self._ahead is not None and state.is_open and not is_earlier:
                 found = self._ahead.values(state, recording, values)
                 if found is not None:
@@ -262,7 +262,7 @@ class Pipeline:
             return run.data_of(values)
 
     def _warn_of_reads(self) -> None:
-        """Say once what it costs that a step's Python waits for its own results."""
+        """Warn once that reading values in training_step makes stages wait for one another."""
         assert self._work is not None
         if self._has_warned_of_reads or self._work.loss_of is None or len(self._microbatches) == 1:
             return
@@ -286,7 +286,7 @@ class Pipeline:
         return self._direct.spread(state.kept.get(value), program.specs[value], owner)
 
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The data of tensors that some ranks hold, on every rank."""
+        """The data, on every rank, of tensors that only some ranks hold."""
         with set_aside():
             known = self._ahead.values_of_module(tensors) if self._ahead is not None else None
             if known is not None:
@@ -294,7 +294,11 @@ class Pipeline:
             return self._spread_module_tensors(tensors)
 
     def finish_before(self, recording: Recording, *, with_own: bool) -> None:
-        """Do what there is to do of earlier micro-batches, and of a recording's own calls so far."""
+        """Finish the earlier micro-batches.
+
+        Args:
+            with_own: run the recording's own events so far, too.
+        """
         state = next(one for one in self._microbatches if one.recording is recording)
         assert self._run is not None
         with set_aside():
@@ -304,7 +308,7 @@ class Pipeline:
                 self._run.go_on(below=state.index)
 
     def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
-        """The text of a value, or of a tensor of the module, with what autograd knows of it."""
+        """What `show` returns for a value or a tensor of the module, whose `grad_fn` only one rank has."""
         state = next(one for one in self._microbatches if one.recording is recording)
         with set_aside():
             run = self._begin_in_order(state)
@@ -324,7 +328,7 @@ class Pipeline:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """Around what micro-batches do."""
+        """Entered around everything that micro-batches run."""
         installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
         with self._draws.kept(), installed, over_replicas(self._topology):
             yield
@@ -334,7 +338,7 @@ class Pipeline:
         return None if self._transport is None else self._transport.topology
 
     def _run_in_parts(self, work: StepTask, batch: BatchWork, states: list[Microbatch]) -> None:
-        """The steps of micro-batches that meet where the batch has something done once."""
+        """Run a hand-optimized step, whose micro-batches synchronize where the batch does something once."""
         is_alone = self.num_ranks == 1
         made = [self._alone_in_parts(work, state) if is_alone else self._in_parts(work, state) for state in states]
         parts = Parts(
@@ -389,7 +393,7 @@ class Pipeline:
         return Suspended(run, note, self._device), recording.resumed
 
     def _run_part(self, work: StepTask, meeting_of: MeetingOf) -> None:
-        """Run what there is of each micro-batch up to where they meet next."""
+        """Run all micro-batches up to their next synchronization point."""
         states = self._microbatches
         self._in_order, self._run = {}, ScheduleRun(RankProgram([]), {})
         for state in states:
@@ -414,10 +418,10 @@ class Pipeline:
         self._live.now = 0
 
     def _plan_part(self, work: StepTask, state: Microbatch, meeting: SyncPoint, *, is_scheduled: bool) -> None:
-        """A micro-batch's Python has come to a meeting: it runs with the others up to there, or in order.
+        """Decide how a micro-batch runs up to a synchronization point: by the schedule, or in order right now.
 
         Args:
-            is_scheduled: the others run by the schedule.
+            is_scheduled: whether the micro-batches before it run by the schedule.
         """
         recording = state.recording
         assert recording is not None
@@ -465,7 +469,7 @@ class Pipeline:
         state.is_done = True
 
     def _part_of(self, state: Microbatch, recording: Recording) -> Program:
-        """Of what a recording has run since micro-batches have met."""
+        """The program of the events recorded since the last synchronization point."""
         event = recording.event
         if event.as_part is None:
             before = state.carried.program if state.carried is not None else None
@@ -474,7 +478,7 @@ class Pipeline:
         return event.as_part
 
     def _end_part(self, state: Microbatch, meeting: SyncPoint) -> None:
-        """A micro-batch has come to a meeting."""
+        """Keep what the next part of a micro-batch needs, and share the loss where it is needed."""
         recording, carried = state.recording, state.carried
         assert recording is not None and carried is not None
         program = recording.event.program
@@ -495,7 +499,7 @@ class Pipeline:
             state.carried = None
 
     def _take_crossing(self, state: Microbatch, part: Program, carried: ContinuedStep) -> None:
-        """Take note of what gradients may come back over in a later part."""
+        """Register the transfers of a part through which a later part's gradients may flow back."""
         gone = part.with_gradients(state.loss_value) if state.loss_value in part.homes else frozenset()
         for visit, strand in carried.crossing:
             transfer = Transfer(strand.value, part.begins + visit - 1, part.begins + visit)
@@ -508,7 +512,7 @@ class Pipeline:
         carried.crossing = []
 
     def _run_alone(self, work: StepTask, states: list[Microbatch]) -> None:
-        """One rank runs the user's steps as they are."""
+        """Run the user's steps directly, without recording, where the pipeline has one rank."""
         program = self.program(training=work.loss_of is not None, num_microbatches=len(states))
         for state in states:
             began = time.perf_counter()
@@ -522,7 +526,7 @@ class Pipeline:
             if work.loss_of is not None:
                 if state.loss is not None:
                     loss, state.loss = state.loss, state.loss.detach()
-                    self._draws.seed(state.seed, counted.number)  # as hooks may draw
+                    self._draws.seed(state.seed, counted.number)  # hooks in backward may draw random numbers
                     work.run_backward(work.loss_of(state, loss))
                     del loss
                 for stage in self.stages:
@@ -532,7 +536,7 @@ class Pipeline:
             state.result = tree.replace(state.result, Tensor.detach)
 
     def _tell_alone(self, state: Microbatch, began: float, program: RankProgram, *, is_forward: bool) -> float:
-        """Tell of the actions that one rank has done at once; the first of them has taken all the time."""
+        """Report actions that ran as one call: the first is given all of the time. Returns the current time."""
         now = time.perf_counter()
         if self.observe is not None:
             for action in program.actions:
@@ -554,8 +558,8 @@ class Pipeline:
         """Run a schedule.
 
         Args:
-            record: sees to it that the Python of a micro-batch's step has run.
-            prepare: may do so before it is needed.
+            record: runs the Python of a micro-batch's step, unless that has been done.
+            prepare: the same, called while the rank would otherwise wait; None for never.
         """
         assert self._work is not None
         visits = {
@@ -580,26 +584,26 @@ class Pipeline:
         self._run = ScheduleRun(program, visits, self.observe, before_backward, prepare)
         self._run.go_on()
         for visit in visits.values():
-            visit.following = visit.preceding = None  # whose cycles would keep the step's tensors
+            visit.following = visit.preceding = None  # break the reference cycles, which keep tensors alive
 
     def _record(self, state: Microbatch) -> None:
-        """Run the user's step on a micro-batch and on those before it."""
+        """Run the user's step on this and earlier micro-batches that have not been recorded."""
         for one in self._microbatches[: state.index + 1]:
             if one.recording is None:
                 self._record_one(one)
 
     def _record_ahead(self, microbatch: int) -> None:
-        """Run the user's step on a micro-batch while this rank would wait; its receives are posted sooner, too."""
+        """Run the user's step while this rank would wait, which also lets receives be posted sooner."""
         self._record(self._microbatches[min(microbatch, len(self._microbatches) - 1)])
 
     def _before_backward(self, microbatch: int) -> None:
-        """A micro-batch goes backward, for which its step's Python has to have come to its end."""
+        """Run the Python of a micro-batch that ran forward early: only its end tells whether it may run backward."""
         state = self._microbatches[microbatch]
         if state.is_open and not state.is_passed_over:
             self._record(state)
 
     def _look_ahead(self, states: list[Microbatch]) -> EarlyForwards | None:
-        """Where steps like this one have read: let the stages run what they did, before the Python does."""
+        """Prepare to run the forwards before the Python, if steps like this one have read values; else return None."""
         expected = []
         for state in states:
             expectation = None if self.recorder.has_hooks else self._expectations.of(self._beginning(state))
@@ -607,7 +611,7 @@ class Pipeline:
                 return None
             try:
                 captured = made_again(expectation.origins, state.everywhere, partial(self._draws.seed, state.seed))
-            except Exception:  # which the step itself may guard against
+            except Exception:  # if it is real, the step's own Python raises it, perhaps inside a try block
                 return None
             expected.append(EarlyForward(expectation, captured))
         for state, ahead in zip(states, expected, strict=True):
@@ -624,12 +628,12 @@ class Pipeline:
         )
 
     def _beginning(self, state: Microbatch) -> Event:
-        """Where the micro-batch's path begins."""
+        """The event at which the paths of this kind of micro-batch begin."""
         assert self._work is not None
         return self.recorder.beginning((self._work.kind, state.structure.key), len(state.structure.large))
 
     def _begin_recording(self, state: Microbatch, work: StepTask) -> tuple[Recording, Any]:
-        """A micro-batch's recording, and its batch as the step is given it."""
+        """Begin a micro-batch's recording. Returns it, and the batch with placeholders to pass to the step."""
         structure = state.structure
         if work.loss_of is not None and any(spec.requires_grad for spec in structure.specs):
             raise NotImplementedError(
@@ -637,7 +641,7 @@ class Pipeline:
                 "requires_grad_() on it in training_step"
             )
         beginning = self._beginning(state)
-        seed = state.seed  # and not the state, which refers to the recording
+        seed = state.seed  # capturing the state would make a reference cycle through its recording
         recording = Recording(self.recorder, beginning, self, lambda number: self._draws.seed(seed, number))
         state.recording = recording
         delivered = state.everywhere
@@ -663,7 +667,7 @@ class Pipeline:
             state.result = tree.replace(result, self._own)
         del batch
         if work.results_on is not None:
-            # Not the placeholders: what nobody else refers to need not come to every rank.
+            # Drop the placeholders: values that only the result refers to need not be sent to every rank.
             state.result = StepResult.of(state.result, recording)
         del result
         state.contents = self._contents_of(recording)
@@ -671,13 +675,16 @@ class Pipeline:
 
     @staticmethod
     def _contents_of(recording: Recording) -> Content:
-        """Of what a recording has taken along; what was delivered is alike, unless it has been written into."""
+        """What to compare between ranks of a recording's captures.
+
+        Delivered tensors are equal on all ranks and are left out, unless the step has modified them.
+        """
         delivered, recording.delivered = recording.delivered, []
         alike = {id(tensor) for tensor in delivered if tensor.is_inference() or not tensor._version}
         return [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
 
     def _program_of(self, state: Microbatch, recording: Recording) -> Program:
-        """Of the path that a recording has come to."""
+        """The program of a recording's path so far, built on first use."""
         program = recording.event.program
         if program is None:
             program = recording.event.program = Program(recording.event, state.structure.large)
@@ -688,7 +695,7 @@ class Pipeline:
         return program
 
     def _warn_of_averages(self, program: Program) -> None:
-        """Say once that a step takes a moving average as often as there are micro-batches."""
+        """Warn once that a moving average in training_step is updated once per micro-batch."""
         assert self._work is not None
         if self._has_warned_of_averages or self._work.loss_of is None or len(self._microbatches) == 1:
             return
@@ -727,12 +734,12 @@ class Pipeline:
             self._leaf_gradients.share(captured)
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """A tensor that a step returns; for one of the module, which may not be on this rank, a value of its own."""
+        """A tensor that a step returns; the module's own are detached into a value, as this rank may not hold them."""
         is_held = self._tensors.number_of(tensor) is not None or holders_of(tensor) is not None
         return tensor.detach() if is_held else tensor
 
     def _give_results(self, states: Sequence[Microbatch], rank: int) -> None:
-        """Give a rank what the steps have returned."""
+        """Send the results of the steps to a rank."""
         assert self._direct is not None
         for state in states:
             found: dict[int, Tensor] = {}
@@ -794,12 +801,12 @@ class Pipeline:
                         self._uses.setdefault(name, set()).add(event.visit % len(self.placement))
 
     def _stays_everywhere(self, number: int) -> bool:
-        """Whether all ranks keep a buffer though one of them uses it: what is made of small ones, each makes itself."""
+        """Whether all ranks keep a buffer whichever of them uses it: all compute with small replicated ones."""
         is_small = TensorSpec.of(self._tensors.tensors[number]).num_bytes <= EVERYWHERE_BYTES
         return is_small and self._tensors.is_replicated(number)
 
     def _is_held(self, program: Program) -> bool:
-        """Whether every event runs where the module's tensors are that it takes."""
+        """Whether every event runs on a rank that holds the module's tensors that it uses."""
         found = self._held.get(program)
         if found is None:
             found = self._held[program] = all(
@@ -812,7 +819,7 @@ class Pipeline:
         return found
 
     def _begin_in_order(self, state: Microbatch) -> InOrder:
-        """A micro-batch runs event by event, once those before it are done with."""
+        """Finish the micro-batches before this one, then switch it to running event by event."""
         run = self._in_order.get(state.index)
         if run is None:
             assert self._run is not None and self._work is not None
@@ -850,7 +857,7 @@ class Pipeline:
         return self._spread_kept(next(one for one in self._microbatches if one.recording is recording), value)
 
     def _owners(self, states: Sequence[Microbatch]) -> dict[int, dict[int, int]]:
-        """The rank that has computed each value of each micro-batch that somebody refers to."""
+        """For each micro-batch, the rank that computed each value that the user's code still refers to."""
         return {state.index: {value: self._owner(state, value) for value in state.places} for state in states}
 
     def _owner(self, state: Microbatch, value: int) -> int:
@@ -861,7 +868,7 @@ class Pipeline:
 
 
 def _set_retained(states: Sequence[Microbatch]) -> None:
-    """Give what `retain_grad` was called on its gradient."""
+    """Set ``.grad`` of the tensors on which `retain_grad` was called."""
     for state in states:
         for place, gradient in state.gradients:
             if type(place) is not Placeholder and gradient is not None:
@@ -870,7 +877,7 @@ def _set_retained(states: Sequence[Microbatch]) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Ranks let go of what they let go of at the same points of the user's code."""
+    """Disable garbage collection, so that placeholders die at the same point of the user's code on all ranks."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -16,7 +16,7 @@ from lightning_pipeline.runtime.transport import Transport
 _EXCHANGES = 5
 
 Gather = Callable[..., Sequence[Sequence[float]]]
-"""Called with numbers on every rank of some, gives each rank's, on all of them."""
+"""Called with numbers on every rank of a group; returns every rank's numbers."""
 
 
 def clock_offset(transport: Transport | None, replicas: Replicas | None = None) -> float:
@@ -77,7 +77,7 @@ class RecordedStep:
         self.reductions.append((start, end))
 
     def moved(self, seconds: float) -> RecordedStep:
-        """The same at later times."""
+        """A copy with all times moved later by `seconds`."""
         actions = [(action, start + seconds, end + seconds) for action, start, end in self.actions]
         reductions = [(start + seconds, end + seconds) for start, end in self.reductions]
         return RecordedStep(self.rank, actions, reductions, self.peak_live)

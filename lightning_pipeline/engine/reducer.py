@@ -1,4 +1,4 @@
-"""PipelineGradReducer: gradients averaged over replicas, in buckets that overlap with other backwards."""
+"""PipelineGradReducer: averages gradients over replicas in buckets, overlapping with the backward of other stages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_pipeline.runtime.failure import waiting_for
 
 
 class Bucket:
-    """Tensors of one dtype and device that travel in one flat tensor, followed by a flag each: one if it is there.
+    """Tensors of one dtype and device, reduced as one flat tensor. One flag each follows: 1 if the tensor is present.
 
     Args:
-        places: the tensors' numbers, for the caller.
-        likes: tensors of their shapes, memory formats, dtype and device.
+        places: the caller's numbers of the tensors.
+        likes: tensors with the same shapes, memory formats, dtype and device.
     """
 
     def __init__(self, places: Sequence[int], likes: Sequence[Tensor]) -> None:
@@ -33,27 +33,27 @@ class Bucket:
         self.numel = 0
         self._slices: list[tuple[torch.Size, tuple[int, ...], int]] = []
         for like in likes:
-            dense = torch.empty_like(like, device="meta")  # its memory format, without holes
+            dense = torch.empty_like(like, device="meta")  # the same memory format, but dense
             self._slices.append((dense.shape, dense.stride(), self.numel))
             self.numel += dense.numel()
 
     def empty(self) -> tuple[Tensor, list[Tensor]]:
-        """Memory for the tensors and their flags, and each tensor's slice of it."""
+        """Allocate the flat tensor. Returns it, and each tensor's view of it."""
         flat = torch.empty(self.numel + len(self.places), dtype=self.dtype, device=self.device)
         return flat, [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._slices]
 
 
 class BucketReduction:
-    """A bucket on its way: the sum of what all ranks of a group put in, from its start.
+    """A running all-reduce (sum) of a bucket over a group.
 
     Args:
-        tensors: one for each place, or None, which counts as zeros.
-        divisor: the tensors are divided by it beforehand.
-        timed: note when it ends, for `end`.
+        tensors: one for each place; None counts as zeros.
+        divisor: divides the tensors before they are summed.
+        timed: record when the collective ends on CPU, for `end`.
 
     Attributes:
-        start: when it was started (`time.perf_counter`).
-        end: when the collective was over on CPU; elsewhere, when `wait` returned.
+        start: when the all-reduce was started (`time.perf_counter`).
+        end: when the collective ended if `timed` on CPU; else when `wait` returned.
 
     Raises:
         RuntimeError: the group failed.
@@ -88,19 +88,19 @@ class BucketReduction:
             work.get_future().add_done_callback(self._ended)
 
     def wait(self) -> None:
-        """Until `values` are the sums; on an accelerator the current stream waits, not the host."""
+        """Wait until `values` hold the sums; on an accelerator the current stream waits, not the host."""
         work, self._work = self._work, None
         assert work is not None
         try:
             work.wait()
         finally:
-            del work  # in a traceback it would keep the group's connections open
+            del work  # a traceback that refers to it would keep the group's connections open
         self.end = min(self.end, time.perf_counter())
 
     def results(self) -> list[Tensor | None]:
-        """After `wait`: each slice, or None for what no rank put in."""
+        """After `wait`: the sum of each tensor; None if no rank had it."""
         results: list[Tensor | None] = list(self._slices)
-        if self._absent:  # otherwise the host need not look at what is on the device
+        if self._absent:  # only then: reading the flags synchronizes the host with the device
             flags = self._flags.tolist()
             for index in self._absent:
                 if not flags[index]:
@@ -112,7 +112,7 @@ class BucketReduction:
 
 
 def into_buckets(places: Sequence[int], likes: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
-    """Tensors of a kind in buckets of up to `bucket_bytes`, in the order given; a larger tensor has its own."""
+    """Group tensors by dtype and device into buckets of up to `bucket_bytes`, in order; a larger tensor is alone."""
     filling: dict[Hashable, list[int]] = {}
     sizes: Counter[Hashable] = Counter()
     full: list[list[int]] = []
@@ -128,7 +128,7 @@ def into_buckets(places: Sequence[int], likes: Sequence[Tensor], bucket_bytes: i
 
 
 NAMED_IN_ERRORS = 4
-"""Parameters of a bucket that an error names."""
+"""Number of a bucket's parameters that an error message names."""
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -319,11 +319,11 @@ class PipelineGradReducer:
 
 
 class _Step:
-    """One step's buckets, started in their order.
+    """Reduces the buckets of one step, in the same order on every replica.
 
     Args:
-        take: gives the gradient at a place, for good.
-        publish: gets the reduced one.
+        take: gives the gradient at a place, and gives up its own reference.
+        publish: takes the place and its reduced gradient.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class _Step:
         self._alone = reducer.num_replicas == 1
 
     def ready(self, places: set[int]) -> None:
-        """Start the next buckets, as far as they are complete."""
+        """Start the next buckets, up to the first one that is incomplete."""
         self._final |= places
         while not self._alone and len(self._sums) < len(self._buckets):
             bucket = self._buckets[len(self._sums)]
@@ -353,7 +353,7 @@ class _Step:
             self._start(bucket)
 
     def finish(self) -> None:
-        """Start the others, wait, divide and publish."""
+        """Start the remaining buckets, wait for all, divide and publish."""
         if self._alone:
             self._divide_own()
             return
@@ -384,7 +384,7 @@ class _Step:
 
     @contextmanager
     def _summing(self, number: int, bucket: Bucket) -> Iterator[None]:
-        """Around the sum of a bucket, whose errors then say which it was."""
+        """Name the bucket in errors of its all-reduce."""
         names = [self._reducer.names[place] for place in bucket.places]
         more = f" and {len(names) - NAMED_IN_ERRORS} more" if len(names) > NAMED_IN_ERRORS else ""
         place = f"bucket {number + 1} of {len(self._buckets)} ({', '.join(names[:NAMED_IN_ERRORS])}{more})"
@@ -415,7 +415,7 @@ class _Step:
             )
 
     def _divides_before(self, dtype: torch.dtype) -> bool:
-        """Sums of float16 may be out of its range where the mean is not."""
+        """Whether to divide before the sum: in float16 the sum may overflow where the mean does not."""
         return self._reducer.gradients_mean and dtype == torch.float16
 
     def _divide(self, sums: Tensor) -> None:
@@ -425,13 +425,13 @@ class _Step:
         if not isinstance(divisor, Tensor):
             if divisor != 1:
                 sums.div_(divisor)
-        elif sums.dtype.itemsize < 4:  # in this dtype, which accelerators divide in, the divisor may be infinite
+        elif sums.dtype.itemsize < 4:  # a large loss scale would be infinite in float16
             sums.copy_(sums.float().div_(divisor))
         else:
             sums.div_(divisor)
 
     def _divide_own(self) -> None:
-        """Without other replicas."""
+        """Divide and publish gradients where there is one replica only."""
         scale = self._reducer.scale_sense
         for bucket in self._buckets:
             for place in bucket.places:

@@ -14,7 +14,7 @@ from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
 
 EXACT_BYTES = 1 << 20
-"""Up to this size a shared parameter's gradients are added up micro-batch by micro-batch."""
+"""Largest size of a shared parameter whose gradients are summed over stages for each micro-batch."""
 
 Stages = tuple[int, ...]
 
@@ -27,7 +27,7 @@ class SharedGradients:
     others send, so that the bits are the same. That takes a message a micro-batch; parameters above `EXACT_BYTES` are
     added up on each stage first and sent once a step.
 
-    Which parameters are shared comes to light in the first step, so until then every one that may be is watched.
+    The first step shows which parameters are shared; until then, every parameter that may be is watched.
     """
 
     def __init__(self, transport: Transport | None, stage: int) -> None:
@@ -38,11 +38,11 @@ class SharedGradients:
         self._parts: dict[str, list[Tensor | None]] = {}
 
     def begin(self, candidates: Mapping[str, nn.Parameter]) -> None:
-        """Before the schedule.
+        """Called before the schedule.
 
         Args:
-            candidates: parameters that several virtual stages use, or may turn out to; alike on all ranks, though not
-                all ranks need have their data.
+            candidates: parameters that several virtual stages use or may use. The same on all ranks, including those
+                that do not hold the data.
         """
         self._watched = {}
         if self._transport is not None:
@@ -53,7 +53,7 @@ class SharedGradients:
             parameter.grad = None
 
     def after_backward(self, microbatch: int) -> None:
-        """After a micro-batch's backward on one virtual stage: put its gradients aside."""
+        """Called after a micro-batch's backward on one virtual stage: put its gradients aside."""
         for name, parameter in self._watched.items():
             parts = self._parts[name]
             parts.extend([None] * (microbatch + 1 - len(parts)))
@@ -61,10 +61,10 @@ class SharedGradients:
             parameter.grad = None
 
     def finish(self, shared: Mapping[str, tuple[nn.Parameter, Stages]], *, complete: bool) -> None:
-        """After the schedule: add up. All stages must call it.
+        """Called after the schedule: sum the gradients. All stages must call it.
 
         Args:
-            shared: the parameters that several stages hold, and these stages.
+            shared: the parameters that several stages hold, with these stages.
             complete: no further batch adds to these gradients, so every holder needs the sum.
         """
         exact = {name: held for name, held in shared.items() if name in self._watched}
@@ -89,7 +89,7 @@ class SharedGradients:
                 here[row, column] = part is not None
         table = transport.all_gather_vector(here.flatten(), "presence of shared gradients")
         present = table.bool().reshape(-1, len(exact), width).tolist()
-        # All parts travel before any sum does, in one order everywhere, so that blocking sends cannot wait in a ring.
+        # All parts are sent before any sum, in the same order everywhere: blocking sends cannot deadlock in a cycle.
         for row, (name, (parameter, stages)) in enumerate(exact.items()):
             if self._stage == stages[0]:
                 totals = []
@@ -207,6 +207,6 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _meta(tensor: Tensor) -> TensorMeta:
-    """How a tensor of this shape travels: contiguous."""
+    """The metadata of a contiguous tensor of this shape, as which it is sent."""
     shape = tuple(tensor.shape)
     return TensorMeta(shape, tuple(torch.empty(shape, device="meta").stride()), tensor.dtype)

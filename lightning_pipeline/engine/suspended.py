@@ -1,13 +1,13 @@
-"""Steps suspended where micro-batches meet: each runs in a thread of its own, one at a time.
+"""Suspends the steps of micro-batches at synchronization points. Each runs in its own thread, one at a time.
 
-Under manual optimization the user's step calls for what is the whole batch's, such as an optimizer's step. There every
-micro-batch's step waits until the others have come to the same call, which is then done once::
+Under manual optimization the user's step makes calls that concern the whole batch, such as `optimizer.step()`. Each
+micro-batch waits there until all have reached the same call, which is then made once::
 
     micro-batch 0   forward  backward |                | forward ...
     micro-batch 1   forward  backward |                | forward ...
     the batch                         | optimizer.step |
 
-A thread keeps what torch knows of a step between its calls, as autocast and modes are, apart from that of the others.
+Threads keep torch's thread-local state, such as autocast and modes, apart between micro-batches.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _RUN_CLOSURE = object()
 
 @dataclass(slots=True)
 class SyncPoint:
-    """What a step has come to, and waits for the others.
+    """A call at which a step waits for the other micro-batches.
 
     Attributes:
-        what: the call, alike for all micro-batches.
-        perform: does for the batch what was called for, given what runs all micro-batches' closures.
-        closure: the micro-batch's own.
-        loss: what backward is called on, or a closure has returned.
-        value: its number in the recording; -1 for what every rank has.
-        retain_graph: backward may come once more.
-        line: where in the user's code.
-        deferred: calls before this one that nobody could tell from calls here: what they are, and what does them.
+        what: name of the call; must be the same for all micro-batches.
+        perform: makes the call for the batch; takes a function that runs all micro-batches' closures, or None.
+        closure: the closure that the micro-batch passed to the call.
+        loss: the tensor on which backward is called, or that a closure returned.
+        value: the loss's number in the recording; -1 for a tensor that every rank has.
+        retain_graph: whether backward may run through the graph again.
+        line: the line of the user's code.
+        deferred: earlier calls that can be made here as well: their names, and functions that make them.
     """
 
     what: str
@@ -63,12 +63,12 @@ class SyncPoint:
 
     @property
     def calls(self) -> list[str]:
-        """What the batch is called for, in order."""
+        """Names of all calls, in order."""
         return [*(what for what, _ in self.deferred), self.what]
 
 
 class _Thread(threading.Thread):
-    """Runs one step after another: what libraries keep for each thread, such as buffers for matrices, is made once."""
+    """A thread reused for many steps, so that libraries allocate their per-thread buffers only once."""
 
     def __init__(self) -> None:
         super().__init__(name="training_step", daemon=True)
@@ -83,11 +83,11 @@ class _Thread(threading.Thread):
 
 _idle: list[_Thread] = []
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.clear)  # threads do not come along
+    os.register_at_fork(after_in_child=_idle.clear)  # a forked process does not inherit threads
 
 
 def end_idle_threads() -> None:
-    """After a run. Threads of steps that still wait end with their process."""
+    """End the idle threads after a run. Daemon threads whose steps still wait end with the process."""
     while _idle:
         thread = _idle.pop()
         thread.calls.put(None)
@@ -95,15 +95,15 @@ def end_idle_threads() -> None:
 
 
 class _ClosedError(BaseException):
-    """Unwinds a step that nobody will go on with."""
+    """Raised inside a suspended step that is abandoned, to unwind it."""
 
 
 class Suspended:
-    """One micro-batch's step.
+    """One micro-batch's step, which runs in a thread of its own.
 
     Args:
-        function: the step.
-        note: is called with each meeting, in the step's thread.
+        function: runs the step.
+        note: called with each synchronization point, in the step's thread.
     """
 
     def __init__(self, function: Callable[[], None], note: Callable[[SyncPoint], None], device: torch.device) -> None:
@@ -123,10 +123,10 @@ class Suspended:
         self._thread: _Thread | None = None
 
     def resume(self, answer: Any = None) -> SyncPoint:
-        """Let the step go on to the next meeting, which is its end in the end.
+        """Run the step up to its next synchronization point; the last one is `STEP_ENDS`.
 
         Args:
-            answer: what the call that it waits for gives.
+            answer: returned by the call at which the step waits.
 
         Raises:
             BaseException: whatever the step has raised.
@@ -145,11 +145,11 @@ class Suspended:
         return self._meeting
 
     def run_closure(self) -> SyncPoint:
-        """Let the step, which waits with a closure, run that."""
+        """Run the closure with which the step waits."""
         return self.resume(_RUN_CLOSURE)
 
     def close(self) -> None:
-        """Unwind the step if it waits. It is not to run any more."""
+        """Unwind the step if it waits. It cannot be resumed afterwards."""
         self._is_closed = True
         if self._thread is not None:
             self._is_its_turn.release()
@@ -157,11 +157,11 @@ class Suspended:
             self._thread = None
 
     def defer(self, what: str, perform: Callable[[], Any]) -> None:
-        """Have the batch do something before whatever comes next of its own."""
+        """Make a call for the batch at the next synchronization point, before that point's own call."""
         self._deferred.append((what, perform))
 
     def meet(self, meeting: SyncPoint) -> Any:
-        """Wait, in the step's thread, until the batch has done what is called for. Returns what that gives."""
+        """Wait, in the step's thread, until the call is made for the batch. Returns its result."""
         meeting.line = users_line()
         answer = self._wait(meeting)
         while answer is _RUN_CLOSURE:
@@ -213,7 +213,7 @@ _of_thread = _OfThread()
 
 
 def running_step() -> Suspended | None:
-    """The step in whose thread this is called."""
+    """The step that runs in the current thread, if any."""
     return _of_thread.step
 
 
@@ -221,38 +221,39 @@ MeetingOf = Callable[[Microbatch], SyncPoint]
 
 
 class BatchWork(Protocol):
-    """What the batch does where its micro-batches have met.
+    """Callbacks for the batch around the parts of its micro-batches' steps.
 
     Attributes:
-        needs_losses: every rank is to have the data of the losses that backward is called on.
+        needs_losses: whether every rank needs the values of the losses on which backward is called.
     """
 
     needs_losses: bool
 
     def before_part(self) -> None:
-        """Before micro-batches go on."""
+        """Called before micro-batches continue."""
 
     def after_part(self) -> None:
-        """After they have met for anything but a backward."""
+        """Called at each synchronization point other than a backward."""
 
     def before_backward(self) -> None:
-        """Before the backward of the first micro-batch."""
+        """Called before the backward of the first micro-batch."""
 
     def after_backward(self, losses: Sequence[Tensor | None]) -> None:
-        """After that of the last one. `losses`: of the micro-batches; data where it `needs_losses`."""
+        """Called after the backward of the last micro-batch, with all losses; they have data if `needs_losses`."""
 
     def closure_value(self, values: Sequence[Tensor | None]) -> Tensor | None:
-        """What the closures of the micro-batches come to."""
+        """Combine the values that the micro-batches' closures returned."""
 
 
 class Parts:
     """Runs the steps of a batch's micro-batches, part by part.
 
     Args:
-        steps: of the micro-batches.
-        around: entered around what micro-batches do, and not around what the batch does.
-        resumed: entered around a micro-batch's own code.
-        run: runs what there is of micro-batches up to where they meet, given what lets their own code go on to there.
+        steps: the step of each micro-batch.
+        around: entered around the work of micro-batches, but not around calls for the batch.
+        resumed: entered around a micro-batch's own Python.
+        run: runs all micro-batches up to their next synchronization point; takes a function that runs a micro-batch's
+            Python up to there.
     """
 
     def __init__(
@@ -275,10 +276,10 @@ class Parts:
         self._meetings: list[SyncPoint] = []
 
     def run(self) -> None:
-        """Run the steps to their ends.
+        """Run the steps to their end.
 
         Raises:
-            RuntimeError: micro-batches come to different calls.
+            RuntimeError: micro-batches reached different calls.
         """
         try:
             self._run_to(STEP_ENDS, Suspended.resume)
@@ -295,7 +296,7 @@ class Parts:
             go_on = _answering(answer)
 
     def _next(self, go_on: Callable[[Suspended], SyncPoint]) -> list[SyncPoint]:
-        """Where the micro-batches meet next."""
+        """Run all micro-batches up to their next synchronization points, and return those."""
         self._go_on, self._meetings = go_on, []
         self._work.before_part()
         with self._around():
@@ -307,7 +308,7 @@ class Parts:
         return self._meetings
 
     def _meeting_of(self, state: Microbatch) -> SyncPoint:
-        """Where a micro-batch's own code comes to next; that of those before it comes to it first."""
+        """A micro-batch's next synchronization point. Runs its Python up to there, after that of earlier ones."""
         while len(self._meetings) <= state.index:
             one = self._states[len(self._meetings)]
             with self._resumed(one):
@@ -324,9 +325,9 @@ class Parts:
         return self._meetings[state.index]
 
     def _perform(self, meetings: Sequence[SyncPoint]) -> Any:
-        """Do what the batch was called for. Returns what the call gives."""
+        """Make the call for the batch, and return its result."""
         first = meetings[0]
-        if first.what == BACKWARD:  # is done
+        if first.what == BACKWARD:  # has run already, as part of the schedule
             return None
         assert first.perform is not None
         return first.perform(self._run_closures if first.closure is not None else None)

@@ -1,4 +1,4 @@
-"""Transfers between visits of micro-batches that run event by event, and of their gradients back."""
+"""Transfers of values between visits, and of their gradients back, for micro-batches that run event by event."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_pipeline.runtime.tensor_meta import conform
 
 @dataclass(slots=True)
 class Transfer:
-    """A value on its way from the visit that makes it to another one, for one use of it there.
+    """The transfer of a value from the visit that computes it to one use on another visit.
 
     Attributes:
-        sent: on the sender, where its gradient enters the graph.
-        arrived: on the receiver, the leaf; for a use that gives a view, what that is a view of.
-        caught: what comes to it in backward.
-        is_merged: its gradient travels with that of the next use.
-        is_gone: a backward has been here, and has let go of the graph.
+        sent: on the sender, the edge at which its gradient enters the graph.
+        arrived: on the receiver, the leaf; for a use that returns a view, the base of that view.
+        caught: collects the gradient of `arrived` in backward.
+        is_merged: whether its gradient is sent with that of the next use.
+        is_gone: whether a backward has used it and freed the graph.
     """
 
     value: int
@@ -39,7 +39,7 @@ class Transfer:
     is_gone: bool = False
 
     def arrive(self, leaf: Tensor) -> None:
-        """It is on the receiver."""
+        """Set the leaf on the receiver."""
         self.arrived, self.caught = leaf, CaughtGradient(leaf)
 
 
@@ -70,18 +70,18 @@ class Transfers:
         return self._placement[visit % len(self._placement)]
 
     def gives_gradient(self, spec: TensorSpec) -> bool:
-        """Whether a gradient goes back to where a value came from."""
+        """Whether the gradient of a value is sent back to the visit that computed it."""
         return self._training and spec.requires_grad
 
     def note_use(self, value: int, visit: int) -> None:
-        """Take note of a use of a value that is on its visit already, and for which it does not travel."""
+        """Record a use of a value on the visit that computed it, which needs no transfer."""
         self._uses.setdefault(value, []).append((visit, None))
 
     def move(self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None) -> Tensor | None:
-        """Give a visit a value of another one. Returns it on the rank of that visit.
+        """Move a value to another visit. Returns it on the receiver, None elsewhere.
 
         Args:
-            own: the value, on the rank that gives it.
+            own: the value, on the sender.
         """
         sender, receiver = self.rank_of(source), self.rank_of(destination)
         transfer = Transfer(value, source, destination)
@@ -154,13 +154,13 @@ class Transfers:
         found = [one for one in self._all if one.value in wanted or (one.value < 0 and not one.is_gone)]
         if any(one.is_gone for one in found):
             raise RuntimeError(
-                "a backward goes a second time through what stages have computed, and the first one has let go of what "
-                "it needs: give the first one retain_graph=True, or compute it anew"
+                "a backward goes a second time through a graph that the first one has freed: pass retain_graph=True to "
+                "the first one, or run the forward again"
             )
         return found
 
     def add(self, transfer: Transfer) -> None:
-        """Take in what has gone from one visit to the next with others."""
+        """Add a transfer that was made by the schedule."""
         self._note(transfer)
 
     def merge(self) -> None:
@@ -216,7 +216,7 @@ class Transfers:
             one.is_gone, one.sent, one.arrived, one.caught = True, None, None, None
 
     def let_go(self) -> None:
-        """The micro-batch is done with."""
+        """Free the micro-batch's tensors."""
         self._all.clear()
         self._uses.clear()
 
@@ -225,7 +225,7 @@ class Transfers:
         self._uses.setdefault(transfer.value, []).append((transfer.destination, transfer))
 
     def _merged(self, transfer: Transfer) -> Tensor | None:
-        """The gradient of a use, and of those that travel with it."""
+        """The sum of the gradients of a use and of those merged into it."""
         assert transfer.caught is not None
         total = transfer.caught.gradient
         uses = [one for _, one in self._uses.get(transfer.value, ()) if one is not None]

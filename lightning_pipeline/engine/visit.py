@@ -1,7 +1,7 @@
 """One visit's forward and backward for each micro-batch of a step.
 
-What a visit receives becomes leaves of its own autograd graph. What it sends keeps its place in the graph, and not its
-data::
+Received tensors become leaves of the visit's own autograd graph. Of a sent tensor only the gradient edge is kept, so
+that its memory can be freed::
 
     forward    receive ── leaf ── events ── outputs ── send
     backward   send ── leaf.grad ── autograd ── gradients of outputs ── receive
@@ -30,19 +30,20 @@ from lightning_pipeline.runtime.transport import Transport
 
 
 class Visit:
-    """What a rank does with the micro-batches of one step on one of its visits.
+    """Runs the micro-batches of one step on one visit of this rank.
 
     Args:
-        visit: counted along the data.
+        visit: index of the visit, in the order of the forward pass.
         placement: the rank of each visit.
-        microbatches: the step's; `record` sees to it that one is recorded.
-        tensors: the module's, by number.
-        seed_draw: starts the random numbers of a draw of a micro-batch.
-        ahead: of micro-batches whose forwards run before the step's Python; None where none do.
+        microbatches: all micro-batches of the step.
+        record: runs the user's step on a micro-batch, unless that has been done.
+        tensors: parameters and buffers of the module, by number.
+        seed_draw: seeds the generators for one random draw of a micro-batch.
+        ahead: manages micro-batches whose forward runs before the step's Python; None if there are none.
 
     Attributes:
-        following, preceding: the visit after and before, where they are on the same rank; set by the caller.
-        ready_at: when the inputs of the last forward or backward were there (`time.perf_counter`).
+        following, preceding: the next and previous visit if they are on this rank, else None; set by the caller.
+        ready_at: when the inputs of the last forward or backward had arrived (`time.perf_counter`).
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Visit:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def post_forward(self, microbatch: int) -> bool:
-        """Post the receives of a micro-batch's inputs, if it is recorded."""
+        """Post the receives of a micro-batch's inputs. Returns False if it is not recorded yet, so they are unknown."""
         state = self._microbatches[microbatch]
         if state.is_done:
             return True
@@ -157,7 +158,10 @@ class Visit:
         inside.outputs = list(zip(program.visits[self.visit].sends, sends, strict=True))
 
     def _compute_ahead(self, state: Microbatch, inside: VisitState, use: Sequence[Tensor]) -> None:
-        """Before the step's Python, which may turn out to do something else: what fails here need not be an error."""
+        """Run a forward before the step's Python.
+
+        The Python may still take another path, so an exception is kept and raised only if the Python gets here, too.
+        """
         assert self._ahead is not None and state.ahead is not None and state.program is not None
         if not state.ahead.is_passed_over:
             self._live.add()
@@ -170,13 +174,14 @@ class Visit:
                 raise
             except Exception as error:
                 state.ahead.error = error
+        # The next rank has posted its receives: it needs tensors of the right shape even when there is no result.
         if (state.ahead.is_passed_over or state.ahead.error) and self.visit < len(state.program.visits):
             sends = state.program.visits[self.visit].sends
             inside.outputs = [(strand, zeros_like(state.program.specs[strand.value])) for strand in sends]
         self._ahead.tell(state, self.visit)
 
     def _resolve(self, state: Microbatch) -> None:
-        """Put the data of earlier micro-batches' values in their places, where it is here."""
+        """Replace references to values of earlier micro-batches, captured by this one, with the data on this rank."""
         assert state.program is not None
         captured = state.captured
         for place in state.program.foreign[self.visit]:
@@ -196,7 +201,7 @@ class Visit:
         inside.outputs = []
 
     def _take(self, state: Microbatch, inside: VisitState) -> list[Tensor]:
-        """A micro-batch's inputs, once they are there."""
+        """Wait for a micro-batch's inputs, and return them."""
         what = f"the activations of micro-batch {state.index} ({self.visit}F{state.index})"
         use = []
         assert state.program is not None
@@ -204,6 +209,7 @@ class Visit:
             spec = state.program.specs[strand.value]
             tensor = laid_out(arriving.wait(what), spec.stride)
             if self._training and spec.requires_grad:
+                # The step may modify its input in place, which autograd forbids for a leaf.
                 inside.received[strand] = tensor.requires_grad_()
                 tensor = written_into(tensor)
             use.append(tensor)
@@ -216,7 +222,7 @@ class Visit:
         return visits[self.visit].receives if self.visit < len(visits) else ()
 
     def _keep_edges(self, state: Microbatch, inside: VisitState) -> None:
-        """Keep of the outputs what backward needs: their places in the graph, not their data."""
+        """Keep the gradient edges of the outputs for backward, without keeping their data alive."""
         assert state.program is not None
         wanted = set(state.program.returning(self.visit + 1, state.loss_value)) if state.loss_value >= 0 else set()
         for strand, tensor in inside.outputs:
@@ -257,7 +263,7 @@ class Visit:
         return self._transport.recv(meta, self._rank_after, Channel.BACKWARD)
 
     def _strides(self, state: Microbatch, visit: int) -> GradientStrides:
-        """Of the gradients that go back from a visit."""
+        """The strides of the gradients that a visit sends back."""
         program, key = state.program, (visit, state.loss_value)
         assert program is not None
         found = program.gradient_strides.get(key)
@@ -267,14 +273,14 @@ class Visit:
         return found
 
     def _pass_over(self, state: Microbatch) -> None:
-        """Only pass on messages."""
+        """Receive and send gradients without computing any, so that every posted receive is matched."""
         inside = state.on(self.visit)
         self._gradients(state, inside)
         assert state.program is not None
         self._pass_back(state, [None] * len(state.program.returning(self.visit, state.loss_value)))
 
     def backward(self, microbatch: int) -> None:
-        """Run backward from the loss, and from the gradients of what was sent."""
+        """Run backward from the loss and from the outputs that were sent."""
         state = self._microbatches[microbatch]
         if state.is_done:
             return
@@ -293,7 +299,7 @@ class Visit:
         self._finish_backward(state)
 
     def backward_input(self, microbatch: int) -> None:
-        """The part of backward that the visit before waits for: the gradients of what was received."""
+        """Compute the gradients of the received inputs, which the previous visit waits for."""
         state = self._microbatches[microbatch]
         if state.is_done:
             return
@@ -308,13 +314,14 @@ class Visit:
             with caught(leaves) as found:
                 self._work.run_backward(roots[0])
         elif roots:
+            # The graph is kept until `backward_weight`.
             inside.split = SplitBackward(roots, gradients, [get_gradient_edge(leaf) for leaf in leaves])
             found = inside.split.input_gradients()
         inside.received = {}
         self._pass_back(state, found)
 
     def backward_weight(self, microbatch: int) -> None:
-        """The rest of backward: the gradients of parameters."""
+        """Compute the gradients of the parameters, the rest of backward."""
         state = self._microbatches[microbatch]
         if state.is_done or state.is_passed_over:
             return
@@ -338,7 +345,7 @@ class Visit:
         inside.gradients = []
 
     def _roots(self, state: Microbatch) -> tuple[list[Any], list[Tensor | None]]:
-        """Where backward starts, with the gradients there."""
+        """The tensors or edges from which backward starts, with their gradients; None for the loss."""
         inside = state.on(self.visit)
         program = state.program
         assert program is not None
@@ -354,7 +361,7 @@ class Visit:
         return roots, gradients
 
     def _gradients(self, state: Microbatch, inside: VisitState) -> list[Tensor]:
-        """What comes back of what was sent, once it is there."""
+        """Wait for the gradients of the outputs that were sent."""
         arriving, inside.arriving_gradients = inside.arriving_gradients or [], None
         what = _gradients_of(state, self.visit)
         if self.following is not None or not arriving:
@@ -383,13 +390,16 @@ class Visit:
 
 
 def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> Tensor:
-    """The data of a value of an earlier micro-batch, which this rank has made."""
+    """The data of an earlier micro-batch's value that this rank computed."""
     return next(one.kept[value] for one in microbatches if one.recording is recording)
 
 
 def written_into(leaf: Tensor) -> Tensor:
-    """A leaf of autograd's as a tensor that may be written into, which no view of a leaf may be. It has its memory, but
-    where a view would have other strides along dimensions of one element, by which convolutions go."""
+    """A tensor with the data of an autograd leaf that may be modified in place, as neither a leaf nor its views may be.
+
+    It shares the leaf's memory, unless that would change the strides of dimensions of size one: convolutions choose
+    their memory format, and so their kernel, by those.
+    """
     view = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
     return view if view.stride() == leaf.stride() else leaf.clone()
 

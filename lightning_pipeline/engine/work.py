@@ -1,4 +1,4 @@
-"""What a step asks of every stage, and the count of live activations."""
+"""The task of one step, and the count of live activations."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class StepTask:
     """What a step does with its micro-batches.
 
     Attributes:
-        kind: which of the user's steps; structures of different kinds are kept apart.
-        step: runs the step on one micro-batch. Returns its result, and the loss in it.
-        loss_of: what backward starts from, of a micro-batch's loss; None without backward.
+        kind: which of the user's steps this is; recordings of different kinds are kept apart.
+        step: runs the step on one micro-batch. Returns its result and the loss.
+        loss_of: computes the tensor that backward starts from, given a micro-batch's loss; None without backward.
         run_backward: runs backward from a loss.
         after_backward: called after each micro-batch's backward on a virtual stage, with the stage.
-        results_on: the rank that gets what the step returns; None for all.
-        waits: ranks wait for one another at the step's end, even if it leaves nothing that others need.
+        results_on: the rank that receives the step's results; None for all.
+        waits: whether ranks synchronize at the end of the step even if they have nothing to exchange.
         can_split: whether backward from a loss is torch's own, which can be split into I and W.
         seed: seed of the step; each micro-batch derives its own.
-        batch: what the batch does where the steps of its micro-batches meet; None where they never do.
+        batch: callbacks for a hand-optimized step, whose micro-batches synchronize; None for other steps.
     """
 
     kind: Hashable
@@ -44,7 +44,7 @@ class StepTask:
 
 @dataclass(slots=True)
 class LiveCount:
-    """Activations of virtual stages that a rank holds, now and at most."""
+    """Number of virtual stages' activations that are alive on a rank, now and at the peak."""
 
     now: int = 0
     peak: int = 0
