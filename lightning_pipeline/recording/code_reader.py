@@ -1,6 +1,6 @@
 """Reads the source of a function: what it uses that it is not given, and whether it may do anything but compute.
 
-The source has to compile to the code that runs. What a name or an expression may be is followed in two kinds: modules,
+What a name or an expression may be is followed in two kinds: modules,
 of which attributes are read and which are called, and values (tensors, numbers, tuples and lists of them), on which any
 method may be called: those of tensors are seen as they run, the others have no effects beyond the function.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-import linecache
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_pipeline.recording.source_files import definition_of
 
 
 class Impure(Exception):
@@ -102,10 +103,8 @@ def uses_of(function: FunctionType, is_method: bool, children: frozenset[str]) -
 def _read(function: FunctionType, code: CodeType, is_method: bool, children: frozenset[str]) -> Uses:
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         raise Impure(f"{function.__qualname__} is a generator")
-    definitions, compiled = _file(code.co_filename)
-    place = code.co_name, code.co_firstlineno
-    definition = definitions.get(place)
-    if definition is None or not any(_is_same(one, code) for one in compiled.get(place, ())):
+    definition = definition_of(code)
+    if definition is None:
         raise Impure(f"the source of {function.__qualname__} is not what runs")
     reader = _Reader(function, definition, is_method, children)
     while True:  # a name that turns out to be a module's may have been used before
@@ -113,43 +112,6 @@ def _read(function: FunctionType, code: CodeType, is_method: bool, children: fro
         reader.read()
         if reader.modules == before:
             return reader.uses
-
-
-@lru_cache(maxsize=64)
-def _file(name: str) -> tuple[dict[tuple[str, int], ast.FunctionDef], dict[tuple[str, int], list[CodeType]]]:
-    """The functions of a source file, by name and first line, and the code that they compile to."""
-    # As a whole: how a function is compiled depends on what its file imports.
-    try:
-        tree = ast.parse("".join(linecache.getlines(name)))
-        pending = [compile(tree, name, "exec", dont_inherit=True)]
-    except (SyntaxError, ValueError):
-        raise Impure(f"{name} is not the source of what runs") from None
-    compiled: dict[tuple[str, int], list[CodeType]] = {}
-    while pending:
-        code = pending.pop()
-        compiled.setdefault((code.co_name, code.co_firstlineno), []).append(code)
-        pending.extend(const for const in code.co_consts if isinstance(const, CodeType))
-    definitions = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            definitions[node.name, first] = node
-    return definitions, compiled
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two constants of compiled code, code among them, are the same."""
-    if type(one) is not type(other):
-        return False
-    if not isinstance(one, CodeType):
-        return repr(one) == repr(other) or (isinstance(one, frozenset) and one == other)
-    counts = ("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags")
-    parts = ("co_code", "co_names", "co_varnames", "co_cellvars", "co_freevars", *counts)
-    return (
-        all(getattr(one, part) == getattr(other, part) for part in parts)
-        and len(one.co_consts) == len(other.co_consts)
-        and all(map(_is_same, one.co_consts, other.co_consts))
-    )
 
 
 OF_CONTAINERS = frozenset(("__getitem__", "__iter__", "__len__", "__reversed__"))
