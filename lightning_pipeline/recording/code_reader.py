@@ -1,8 +1,8 @@
 """Reads the source of a function: what it uses that it is not given, and whether it may do anything but compute.
 
-What a name or an expression may be is followed in two kinds: modules,
-of which attributes are read and which are called, and values (tensors, numbers, tuples and lists of them), on which any
-method may be called: those of tensors are seen as they run, the others have no effects beyond the function.
+What a name or an expression may be is followed in two kinds: modules, of which attributes are read and which are called,
+and values (tensors, numbers, tuples and lists of them), on which any method may be called: those of tensors are seen as
+they run, the others have no effects beyond the function.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _Reader:
         }
         if not comprehended.isdisjoint(_names_in(code)) or (is_method and not code.co_argcount):
             raise Impure(f"{function.__qualname__} has names in two scopes")
-        if function.__builtins__ is not vars(builtins):  # type: ignore[attr-defined]
+        if function.__builtins__ is not vars(builtins):
             raise Impure(f"{function.__qualname__} has builtins of its own")
         self._locals |= comprehended
 
