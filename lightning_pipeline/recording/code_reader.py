@@ -1,8 +1,8 @@
 """Reads the source of a function: what it uses that it is not given, and whether it may do anything but compute.
 
-What a name or an expression may be is followed in two kinds: modules, of which attributes are read and which are called,
-and values (tensors, numbers, tuples and lists of them), on which any method may be called: those of tensors are seen as
-they run, the others have no effects beyond the function.
+What a name or an expression may be is followed in two kinds: modules, of which attributes are read and which are
+called, and values (tensors, numbers, tuples and lists of them), on which any method may be called: those of tensors
+are seen as they run, the others have no effects beyond the function.
 """
 
 from __future__ import annotations
