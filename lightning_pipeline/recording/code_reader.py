@@ -181,7 +181,7 @@ class _Reader:
         }
         if not comprehended.isdisjoint(_names_in(code)) or (is_method and not code.co_argcount):
             raise Impure(f"{function.__qualname__} has names in two scopes")
-        if function.__builtins__ is not vars(builtins):
+        if function.__globals__.get("__builtins__") not in (builtins, vars(builtins)):
             raise Impure(f"{function.__qualname__} has builtins of its own")
         self._locals |= comprehended
 
