@@ -200,7 +200,7 @@ class PipelineStep:
         ]
         batch = tree.rebuild(state.layout, structure.joined(delivered, places))
         state.everywhere = []
-        recording.note_batch(delivered)
+        recording.memory.note_batch(delivered)
         recording.delivered = delivered
         recording.batch_places = [weakref.ref(place) for place in places]
         if shared.expectations.wants(beginning):
