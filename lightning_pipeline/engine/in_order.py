@@ -22,12 +22,12 @@ from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
 from lightning_pipeline.engine.transfers import Transfer, Transfers
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.recording.backward_calls import CaughtGradient, backward_from
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.recording.execution import Repeated, run_event, values_made
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import ModuleWrites, Program
-from lightning_pipeline.recording.split_backward import CaughtGradient, backward_from
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 

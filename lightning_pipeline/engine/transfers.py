@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline.engine.visit import written_into
 from lightning_pipeline.partition.placeholder import TensorSpec
-from lightning_pipeline.recording.split_backward import CaughtGradient
+from lightning_pipeline.recording.backward_calls import CaughtGradient
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 

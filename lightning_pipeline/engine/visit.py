@@ -21,8 +21,9 @@ from lightning_pipeline.engine.ahead import EarlyForwards
 from lightning_pipeline.engine.gradient_strides import GradientStrides
 from lightning_pipeline.engine.microbatch import ArrivedTensor, Microbatch, VisitState
 from lightning_pipeline.engine.work import LiveCount, StepTask
+from lightning_pipeline.recording.backward_calls import backward_from, caught
 from lightning_pipeline.recording.execution import visit_function
-from lightning_pipeline.recording.split_backward import SplitBackward, backward_from, caught
+from lightning_pipeline.recording.split_backward import SplitBackward
 from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, from_memory, laid_out, wire, zeros_like
 from lightning_pipeline.runtime.topology import Channel

@@ -17,6 +17,7 @@ from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import NOTHING, Inference, Result
 from lightning_pipeline.recording.matcher import UNLIKE, never
+from lightning_pipeline.recording.new_events import answer, follow, inspect
 from lightning_pipeline.recording.operation import Call, put_together, tensors_in
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
                 recording.event = child
                 return found
     recorder = recording.recorder
-    call, inputs, specs, state = recording.inspect(func, args, kwargs)
+    call, inputs, specs, state = inspect(recording, func, args, kwargs)
     values = {id(tensor): value for tensor, value in zip(call.tensors, inputs, strict=True)}
     outputs = tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
     graph = Graph(recording.event, recording.captured, [values.get(id(one)) for one in outputs])
@@ -178,10 +179,10 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
         )
     [visit] = visits
     result = graph.result(visit, func, call, inputs, specs, recorder.inference)
-    event = recording.follow(func, call, inputs, specs, state, result, visit=visit, draws=False)
+    event = follow(recording, func, call, inputs, specs, state, result, visit=visit, draws=False)
     if not is_grad:
         event.match = never
-    return recording.answer(event, func, args, kwargs)
+    return answer(recording, event, func, args, kwargs)
 
 
 def _modules_of(recorder: Recorder, numbers: Sequence[int]) -> list[str]:

@@ -184,3 +184,16 @@ class Event:
             event = event.parent
         found.reverse()
         return found
+
+    def origin(self, value: int) -> int:
+        """The earliest value of which a value is a view of all elements; the value itself if it is no view."""
+        event: Event | None = self
+        while event is not None and event.parent is not None:
+            if value in event.outputs:
+                index = event.outputs.index(value)
+                spec, shares = event.result.tensors[index], event.result.shares[index]
+                base = event.inputs[shares[0]] if shares else None
+                if isinstance(base, int) and base >= 0 and spec.shape.numel() == event.specs[shares[0]].shape.numel():  # type: ignore[union-attr]
+                    value = base
+            event = event.parent
+        return value

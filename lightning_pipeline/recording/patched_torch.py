@@ -258,7 +258,7 @@ def arrays_seen(recorder: Recorder) -> Iterator[None]:
     def seen(array: Any) -> Tensor:
         found = plain(array)
         if recorder.current is not None:
-            recorder.current.exposed.add(memory_of(found))
+            recorder.current.memory.exposed.add(memory_of(found))
         return found
 
     torch.from_numpy = seen  # type: ignore[assignment]

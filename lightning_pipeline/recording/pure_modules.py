@@ -135,7 +135,7 @@ class PureModule:
         modules = list(module.modules())
         if any(not is_own(m) or m._buffers or any(hooks_of(m)) or is_compiled(m) for m in modules):
             raise Impure("a module with buffers, hooks, or a forward of its own")
-        if any(type(parameter) is not nn.Parameter for parameter in module.parameters()):
+        if any(type(parameter) not in (nn.Parameter, Placeholder) for parameter in module.parameters()):
             raise Impure("a parameter with methods of its own")
         facts = facts_of(modules, PURE)
         self._modules = modules

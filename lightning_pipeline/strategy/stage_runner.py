@@ -318,7 +318,7 @@ def _token(value: Any, state: Microbatch) -> Any:
 def _is_same(token: Any, other: Any, state: Microbatch) -> bool:
     if isinstance(token, int) and isinstance(other, int):
         assert state.recording is not None
-        return state.recording.origin(token) == state.recording.origin(other)
+        return state.recording.event.origin(token) == state.recording.event.origin(other)
     return bool(token == other)
 
 
