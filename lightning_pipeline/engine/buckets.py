@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.runtime.backends import all_reduce
 
 
@@ -77,7 +78,7 @@ class BucketReduction:
         present = [tensor for tensor in tensors if tensor is not None]
         if present:
             into = [view for view, tensor in zip(self._slices, tensors, strict=True) if tensor is not None]
-            torch._foreach_copy_(into, present)
+            _torch.foreach_copy_(into, present)
         if divisor != 1:
             self.values.div_(divisor)
         work = all_reduce(flat, group=group)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
@@ -138,7 +139,7 @@ class FullySharded:
         chunks = parameter.detach().chunk(self._replicas.num_replicas)
         if self._replicas.topology.replica < len(chunks):
             own = local_part(part)
-            with torch.autograd._unsafe_preserve_version_counter(own):
+            with _torch.preserve_version_counter(own):
                 own.copy_(chunks[self._replicas.topology.replica])
 
     def _shard(self, leaf: nn.Module, whole: set[nn.Parameter]) -> FSDPModule:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import CaughtGradient
 from lightning_pipeline.runtime.direct import DirectTransport
@@ -247,7 +248,7 @@ def written_into(leaf: Tensor) -> Tensor:
     It shares the leaf's memory, unless that would change the strides of dimensions of size one: convolutions choose
     their memory format, and so their kernel, by those.
     """
-    view = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    view = _torch.unsafe_view(leaf, leaf.shape)
     return view if view.stride() == leaf.stride() else leaf.clone()
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.ahead import EarlyForwards
 from lightning_pipeline.engine.gradient_strides import GradientStrides
 from lightning_pipeline.engine.microbatch import ArrivedTensor, Microbatch, VisitState
@@ -151,7 +152,7 @@ class Visit:
                 {**dict(enumerate(state.given)), **state.kept} if program.carried else state.given,
             )
         finally:
-            torch._C._set_grad_enabled(before)
+            _torch.set_grad_enabled(before)
         for value, tensor in zip(kept, found, strict=True):
             if value == state.loss_value:
                 state.loss_tensor = tensor

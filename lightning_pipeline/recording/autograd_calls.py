@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.gradient_hooks import hook_of_tensor, retained
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
@@ -120,10 +121,10 @@ def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[...
     """Answer `register_hook`, `retain_grad`, and others of their kind."""
     recording.is_simple = False
     if recording.recorder.tensors.number_of(tensor) is not None or type(tensor) is not Placeholder:
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             return func(tensor) if function is None else func(tensor, function)
     if not tensor.requires_grad:
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.DisableTorchFunctionSubclass():
             return func(tensor) if function is None else func(tensor, function)  # torch's own error
     name = function_name(func)
     if name == "retain_grad":

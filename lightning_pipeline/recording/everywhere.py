@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own
 from lightning_pipeline.partition.users_line import users_line
@@ -76,6 +76,6 @@ def _before_write(recording: Recording, tensors: Sequence[Tensor]) -> None:
             recording.event.children.clear()  # they use the buffer as it was
             recording.event.shortcuts = None
         for place in recording.memory.places_of(memory, recording.captured):
-            with torch._C.DisableTorchFunction():
+            with _torch.DisableTorchFunction():
                 recording.captured[place] = recording.captured[place].clone()
         recording.memory.forget_places(memory)

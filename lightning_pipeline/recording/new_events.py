@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.gradient_hooks import REGISTERING
 from lightning_pipeline.partition.memory import memory_of, views_of
 from lightning_pipeline.partition.placeholder import TensorSpec
@@ -70,7 +69,7 @@ def _refuse(func: Any, kwargs: dict[str, Any]) -> None:
             f"ranks' generators would not advance ({users_line()}): draw with torch.rand or torch.randn of that shape "
             f"and generator, which all ranks do alike, and compute with it, or use the global generator"
         )
-    if isinstance(func, torch._ops.HigherOrderOperator):
+    if isinstance(func, _torch.HigherOrderOperator):
         raise NotImplementedError(
             f"{function_name(func)} on what a stage computes is not supported within a step, as what it calls cannot "
             f"be told from outside ({users_line()}): write it with torch.where, or plain Python"

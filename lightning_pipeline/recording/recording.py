@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.gradient_hooks import Handle, Hook
 from lightning_pipeline.partition.memory import memory_of
@@ -128,7 +129,7 @@ class Recording(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         """Record the user's step while entered."""
         with self.resumed(), self:
-            self.num_modes = torch._C._len_torch_function_stack()
+            self.num_modes = _torch.num_function_modes()
             yield
         self.note_written_arrays()
 
@@ -147,7 +148,7 @@ class Recording(TorchFunctionMode):
     def entered(self) -> Iterator[None]:
         """Record what the running thread calls, while entered."""
         with self:
-            self.num_modes = torch._C._len_torch_function_stack()
+            self.num_modes = _torch.num_function_modes()
             yield
         self.note_written_arrays()
 
@@ -236,7 +237,7 @@ class Recording(TorchFunctionMode):
             array, before, place = arrays.pop()
             now = array.tobytes()
             if now != before:
-                with torch._C.DisableTorchFunction():
+                with _torch.DisableTorchFunction():
                     content = torch.tensor(array)
                 Recording.__torch_function__(self, written_by_array, (), (place, content))
             if sys.getrefcount(array) > 2:  # this variable's and the call's
@@ -254,7 +255,7 @@ class Recording(TorchFunctionMode):
             self.provenance.note_captured(len(self.captured), tensor)
         memory = self.memory
         if (memory.exposed or memory.copied) and memory_of(tensor) in (memory.exposed | memory.copied):
-            with torch._C.DisableTorchFunction():
+            with _torch.DisableTorchFunction():
                 tensor = tensor.clone()
         self.captured.append(tensor)
 
@@ -286,7 +287,7 @@ class Recording(TorchFunctionMode):
                 f"another one, a view or an array, which would not see it ({users_line()}): write into a clone(), or "
                 f"where it is a view or the .data of a buffer of the module, into the buffer itself under no_grad"
             )
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             # The stage needs its former data, in an object of its own.
             before = tensor.detach()
         self.overwritten.add(id(before))
@@ -312,7 +313,7 @@ class Recording(TorchFunctionMode):
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
         if kind is FunctionKind.DESCRIBES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         self.num_aside += 1  # unless it becomes an event, below
         if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
