@@ -77,7 +77,7 @@ def test_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
 def test_simulate_compares_all_that_can_be_built() -> None:
     rows = figures("-p", "4", "-m", "8")
     assert set(rows) == set(SCHEDULE_NAMES) - {"forward"}
-    usual = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1}
+    usual = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "zero_bubble_h2": 1}
     assert {name: row["num_virtual_stages"] for name, row in rows.items()} == {n: usual.get(n, 2) for n in rows}
 
 

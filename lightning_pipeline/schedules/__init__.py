@@ -10,6 +10,7 @@ from lightning_pipeline.schedules.builders import (
     build,
     build_for_batch,
     default_virtual_stages,
+    dualpipe_v,
     forward_only,
     gpipe,
     interleaved_1f1b,
@@ -17,8 +18,11 @@ from lightning_pipeline.schedules.builders import (
     interleaved_zero_bubble,
     one_f_one_b,
     placement_of,
+    v_half,
+    v_min,
     zbv,
     zero_bubble,
+    zero_bubble_h2,
 )
 from lightning_pipeline.schedules.checking import check
 from lightning_pipeline.schedules.custom import as_schedule, load_csv, save_csv
@@ -44,6 +48,7 @@ __all__ = [
     "build_for_batch",
     "check",
     "default_virtual_stages",
+    "dualpipe_v",
     "extent",
     "forward_only",
     "fuse",
@@ -63,6 +68,9 @@ __all__ = [
     "save_csv",
     "save_picture",
     "simulate",
+    "v_half",
+    "v_min",
     "zbv",
     "zero_bubble",
+    "zero_bubble_h2",
 ]

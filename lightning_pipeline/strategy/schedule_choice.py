@@ -33,6 +33,7 @@ from lightning_pipeline.schedules import (
     measured_costs,
     simulate,
 )
+from lightning_pipeline.schedules.builders import V_NAMES
 from lightning_pipeline.schedules.schedule import loop_placement
 
 from .._lightning import rank_zero_info
@@ -120,9 +121,9 @@ class ScheduleChoice:
             return self.fixed
         if self.function is not None:
             return self._called(self.function, num_stages, num_virtual_stages, num_microbatches)
-        if self.name == "zbv" and num_virtual_stages != 2 and num_stages > 1:
+        if self.name in V_NAMES and num_virtual_stages != 2 and num_stages > 1:
             raise ScheduleError(
-                f"zbv lays 2 virtual stages on each device, so {num_stages} devices take {2 * num_stages}, and "
+                f"{self.name} lays 2 virtual stages on each device, so {num_stages} devices take {2 * num_stages}, and "
                 f"stage_config makes {num_stages * num_virtual_stages}; cut the model into {2 * num_stages}, or choose "
                 f"interleaved_zero_bubble"
             )
@@ -232,7 +233,7 @@ class Advice:
 class Advisor:
     """Chooses among the schedules that fit the placement of the stages, the micro-batches and the memory.
 
-    Stages stay on their ranks, so only schedules with a looped placement are considered, which leaves out "zbv".
+    Stages stay on their ranks, so only schedules with a looped placement are considered, which leaves out those in a V.
 
     Args:
         num_stages: device groups, with `num_virtual_stages` each.

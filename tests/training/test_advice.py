@@ -60,7 +60,7 @@ def test_the_bits_are_those_of_one_process(ranks: Any) -> None:
 @pytest.mark.multiprocess
 def test_all_ranks_choose_the_same_and_say_what_they_expect(ranks: Any) -> None:
     considered = {
-        "one stage a rank": {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"},
+        "one stage a rank": {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_h2"},
         "two stages a rank": {
             "gpipe",
             "interleaved_1f1b",
