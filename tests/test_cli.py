@@ -103,6 +103,21 @@ def test_lists_of_costs_go_along_the_data() -> None:
     assert rows["zbv"]["makespan"] == pytest.approx(simulate(build("zbv", 2, 4, 2), along, along, along).makespan)
 
 
+def test_an_order_is_searched_for(tmp_path: Path) -> None:
+    """A large head whose activations are twice as large: one that holds four of the others' holds two of its own."""
+    head = ("--forward", "1,1,1,2", "--input-grad", "1,1,1,2", "--weight-grad", "1,1,1,2")
+    bound = ("--kept-bytes", "1,1,1,2", "--max-bytes", "4")
+    rows = figures("1f1b", "optimized", "-p", "4", "-m", "8", *head, *bound)
+    assert rows["optimized"]["makespan"] <= 0.95 * rows["1f1b"]["makespan"]
+    assert rows["optimized"]["peak_live"][-1] == 2
+    call("draw", "optimized", "-p", "4", "-m", "8", *head, *bound, "-o", str(tmp_path / "mine.csv"))
+    assert figures(str(tmp_path / "mine.csv"), *head)["mine.csv"]["makespan"] == rows["optimized"]["makespan"]
+    for given in bound[:2], bound[2:]:
+        result = CliRunner().invoke(app, ("simulate", "optimized", *given))
+        assert result.exit_code == 2
+        assert "--kept-bytes and --max-bytes go together" in result.output
+
+
 def test_table() -> None:
     lines = call("simulate", "gpipe", "interleaved_1f1b_low_memory", "-p", "4", "-m", "8").splitlines()
     assert lines[0] == "4 ranks, 8 micro-batches; forward 1, input grad 1, weight grad 1, transfer 0"

@@ -27,6 +27,7 @@ from lightning_pipeline.schedules.builders import (
 from lightning_pipeline.schedules.checking import check
 from lightning_pipeline.schedules.custom import as_schedule, load_csv, save_csv
 from lightning_pipeline.schedules.lowering import fuse, lower
+from lightning_pipeline.schedules.optimizing import Optimized, optimize
 from lightning_pipeline.schedules.recorded_costs import Costs, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
 from lightning_pipeline.schedules.simulation import Simulation, Span, render, simulate
@@ -38,6 +39,7 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "Optimized",
     "Schedule",
     "ScheduleError",
     "Simulation",
@@ -61,6 +63,7 @@ __all__ = [
     "lower",
     "measured_costs",
     "one_f_one_b",
+    "optimize",
     "placement_of",
     "recorded_schedule",
     "render",
