@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from lightning_pipeline.runtime.log import is_logging, logger
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.schedules.optimizing import OPTIMIZED
 
 from .._lightning import LightningModule, TrainerFn
 from ..accelerators.rank_table_environment import warn_of_placement
@@ -133,7 +135,13 @@ class Session:
         # First the schedule: it places the virtual stages, and the routes of the transport follow from that.
         self.advisor = None
         if strategy.schedule_choice.is_auto:
-            self.advisor = Advisor(**sizes, max_live_microbatches=strategy.max_live_microbatches)
+            trainer = self.module.trainer
+            self.advisor = Advisor(
+                **sizes,
+                max_live_microbatches=strategy.max_live_microbatches,
+                optimizes=strategy.schedule_choice.optimizes,
+                csv=Path(trainer.default_root_dir) / f"{OPTIMIZED}.csv" if trainer.is_global_zero else None,
+            )
         schedules = self.advisor.first if self.advisor is not None else strategy.schedule_choice.bind(**sizes)
         self.topology = strategy.topology_of(self.num_stages).along(schedules.placement)
         if not self.is_single_process:
