@@ -153,6 +153,10 @@ def is_open(group: Any) -> bool:
     return distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map
 
 
+set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+"""Bound the waits in a process group, which a DeviceMesh makes with torch's default."""
+
+
 @contextmanager
 def before_collectives(note: Callable[[], None]) -> Iterator[None]:
     """While entered, call `note` before each collective, and each call of `get_rank` and the like.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeline.engine.buckets import Bucket, BucketReduction, into_buckets
+from lightning_pipeline.engine.slices import as_slice, local_gradient, local_part
 from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.failure import waiting_for
 
@@ -44,7 +45,8 @@ class PipelineGradReducer:
     `begin`: collectives then run in one order, whichever parameters are ready first. Replicas may differ in which
     parameters have a gradient: a missing one counts as zeros, and stays None if no replica has it. Sums have the same
     bits on all replicas and in every run. A published gradient is a slice of its bucket, in the parameter's memory
-    format.
+    format. Of a parameter that tensor parallelism splits, each rank reduces its slice with the same ranks of the
+    other replicas.
 
     Args:
         parameters: the parameters of this rank's stages, each once. Those that are frozen, or on the meta device, when
@@ -180,7 +182,7 @@ class PipelineGradReducer:
 
     def _take(self, place: int) -> Tensor | None:
         parameter = self.parameters[place]
-        gradient, parameter.grad = parameter.grad, None
+        gradient, parameter.grad = local_gradient(parameter), None
         return gradient
 
     def _publish(self, place: int, gradient: Tensor | None) -> None:
@@ -190,7 +192,7 @@ class PipelineGradReducer:
                 f"a backward added to the gradient of {self.names[place]} after ready() said that it was final: call "
                 f"ready() after the last backward that uses it, or leave it to finish()"
             )
-        parameter.grad = gradient
+        parameter.grad = None if gradient is None else as_slice(parameter, gradient)
 
     def _new_step(
         self,
@@ -198,13 +200,13 @@ class PipelineGradReducer:
         take: Callable[[int], Tensor | None],
         publish: Callable[[int, Tensor | None], None],
     ) -> _Step:
-        like = self.parameters
-        layout = [[(place, like[place].shape, like[place].dtype, like[place].device) for place in g] for g in groups]
+        likes = [local_part(parameter) for parameter in self.parameters]
+        layout = [[(place, likes[place].shape, likes[place].dtype, likes[place].device) for place in g] for g in groups]
         if layout != self._layout:
             self._layout, self._buckets = layout, []
             for group in groups:
                 group = sorted(group, reverse=True)  # backward reaches the last parameters first
-                self._buckets += into_buckets(group, [like[place] for place in group], self._bucket_bytes)
+                self._buckets += into_buckets(group, [likes[place] for place in group], self._bucket_bytes)
         return _Step(self, self._group, self._buckets, take, publish)
 
 
@@ -292,7 +294,7 @@ class _Step:
             ) from error
 
     def _check(self, place: int, gradient: Tensor) -> None:
-        parameter, name = self._reducer.parameters[place], self._reducer.names[place]
+        parameter, name = local_part(self._reducer.parameters[place]), self._reducer.names[place]
         if gradient.layout != torch.strided:
             raise ValueError(
                 f"the gradient of {name} is sparse ({gradient.layout}), and replicas exchange dense ones only: make "

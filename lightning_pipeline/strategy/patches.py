@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.fully_sharded import plain
+from lightning_pipeline.engine.slices import plain
 from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
