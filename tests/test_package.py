@@ -51,7 +51,7 @@ def test_the_wheel_holds_the_package_alone(distributions: Path) -> None:
     [wheel] = distributions.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"lightning_pipeline"}
-    assert "lightning_pipeline/py.typed" in names
+    assert {"lightning_pipeline/py.typed", "lightning_pipeline/schedules/report.html"} <= set(names)
 
 
 def test_the_sdist_holds_what_its_tests_need(distributions: Path) -> None:

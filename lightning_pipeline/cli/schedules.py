@@ -26,6 +26,7 @@ from lightning_pipeline.schedules import (
     save_picture,
 )
 from lightning_pipeline.schedules import simulate as simulate_schedule
+from lightning_pipeline.schedules.report import report_of_simulation
 from lightning_pipeline.schedules.schedule import format_grid
 from lightning_pipeline.schedules.validation import MAX_TIME, shown
 
@@ -110,8 +111,8 @@ def draw(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write a picture (.svg, .png), a trace for chrome://tracing and Perfetto (.json), a table that can be "
-            "trained with (.csv), or the text (.txt).",
+            help="Write a page for the browser (.html), a picture (.svg, .png), a trace for chrome://tracing and "
+            "Perfetto (.json), a table that can be trained with (.csv), or the text (.txt).",
         ),
     ] = None,
 ) -> None:
@@ -136,16 +137,21 @@ def draw(
         suffix = output.suffix.lower()
         if lowered and suffix != ".txt":
             raise CommandError(f"--lowered is drawn as text only, got --output {output}; write to a .txt file")
+        output.parent.mkdir(parents=True, exist_ok=True)
         if suffix == ".txt":
             output.write_text(f"{text()}\n", encoding="utf-8")
         elif suffix == ".csv":
             save_csv(chosen, output)
+        elif suffix == ".html":
+            report_of_simulation(simulation, title, transfer=costs.transfer).save(output)
         elif suffix == ".json":
             save_chrome_trace(simulation.spans, output, unit=_TRACE_UNIT)
         elif suffix in (".svg", ".png"):
             save_picture(simulation.spans, output, title=title)
         else:
-            raise CommandError(f"cannot write {output}; its ending chooses the format: .svg, .png, .json, .csv or .txt")
+            raise CommandError(
+                f"cannot write {output}; its ending chooses the format: .html, .svg, .png, .json, .csv or .txt"
+            )
         typer.echo(f"{title_and_bubble}: {output}")
 
 

@@ -107,6 +107,8 @@ class Pipeline:
         """Whether the last step ran a program that had not been seen before."""
         self.peak_live = 0
         """The largest number of virtual stages' activations alive on this rank at one time in the last step."""
+        self.ran: list[tuple[Program | None, int]] = []
+        """Of each micro-batch of the last observed step: its program, if it had one, and the number of its loss."""
         self.stages = [stage for stage, place in enumerate(placement) if place == rank]
         """This rank's virtual stages, ascending."""
         self.recorder = Recorder(tensors, calls, self.placement)
@@ -194,6 +196,8 @@ class Pipeline:
             warnings.warn(self._warning, stacklevel=2)
             self._warning = None
         self.peak_live = self._live.peak
+        if self.observe is not None:
+            self.ran = [(state.program, state.loss_value) for state in states]
         self._run, self._microbatches, self._in_order, self._ahead = None, [], {}, None
         return states, numbers
 
