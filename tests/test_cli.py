@@ -141,6 +141,13 @@ def test_draw_text(tmp_path: Path) -> None:
     assert (tmp_path / "drawn.txt").read_text() == expected
 
 
+def test_wide_text_says_how_it_fits() -> None:
+    assert "less -S" not in call("draw", "1f1b", "-p", "2", "-m", "4")
+    told = CliRunner().invoke(app, ["draw", "1f1b", "-p", "4", "-m", "32"])
+    assert "columns, and there are 80" in told.stderr and "less -S" in told.stderr
+    assert "less -S" not in told.stdout
+
+
 def test_draw_lowered() -> None:
     expected = """
         gpipe: 2 ranks, 2 micro-batches

@@ -156,7 +156,7 @@ def _show(plans: OfflinePlans) -> None:
     print_plan(best, width=console.width)
 
 
-def _drawn(spans: Timeline, width: int = 100) -> str:
+def _drawn(spans: Timeline, width: int = 71) -> str:
     """A row for each rank, to scale: the micro-batch's last digit for a forward, # for a backward, a dot for idle."""
     begin, end = extent(spans)
     rows = []

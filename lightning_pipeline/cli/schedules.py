@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,6 +134,7 @@ def draw(
 
         if output is None:
             typer.echo(text())
+            _say_how_it_fits(max(map(len, text().splitlines())))
             return
         suffix = output.suffix.lower()
         if lowered and suffix != ".txt":
@@ -153,6 +155,17 @@ def draw(
                 f"cannot write {output}; its ending chooses the format: .html, .svg, .png, .json, .csv or .txt"
             )
         typer.echo(f"{title_and_bubble}: {output}")
+
+
+def _say_how_it_fits(columns: int) -> None:
+    """Where lines are longer than the terminal's, or 80 columns of what is no terminal."""
+    there = shutil.get_terminal_size().columns
+    if columns > there:
+        typer.echo(
+            f"These lines have {columns} columns, and there are {there}: pipe them into `less -S`, write a page with "
+            f"-o FILE.html, or draw fewer ranks (-p) or micro-batches (-m)",
+            err=True,
+        )
 
 
 def _figures(schedule: Schedule, costs: CostOptions) -> dict[str, Any]:
