@@ -70,7 +70,10 @@ def test_the_demo_runs_outside_of_the_checkout(installed: Path, tmp_path: Path) 
     assert Path(run(str(installed / "python"), "-c", where, cwd=tmp_path).strip()).is_relative_to(installed.parent)
     told = run(str(installed / "lightning-pipeline"), "demo", cwd=tmp_path)
     assert "40 losses: the same bits" in told and "1F0" in told
-    assert list(tmp_path.iterdir()) == []
+    report = tmp_path / "lightning-pipeline-demo" / "report.html"
+    assert str(report) in told.splitlines()
+    assert '"label":"step 40"' in report.read_text()
+    assert list(tmp_path.iterdir()) == [report.parent]
 
 
 SCRIPT = """
