@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from textwrap import dedent
 from xml.etree import ElementTree
@@ -189,6 +191,23 @@ def test_report_of_a_run_that_was_killed(tmp_path: Path) -> None:
     trace = save_chrome_trace([actions], tmp_path / "timeline.json")
     assert "1 steps" in call("report", str(trace), "-o", str(tmp_path / "pages" / "one.html"))
     assert "timeline.json" in (tmp_path / "pages" / "one.html").read_text()
+
+
+def test_watch_shows_the_last_step(tmp_path: Path) -> None:
+    costs = simulate(build("1f1b", 2, 4), forward=(1e-3, 3e-3), input_grad=(1e-3, 3e-3), weight_grad=(1e-3, 3e-3))
+    ranks = [RecordedStep(rank, list(row), [], 2 - rank, {}, 2**28) for rank, row in enumerate(costs.spans)]
+    run = {"module": "Net", "schedule": "1f1b", "stages": [], "stage_config": {}}
+    file = RecordFile(tmp_path / "timeline.jsonl", run)
+    file.add_step(10, 1e9, [ranks])
+    file.add_step(20, time.time() - 4.4, [ranks])
+    with file.path.open("a") as lines:
+        lines.write('{"kind":"step","step":30')
+    head, _, _, first, second = call("watch", str(tmp_path), "--once").splitlines()
+    assert re.fullmatch(r"Net, step 20, \d+ s ago: 39 ms, bubble 38\.5%, slowest stage 1", head.strip())
+    assert (
+        first.split()[:2] == ["0", "0"] and "stage 1, 69%" in first and first.split()[-4:] == ["31%", "2", "256", "MiB"]
+    )
+    assert second.split()[:2] == ["1", "1"] and "stage 0, 8%" in second
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_pipeline.cli import checkpoint, demo, plan, rank_table, report, schedules
+from lightning_pipeline.cli import checkpoint, demo, plan, rank_table, report, schedules, watch
 
 app = typer.Typer(
     name="lightning-pipeline",
@@ -40,5 +40,6 @@ app.command()(schedules.simulate)
 app.command()(schedules.draw)
 app.command()(plan.plan)
 app.command()(report.report)
+app.command()(watch.watch)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(rank_table.app, name="rank-table")

@@ -6,6 +6,7 @@ A run that is killed leaves at most its last line unfinished, which readers leav
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -118,6 +119,25 @@ def earlier_of(path: Path) -> Path:
     return path.with_suffix(f".earlier{path.suffix}")
 
 
+def read_last(path: str | PathLike[str]) -> Records:
+    """Read only the last whole step of a file of records, which takes no longer as the file grows.
+
+    Raises:
+        ScheduleError, OSError: as `read_records`.
+    """
+    with Path(path).open("rb") as file:
+        first = file.readline()
+        size = file.seek(0, os.SEEK_END)
+        lines: list[bytes] = []
+        for reach in (2**16, 2**20, MAX_TRACE_BYTES):  # of most runs a step has some thousand bytes
+            file.seek(max(len(first), size - reach))
+            whole = [line for line in file.read(reach).splitlines(keepends=True) if line.endswith(b"\n")]
+            lines = [line for line in (whole if size - reach <= len(first) else whole[1:]) if b'"kind":"step"' in line]
+            if lines or size <= reach:
+                break
+    return _records([first.decode(errors="replace"), *(line.decode(errors="replace") for line in lines[-1:])], path)
+
+
 def read_records(path: str | PathLike[str]) -> Records:
     """Read a file of records, and what came before it.
 
@@ -127,20 +147,29 @@ def read_records(path: str | PathLike[str]) -> Records:
     """
     path = Path(path)
     before = earlier_of(path)
+    lines: list[str] = []
+    for file in (*([before] if before.is_file() else []), path):
+        try:
+            lines += read_text(file, kind="a record of steps", most=MAX_TRACE_BYTES).splitlines(keepends=True)
+        except ValueError as error:
+            raise ScheduleError(str(error)) from None
+    return _records(lines, path)
+
+
+def _records(lines: Sequence[str], path: str | PathLike[str]) -> Records:
     run: dict[str, Any] = {}
     advice: dict[str, Any] = {}
     steps: list[dict[str, Any]] = []
     try:
-        for file in (*([before] if before.is_file() else []), path):
-            for line in read_text(file, kind="a record of steps", most=MAX_TRACE_BYTES).splitlines(keepends=True):
-                if not line.endswith("\n"):
-                    break  # the run was killed here
-                content = json.loads(line)
-                kind = content["kind"]
-                if kind == "step":
-                    steps.append(content)
-                else:
-                    {"run": run, "advice": advice}[kind].update(content)
+        for line in lines:
+            if not line.endswith("\n"):
+                continue  # the run was killed here
+            content = json.loads(line)
+            kind = content["kind"]
+            if kind == "step":
+                steps.append(content)
+            else:
+                {"run": run, "advice": advice}[kind].update(content)
         if not steps:
             raise ScheduleError(f"{path} has no whole step yet; PipelineTimeline records every every_n_steps steps")
         read = [

@@ -20,6 +20,7 @@ from lightning_pipeline.schedules.timeline import extent, overlapped_share
 from .._lightning import Callback, LightningModule, Trainer, rank_zero_info
 from .pipeline import PipelineStrategy, pipeline_of
 from .timeline_files import TimelineFiles, first_microbatch
+from .timeline_loggers import log_report
 
 
 class PipelineTimeline(Callback):
@@ -48,9 +49,12 @@ class PipelineTimeline(Callback):
     - ``report.html``, which any browser shows without a network: each recorded step under a slider, the simulated
       schedule under the measured one, why ranks wait, live activations, and what moving a module would gain. For that
       the first rank runs one micro-batch's step once more, on tensors without data, and undoes what it changes;
-    - ``timeline.png`` and ``timeline.json`` (Chrome's trace format: open it in chrome://tracing or Perfetto) of the
-      last step. They have a row for each stage of the first replica, then of the second, and so on: the trace of all
-      replicas, the picture of as many as fit into 32 rows.
+    - ``timeline.png`` (with matplotlib) and ``timeline.json`` (Chrome's trace format: open it in chrome://tracing or
+      Perfetto) of the last step. They have a row for each stage of the first replica, then of the second, and so on:
+      the trace of all replicas, the picture of as many as fit into 32 rows.
+
+    The loggers get the metrics, and the picture and the report as far as they can take them: TensorBoard, W&B, MLflow
+    and Comet the picture, the last three the report.
 
     Without this callback nothing is recorded, at no cost. With it, an action takes half a microsecond longer, and each
     logging exchanges messages, half of them to align the clocks: 5 to 10 ms between two processes on CPU, up to 60 ms
@@ -60,19 +64,32 @@ class PipelineTimeline(Callback):
         dirpath: folder for the files; default: the Trainer's log folder.
         filename: the name of all but the report, without extension.
         every_n_steps: optimizer steps between logs; default: the Trainer's ``log_every_n_steps``.
+        picture_every_n_steps: optimizer steps between pictures in the loggers, which take half a second each to draw,
+            and are drawn at steps that are logged; default: only the last step's.
 
     Raises:
-        ValueError: `every_n_steps` is not a whole number from 1.
+        ValueError: one of them is not a whole number from 1, or there are no pictures at steps that are logged.
     """
 
     def __init__(
-        self, dirpath: str | Path | None = None, filename: str = "timeline", every_n_steps: int | None = None
+        self,
+        dirpath: str | Path | None = None,
+        filename: str = "timeline",
+        every_n_steps: int | None = None,
+        picture_every_n_steps: int | None = None,
     ) -> None:
         if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 1):
             raise ValueError(
                 f"every_n_steps is a whole number from 1, or None for the Trainer's log_every_n_steps; "
                 f"got {every_n_steps!r}"
             )
+        pictures = picture_every_n_steps
+        if pictures is not None and (not isinstance(pictures, int) or pictures < 1 or pictures % (every_n_steps or 1)):
+            raise ValueError(
+                f"picture_every_n_steps is a whole number from 1 and a multiple of every_n_steps, or None for the last "
+                f"step alone; got {pictures!r} with every_n_steps={every_n_steps}"
+            )
+        self.picture_every_n_steps = picture_every_n_steps
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_steps = every_n_steps
@@ -119,7 +136,11 @@ class PipelineTimeline(Callback):
         self._last_step = step
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if is_step and every and step % every == 0 and self.recorded.actions:
-            metrics = self._exchange(trainer, strategy, pl_module)[1]
+            recorded, metrics = self._exchange(trainer, strategy, pl_module)
+            if self.picture_every_n_steps is not None and step % self.picture_every_n_steps == 0:
+                with strategy.session.stages.aside():
+                    if self._files is not None:
+                        self._files.show(recorded, trainer.loggers, step)
             shown = {name: metrics.pop(name) for name in ("pipeline/bubble", "pipeline/slowest_stage")}
             pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
             pl_module.log_dict(shown, on_step=True, on_epoch=False, batch_size=1, prog_bar=True)
@@ -139,6 +160,8 @@ class PipelineTimeline(Callback):
         with strategy.session.stages.aside():
             if self._files is not None:
                 paths = self._files.finish(recorded, strategy.session, pl_module)
+                self._files.show(recorded, trainer.loggers, trainer.global_step, is_drawn=True)
+                log_report(trainer.loggers, paths[0])
                 told = ", ".join(map(str, paths))
         rank_zero_info(
             f"Timeline of the last training step (bubble {self.bubble:.1%}, simulated "

@@ -26,6 +26,7 @@ from .measure import (
 )
 from .session import Session
 from .stage_optimizers import inner
+from .timeline_loggers import log_picture
 
 MAX_ROWS = 32
 """Ranks in a picture: as many replicas as that allows, and at least one."""
@@ -69,6 +70,12 @@ class TimelineFiles:
             return
         self._last_step = step
         self._records.add_step(step, time.time(), recorded)
+
+    def show(self, recorded: Pipelines, loggers: Sequence[Any], step: int, *, is_drawn: bool = False) -> None:
+        """Give the loggers the picture. It is the file's if that `is_drawn`; else it is drawn anew."""
+        picture = self.folder / f"{self._filename}.png"
+        if loggers and (is_drawn or draw_timeline(recorded, picture, f"step {step}") is not None) and picture.is_file():
+            log_picture(loggers, picture, step)
 
     def finish(self, recorded: Pipelines, session: Session, module: LightningModule) -> list[Path]:
         """Write the rest. Returns the paths: report, picture if there is one, trace."""
@@ -137,11 +144,10 @@ def write_chrome_trace(recorded: Pipelines, path: Path) -> Path:
     )
 
 
-def draw_timeline(recorded: Pipelines, path: Path) -> Path | None:
+def draw_timeline(recorded: Pipelines, path: Path, title: str = "last training step") -> Path | None:
     """Draw the recordings of the first replicas. Returns `path`, or None where matplotlib is not installed."""
     num_shown = max(1, MAX_ROWS // len(recorded[0]))
     shown: Sequence[Any] = [rank for pipeline in recorded[:num_shown] for rank in pipeline]
-    title = "last training step"
     if num_shown < len(recorded):
         title += f", {num_shown} of {len(recorded)} replicas"
     try:
