@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from lightning_pipeline.cli.common import CommandError, errors_without_traceback
+from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
 from lightning_pipeline.schedules.records import read_records
 from lightning_pipeline.schedules.report import report_of_records, report_of_trace
-from lightning_pipeline.schedules.timeline import load_chrome_trace
 
 
 def report(

@@ -13,7 +13,7 @@ from lightning_pipeline.schedules.recorded_costs import measured_costs, recorded
 from lightning_pipeline.schedules.records import Pipelines, RecordedStep, Records
 from lightning_pipeline.schedules.schedule import Action, Kind
 from lightning_pipeline.schedules.simulation import Simulation
-from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share
+from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share, replicas_of
 from lightning_pipeline.schedules.validation import ScheduleError
 from lightning_pipeline.schedules.waits import live_over_time, shares, waits
 
@@ -103,15 +103,7 @@ def report_of_records(records: Records, title: str = "") -> Report:
 
 def report_of_trace(timeline: Timeline, title: str) -> Report:
     """The report of the one step that a Chrome trace has."""
-    pipelines: list[list[RecordedStep]] = []
-    seen: set[int] = set()
-    for rank, row in enumerate(timeline):
-        stages = {action.stage for action, _, _ in row}
-        if not pipelines or stages & seen:  # the next replica begins
-            pipelines.append([])
-            seen = set()
-        seen |= stages
-        pipelines[-1].append(RecordedStep(rank, list(row)))
+    pipelines = [[RecordedStep(rank, list(timeline[rank])) for rank in rows] for rows in replicas_of(timeline)]
     shown = pipelines[: max(1, MAX_ROWS // len(pipelines[0]))]
     is_measured = any(action.kind is Kind.SEND_F for row in timeline for action, _, _ in row)
     step = _step("last step", shown, {}, is_simulated=not is_measured and len(pipelines[0]) > 1)

@@ -1,23 +1,18 @@
-"""What each rank did when, simulated or recorded: as numbers, as a picture and as a Chrome trace."""
+"""What each rank did when, simulated or recorded: as numbers and as a picture."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_pipeline.schedules.schedule import Action, Kind
 from lightning_pipeline.schedules.validation import (
     MAX_PICTURE_RANKS,
-    MAX_PROCESSES,
-    MAX_TIME,
-    MAX_TRACE_BYTES,
     ScheduleError,
-    read_text,
-    shown,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +25,19 @@ Timeline = Sequence[Sequence[tuple[Action, float, float]]]
 
 Reductions = Sequence[Sequence[tuple[float, float]]]
 """For each rank, when the all-reduces of its gradients over replicas start and end, one for each bucket."""
+
+
+def replicas_of(timeline: Timeline) -> list[range]:
+    """The rows of each pipeline: one begins where a virtual stage comes again."""
+    begins: list[int] = []
+    seen: set[int] = set()
+    for rank, row in enumerate(timeline):
+        stages = {action.stage for action, _, _ in row}
+        if not begins or stages & seen:
+            begins.append(rank)
+            seen = set()
+        seen |= stages
+    return [range(*rows) for rows in pairwise([*begins, len(timeline)])]
 
 
 def extent(timeline: Timeline) -> tuple[float, float]:
@@ -79,81 +87,6 @@ def one_at_a_time(spans: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     for start, end in sorted(spans, key=lambda span: span[1]):
         shares.append((max(start, shares[-1][1]) if shares else start, end))
     return shares
-
-
-def load_chrome_trace(path: str | PathLike[str]) -> list[list[tuple[Action, float, float]]]:
-    """Read a timeline that :func:`save_chrome_trace` wrote, in seconds; all-reduces are left out.
-
-    Raises:
-        ScheduleError: the file is no such trace.
-        OSError: if it cannot be read.
-    """
-    try:
-        content = json.loads(read_text(path, kind="a trace of a pipeline", most=MAX_TRACE_BYTES))
-        spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
-        ranks = [int(_number(span, "tid", MAX_PROCESSES)) for span in spans]
-        rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(1 + max(ranks))]
-        for rank, span in zip(ranks, spans, strict=True):
-            start, length = (_number(span, name, MAX_TIME) / 1e6 for name in ("ts", "dur"))
-            rows[rank].append((Action.parse(span["name"]), start, start + length))
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ScheduleError(f"{path} is no trace of a pipeline ({type(error).__name__}: {error})") from None
-    return rows
-
-
-def _number(event: dict[str, Any], name: str, most: float) -> float:
-    value = event[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < most:
-        raise ValueError(f"{name} is {shown(value)}, and not a number from 0 to {most:g}")
-    return value
-
-
-def save_chrome_trace(
-    timeline: Timeline,
-    path: str | PathLike[str],
-    *,
-    unit: float = 1.0,
-    reductions: Reductions = (),
-    labels: Sequence[str] = (),
-) -> Path:
-    """Write every action, sends and receives too, as a complete event, one thread for each rank.
-
-    All-reduces, of which several may be under way at once, are asynchronous events, on a track of each rank's own.
-
-    Args:
-        timeline: for each rank, its actions with their times.
-        path: the file, usually ``*.json``.
-        unit: seconds in one unit of the timeline's times; the first action starts at 0 in the file.
-        reductions: for each rank, the start and end of the all-reduce of each bucket of gradients.
-        labels: the ranks' names; default: ``"rank 0"`` and so on.
-
-    Returns:
-        ``path``.
-
-    Raises:
-        ScheduleError: if there are no actions.
-    """
-    begin, _ = extent(timeline)
-
-    def event(rank: int, name: str, phase: str, time: float, **others: object) -> dict[str, object]:
-        microseconds = (time - begin) * unit * 1e6
-        return {"name": name, "ph": phase, "pid": 0, "tid": rank, "ts": microseconds, **others}
-
-    events: list[dict[str, object]] = []
-    for rank, row in enumerate(timeline):
-        label = labels[rank] if labels else f"rank {rank}"
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": label}})
-        for action, start, stop in row:
-            where = {"stage": action.stage, "microbatch": action.microbatch}
-            length = (stop - start) * unit * 1e6
-            events.append(event(rank, str(action), "X", start, dur=length, cat=action.kind.value, args=where))
-        for bucket, span in enumerate(reductions[rank] if reductions else ()):
-            for phase, time in zip("be", span, strict=True):
-                of_bucket = {"cat": "all-reduce", "id": f"{rank}.{bucket}", "args": {"bucket": bucket}}
-                events.append(event(rank, f"all-reduce, {label}", phase, time, **of_bucket))
-    path = Path(path)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-    return path
 
 
 # Kind, what the legend calls it, and its hues on a rank's virtual stages, in turn. The colours of Okabe and Ito (2008),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,12 @@ class TimelineFiles:
 
     def finish(self, recorded: Pipelines, session: Session, module: LightningModule) -> list[Path]:
         """Write the rest. Returns the paths: report, picture if there is one, trace."""
-        self._records.add_advice(self._advice([rank.actions for rank in recorded[0]], session, module))
+        advice = self._advice([rank.actions for rank in recorded[0]], session, module)
+        self._records.add_advice(advice)
         report = report_of_records(read_records(self._records.path)).save(self.folder / REPORT)
         picture = draw_timeline(recorded, self.folder / f"{self._filename}.png")
-        trace = write_chrome_trace(recorded, self.folder / f"{self._filename}.json")
+        kept = {number: stage["kept_bytes"] for number, stage in enumerate(advice.get("stages", ()))}
+        trace = write_chrome_trace(recorded, self.folder / f"{self._filename}.json", kept)
         return [report, *([picture] if picture is not None else []), trace]
 
     def _advice(self, timeline: Timeline, session: Session, module: LightningModule) -> dict[str, Any]:
@@ -133,14 +135,15 @@ def first_microbatch(session: Session, module: LightningModule, batch: Any) -> D
         return None
 
 
-def write_chrome_trace(recorded: Pipelines, path: Path) -> Path:
-    """Write a trace of all ranks' recordings. Returns `path`."""
+def write_chrome_trace(recorded: Pipelines, path: Path, kept: Mapping[int, float] | None = None) -> Path:
+    """Write a trace of all ranks' recordings. Returns `path`. `kept`: bytes that each virtual stage keeps."""
     ranks = [rank for pipeline in recorded for rank in pipeline]
     return save_chrome_trace(
         [rank.actions for rank in ranks],
         path,
         reductions=[rank.reductions for rank in ranks],
         labels=labels_of(recorded),
+        kept=kept,
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from lightning_pipeline.schedules import ScheduleError, build, forward_only, save_chrome_trace, simulate
+from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
 from lightning_pipeline.schedules.records import RecordedStep, RecordFile, read_records
 from lightning_pipeline.schedules.report import report_of_records, report_of_simulation, report_of_trace
 from lightning_pipeline.schedules.simulation import message_of
-from lightning_pipeline.schedules.timeline import load_chrome_trace
 from tests.browser import opened
 
 MICROBATCHES = 4

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lightning_pipeline.cli import app
 from lightning_pipeline.schedules import SCHEDULE_NAMES, ScheduleError, as_schedule, build, load_csv, save_picture
-from lightning_pipeline.schedules.timeline import load_chrome_trace
+from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
 from lightning_pipeline.schedules.validation import MAX_CSV_BYTES, MAX_PASSES, MAX_RANKS, shown
 from tests.memory_limit import little_memory
 
