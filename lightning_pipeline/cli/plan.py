@@ -11,7 +11,8 @@ import typer
 from lightning_pipeline.cli.common import CommandError, bare_table, errors_without_traceback, wide_console
 from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.schedules import save_chrome_trace, save_picture
-from lightning_pipeline.schedules.timeline import Timeline, extent, load_chrome_trace
+from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
+from lightning_pipeline.schedules.timeline import Timeline, extent
 from lightning_pipeline.schedules.validation import MAX_PROCESSES, MAX_TIME, require_counts, shown
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _show(plans: OfflinePlans) -> None:
     print_plan(best, width=console.width)
 
 
-def _drawn(spans: Timeline, width: int = 100) -> str:
+def _drawn(spans: Timeline, width: int = 71) -> str:
     """A row for each rank, to scale: the micro-batch's last digit for a forward, # for a backward, a dot for idle."""
     begin, end = extent(spans)
     rows = []
