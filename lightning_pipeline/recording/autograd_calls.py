@@ -134,6 +134,11 @@ def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[...
         raise NotImplementedError(
             f"{name} on what a stage computes is not supported within a step: use register_hook ({users_line()})"
         )
+    if function.__qualname__.startswith("register_multi_grad_hook."):
+        raise NotImplementedError(
+            f"register_multi_grad_hook waits for gradients that are on several stages ({users_line()}): use each "
+            f"tensor's register_hook"
+        )
     return recording.register(hook_of_tensor, tensor, function)
 
 

@@ -36,8 +36,9 @@ from lightning_pipeline.partition.torch_functions import (
     kind_of,
 )
 from lightning_pipeline.partition.users_line import users_line
-from lightning_pipeline.recording import autograd_calls
+from lightning_pipeline.recording import attention, autograd_calls
 from lightning_pipeline.recording.compiled_calls import CompiledCall
+from lightning_pipeline.recording.contexts import refuse_transforms
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.inference import NOTHING, Result, written_by_array
 from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor, never, torch_state
@@ -78,6 +79,7 @@ class Recording(TorchFunctionMode):
         exposed: memory that numpy knows as well.
         skipped: ends of calls that were answered as a whole, with the event before each, and the one of its result.
         num_aside: torch functions that were met and are no event, but for those that describe tensors.
+        attention: the flags that the step has set for attention; None if it has set none.
     """
 
     def __init__(self, recorder: Recorder, beginning: Event, reads: Reads, seed_draw: Callable[[int], None]) -> None:
@@ -116,6 +118,7 @@ class Recording(TorchFunctionMode):
         self._arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, tuple[Event, Event | None]] = {}
         self.num_aside = 0
+        self.attention: attention.Flags | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -131,6 +134,7 @@ class Recording(TorchFunctionMode):
         with self.resumed(), self:
             self.num_modes = torch._C._len_torch_function_stack()
             yield
+            attention.refuse_left(self.attention)
         self._note_written_arrays()
 
     @contextmanager
@@ -330,6 +334,9 @@ class Recording(TorchFunctionMode):
             refuse_split(func, args, kwargs)
         if kind is FunctionKind.PRINTS or kind is FunctionKind.READS:
             return self._read(func, args, kwargs)
+        if kind is FunctionKind.CALLS:
+            return self._call_back(func, args, kwargs)
+        refuse_transforms(func)
         if is_drawing_of_own(kwargs):
             raise NotImplementedError(
                 f"{function_name(func)} draws from a generator of the user's for what a stage computes, where the "
@@ -486,6 +493,7 @@ class Recording(TorchFunctionMode):
             )
         if (
             kind is FunctionKind.WRITES
+            or kind is FunctionKind.CALLS
             or "out" in kwargs
             or (kind is FunctionKind.DRAWS and function_name(func).endswith("_"))
         ):
@@ -559,9 +567,26 @@ class Recording(TorchFunctionMode):
         if value is not None and args[0].device.type == "cpu" and function_name(func) in ("numpy", "__array__"):
             place = self.placeholder_for(value, args[0].spec, args[0].what)
             self._arrays.append((found, found.tobytes(), place))
-            self.__class__ = _Watching
-            self.num_modes = -1
+            self._watch()
         return found
+
+    def _call_back(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`apply_` and the like: every rank calls the user's function, with each element."""
+        call = take_apart(func, args, kwargs)
+        data = [one.detach().clone() for one in self._data(call)]
+        with torch._C.DisableTorchFunction():
+            found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+        return Recording.__torch_function__(self, Tensor.copy_, (), (args[0], found))
+
+    def choose_attention(self, flags: attention.Flags) -> None:
+        """Calls of attention to come are to run with these flags."""
+        self.attention = flags
+        self._watch()
+
+    def _watch(self) -> None:
+        """See each call before it is looked up."""
+        self.__class__ = _Watching
+        self.num_modes = -1
 
     def _note_written_arrays(self) -> None:
         """Have stages follow what was written into arrays that share memory with their values in one process."""
@@ -683,11 +708,11 @@ class Recording(TorchFunctionMode):
 
 
 class _Watching(Recording):
-    """A recording from which the user has got arrays."""
+    """A recording from which the user has got arrays, or which has set flags."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note_written_arrays()
-        return Recording.__torch_function__(self, func, types, args, kwargs)
+        return Recording.__torch_function__(self, attention.attending(func, self.attention), types, args, kwargs)
 
 
 def _is_module_tensor(value: Any) -> bool:
