@@ -252,9 +252,10 @@ class Pipeline:
                 if found is not None:
                     return found
             self._warn_of_reads()
-            if state.program is not None and is_earlier:
-                assert self._run is not None and self._direct is not None
-                self._run.go_on(below=state.index + 1)
+            if is_earlier and (state.is_done or state.program is not None):
+                if not state.is_done:
+                    assert self._run is not None
+                    self._run.go_on(below=state.index + 1)
                 return [self._spread_kept(state, value) for value in values]
             run = self._begin_in_order(state)
             if not state.is_done:

@@ -16,7 +16,7 @@ from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import NOTHING, Inference, Result
-from lightning_pipeline.recording.matcher import UNLIKE, never
+from lightning_pipeline.recording.matcher import UNLIKE, EarlierValue, never
 from lightning_pipeline.recording.operation import Call, put_together, tensors_in
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
                 return found
     recorder = recording.recorder
     call, inputs, specs, state = recording.inspect(func, args, kwargs)
+    refuse_graph_of_earlier(call, inputs, specs)
     values = {id(tensor): value for tensor, value in zip(call.tensors, inputs, strict=True)}
     outputs = tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
     graph = Graph(recording.event, recording.captured, [values.get(id(one)) for one in outputs])
@@ -187,6 +188,24 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
     if not is_grad:
         event.match = never
     return recording.answer(event, func, args, kwargs)
+
+
+def refuse_graph_of_earlier(
+    call: Call, inputs: Sequence[Any], specs: Sequence[TensorSpec], result: Result | None = None
+) -> None:
+    """Refuse a call that would go on with the graph of an earlier micro-batch, or go back through it."""
+    if result is not None:
+        made = (one for one in result.tensors if isinstance(one, TensorSpec))
+        if not any(spec.requires_grad for spec in (*made, *(spec for _, spec in result.writes))):
+            return
+    if not torch.is_grad_enabled():
+        return
+    for tensor, value, spec in zip(call.tensors, inputs, specs, strict=True):
+        if type(value) is EarlierValue and spec.requires_grad:
+            raise RuntimeError(
+                f"{getattr(tensor, 'what', 'a value')} belongs to an earlier micro-batch, whose graph is gone when its "
+                f"backward has run, and is used in another one ({users_line()}): keep it detached, as in value.detach()"
+            )
 
 
 def _modules_of(recorder: Recorder, numbers: Sequence[int]) -> list[str]:

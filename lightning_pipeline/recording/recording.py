@@ -379,6 +379,7 @@ class Recording(TorchFunctionMode):
                     if found is not UNLIKE:
                         self.event = child
                         return found
+        autograd_calls.refuse_graph_of_earlier(call, inputs, specs, result)
         if func in REGISTERING or func is written_by_array:
             visit = self.placing.home(inputs[0])
             if func is written_by_array and self.placing.last_read(inputs[0]) > visit:  # type: ignore[arg-type]
@@ -697,11 +698,6 @@ class Recording(TorchFunctionMode):
                 raise NotImplementedError(
                     f"{tensor.what} is not on this rank, and is used in a step ({users_line()}): make it a parameter "
                     f"or buffer of the module"
-                )
-            if tensor.spec.requires_grad and torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"{tensor.what} belongs to an earlier micro-batch, whose graph is gone when its backward has run, "
-                    f"and is used in another one ({users_line()}): keep it detached, as in value.detach()"
                 )
             return EarlierValue(tensor.recording.home_of(tensor.value))
         return CAPTURED
