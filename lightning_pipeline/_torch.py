@@ -49,6 +49,8 @@ function_modes = _get_current_function_mode_stack
 innermost_mode_taken_off = _pop_mode_temporarily
 """A context in which the innermost function mode is not active."""
 
+transform = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of `torch.func` that is running; None outside of one."""
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 run_backward = _engine_run_backward

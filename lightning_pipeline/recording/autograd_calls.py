@@ -18,7 +18,7 @@ from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import NOTHING, Inference, Result
 from lightning_pipeline.recording.matcher import UNLIKE, never
-from lightning_pipeline.recording.new_events import answer, follow, inspect
+from lightning_pipeline.recording.new_events import answer, follow, inspect, refuse_graph_of_earlier
 from lightning_pipeline.recording.operation import Call, put_together, tensors_in
 
 if TYPE_CHECKING:
@@ -136,6 +136,11 @@ def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[...
         raise NotImplementedError(
             f"{name} on what a stage computes is not supported within a step: use register_hook ({users_line()})"
         )
+    if function.__qualname__.startswith("register_multi_grad_hook."):
+        raise NotImplementedError(
+            f"register_multi_grad_hook waits for gradients that are on several stages ({users_line()}): use each "
+            f"tensor's register_hook"
+        )
     return recording.register(hook_of_tensor, tensor, function)
 
 
@@ -162,6 +167,7 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
                 return found
     recorder = recording.recorder
     call, inputs, specs, state = inspect(recording, func, args, kwargs)
+    refuse_graph_of_earlier(call, inputs, specs)
     values = {id(tensor): value for tensor, value in zip(call.tensors, inputs, strict=True)}
     outputs = tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
     graph = Graph(recording.event, recording.captured, [values.get(id(one)) for one in outputs])

@@ -25,7 +25,7 @@ def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args
             f"({users_line()}): register it on what the first module gives, or read the tensor's grad after it"
         )
     if (
-        kind is FunctionKind.WRITES
+        kind in (FunctionKind.WRITES, FunctionKind.CALLS)
         or "out" in kwargs
         or (kind is FunctionKind.DRAWS and function_name(func).endswith("_"))
     ):

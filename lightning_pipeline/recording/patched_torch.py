@@ -39,6 +39,8 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.attention import flags_of_steps
+from lightning_pipeline.recording.contexts import contexts_refused
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recorder import Recorder
@@ -241,6 +243,8 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
         _patches.enter_context(_scripted_seen())
         _patches.enter_context(_module_apply_seen())
         _patches.enter_context(nested_tensors_padded())
+        _patches.enter_context(flags_of_steps(_running))
+        _patches.enter_context(contexts_refused(lambda: _running() is not None))
     _patched_for.append(recorder)
     try:
         yield

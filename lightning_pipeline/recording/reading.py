@@ -35,6 +35,15 @@ def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     return found
 
 
+def call_back(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `apply_` and the like: every rank calls the user's function with each element."""
+    call = take_apart(func, args, kwargs)
+    data = [one.detach().clone() for one in _data_of(recording, call)]
+    with _torch.DisableTorchFunction():
+        found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+    return recording.record(Tensor.copy_, (args[0], found))
+
+
 def result_on_data(recording: Recording, func: Any, call: Call, specs: Sequence[TensorSpec]) -> Result:
     """Infer the result of a function whose specs depend on data."""
     data = _known_data(recording, func, call, specs)
