@@ -178,7 +178,7 @@ def draw(
         elif suffix == ".csv":
             save_csv(chosen, output)
         elif suffix == ".html":
-            report_of_simulation(simulation, title, transfer=costs.transfer).save(output)
+            report_of_simulation(simulation, title).save(output)
         elif suffix == ".json":
             save_chrome_trace(simulation.spans, output, unit=_TRACE_UNIT)
         elif suffix in (".svg", ".png"):

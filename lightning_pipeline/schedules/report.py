@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -116,7 +117,6 @@ def report_of_simulation(
     *,
     unit: str = "units of time",
     scale: float = 1.0,
-    transfer: float = 0.0,
     stages: Sequence[Mapping[str, Any]] = (),
     stage_config: Mapping[str, int] | None = None,
     moves: Sequence[Mapping[str, Any]] = (),
@@ -126,7 +126,6 @@ def report_of_simulation(
     Args:
         unit: of the times in the report.
         scale: of these in one unit of the simulation's times.
-        transfer: the simulation's.
         stages, stage_config, moves: see `Report`.
 
     Raises:
@@ -138,7 +137,7 @@ def report_of_simulation(
         )
     kept = {number: float(stage.get("kept_bytes") or 0) for number, stage in enumerate(stages)}
     ranks = [RecordedStep(rank, list(row)) for rank, row in enumerate(simulation.spans)]
-    step = _step("", [ranks], kept, scale=scale, transfer=transfer, is_simulated=True)
+    step = _step("", [ranks], kept, scale=scale, is_simulated=True)
     return Report(title, unit, labels_of([ranks]), [step], list(stages), list(moves), "", stage_config or {})
 
 
@@ -165,7 +164,6 @@ def _step(
     kept: Mapping[int, float],
     *,
     scale: float = 1e3,
-    transfer: float = 0.0,
     is_simulated: bool = False,
 ) -> dict[str, Any]:
     """A step as the page takes it: times from its first start, in the report's unit."""
@@ -180,13 +178,14 @@ def _step(
     bubbles: list[float] = []
     for pipeline in pipelines:
         timeline = [rank.actions for rank in pipeline]
+        transfer = math.inf  # in a simulation, nothing but a transfer comes between a result and its user
         if not is_simulated:
             placement = placement_of_timeline(timeline)
             costs = measured_costs([timeline], placement)
             transfer = costs.transfer
             simulation = costs.simulate(recorded_schedule(timeline, placement))
             bubbles.append(simulation.bubble)
-            simulated += _rows(simulation.spans, kept, transfer, lambda time: round(time * scale, 5))
+            simulated += _rows(simulation.spans, kept, math.inf, lambda time: round(time * scale, 5))
         reductions = [rank.reductions for rank in pipeline]
         measured = _rows(timeline, kept, transfer, at, reductions if any(reductions) else ())
         for row, rank in zip(measured, pipeline, strict=True):
