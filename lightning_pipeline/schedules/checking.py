@@ -22,6 +22,11 @@ def check(schedule: Schedule) -> None:
     Raises:
         ScheduleError: with what is wrong in a sentence, and the grid with the faulty cells marked ``>1B2<``.
     """
+    if schedule.is_large:
+        from lightning_pipeline.schedules import compact
+
+        compact.check(schedule)
+        return
     compute = schedule.compute()
     _check_places(compute)
     _check_complete(compute)

@@ -86,7 +86,7 @@ class Simulation:
     makespan: float
     bubble: float
     peak_live: list[int]
-    spans: list[list[Span]]
+    spans: Sequence[list[Span]]
 
 
 def simulate(
@@ -116,7 +116,12 @@ def simulate(
     )
     costs = {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: [a + b for a, b in zip(i, w, strict=True)]}
     between = transfer if isinstance(transfer, Sequence) else [transfer] * (schedule.num_stages - 1)
-    spans, ready = _spans(schedule, costs, _per_stage("transfer", [*between, 0.0], schedule.num_stages))
+    between = _per_stage("transfer", [*between, 0.0], schedule.num_stages)
+    if schedule.is_large:
+        from lightning_pipeline.schedules import compact
+
+        return compact.simulate(schedule, costs, between)
+    spans, ready = _spans(schedule, costs, between)
     stuck = {rank: len(done) for rank, done in enumerate(spans) if len(done) < len(schedule.orders[rank])}
     if stuck:
         raise _deadlock(schedule, stuck, ready)
@@ -208,6 +213,7 @@ def time_slots(schedule: Schedule) -> list[list[Action | None]]:
     """
     has_split = any(action.kind is Kind.I for order in schedule.orders for action in order)
     half = 1.0 if has_split else 0.5
+    schedule.require_small("drawn or written")
     rows: list[list[Action | None]] = []
     for spans in simulate(schedule, input_grad=half, weight_grad=half).spans:
         row: list[Action | None] = []

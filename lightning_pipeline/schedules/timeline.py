@@ -158,15 +158,15 @@ def save_chrome_trace(
 
 Colour = tuple[float, float, float]
 
-# Kind, what the legend calls it, and its colour on a rank's first virtual stage; on later ones it is paler.
-_LEGEND: dict[Kind, tuple[str, Colour]] = {
+LEGEND: dict[Kind, tuple[str, Colour]] = {
     Kind.F: ("forward", (0.18, 0.40, 0.66)),
     Kind.B: ("backward", (0.85, 0.42, 0.08)),
     Kind.I: ("input gradients", (0.74, 0.20, 0.29)),
     Kind.W: ("weight gradients", (0.20, 0.53, 0.31)),
 }
+"""What each kind is called, and its colour on a rank's first virtual stage; on later ones it is paler."""
 _REDUCTION: Colour = (0.48, 0.32, 0.64)
-_IDLE: Colour = (0.93, 0.93, 0.93)
+IDLE_COLOUR: Colour = (0.93, 0.93, 0.93)
 _GREY: Colour = (0.35, 0.35, 0.35)
 _PALEST = 0.65
 _MOST_SHADES = 16  # that the legend lists; more cannot be told apart
@@ -209,13 +209,10 @@ def save_picture(
         ScheduleError: if there are no actions, or more ranks than a picture has room for.
         ModuleNotFoundError: where matplotlib cannot be imported.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"a picture needs matplotlib, which cannot be imported ({error}): pip install lightning-pipeline[plot]"
-        ) from error
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     path = Path(path)
     if len(timeline) > MAX_PICTURE_RANKS:
         raise ScheduleError(
@@ -240,9 +237,19 @@ def save_picture(
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.set_xlabel(time_label)
         axes.set_title(f"{title}{', ' * bool(title)}bubble {idle_share(timeline):.1%}", loc="left", fontsize=11)
-        _draw_legend(figure, timeline, reductions)
+        draw_legend(figure, timeline, reductions)
         figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     return path
+
+
+def require_matplotlib() -> None:
+    """Raise a ModuleNotFoundError that says what to install, where pictures cannot be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"a picture needs matplotlib, which cannot be imported ({error}): pip install lightning-pipeline[plot]"
+        ) from error
 
 
 def _width(timeline: Timeline, duration: float) -> float:
@@ -258,18 +265,18 @@ def _draw_boxes(axes: Axes, timeline: Timeline, *, points_per_unit: float, heigh
     boxes: dict[tuple[int, Colour], list[tuple[float, float]]] = {}
     numbers: list[tuple[float, int, str, float, Colour]] = []
     for rank, row in enumerate(timeline):
-        boxes[rank, _IDLE] = [(0.0, end - begin)]
+        boxes[rank, IDLE_COLOUR] = [(0.0, end - begin)]
         local = _local_stages(row)
         for action, start, stop in row:
             if not action.kind.is_compute:
                 continue
-            colour = _shade(_LEGEND[action.kind][1], local[action.stage], len(local))
+            colour = _shade(LEGEND[action.kind][1], local[action.stage], len(local))
             boxes.setdefault((rank, colour), []).append((start - begin, stop - start))
             text = str(action.microbatch)
             points = (stop - start) * points_per_unit / (_DIGIT * len(text) + _MARGIN)
             numbers.append(((start + stop) / 2 - begin, rank, text, points, colour))
     for (rank, colour), spans in boxes.items():
-        edge = "none" if colour == _IDLE else "white"
+        edge = "none" if colour == IDLE_COLOUR else "white"
         axes.broken_barh(spans, (rank + top, height), facecolor=colour, edgecolor=edge, linewidth=0.6)
     # One size for all: such that only numbers in the narrowest tenth of the boxes may have to be left out.
     fitting = sorted(points for *_, points, _ in numbers)
@@ -288,17 +295,18 @@ def _draw_strips(axes: Axes, reductions: Reductions, begin: float) -> None:
         axes.broken_barh(bars, (rank + top, _STRIP_HEIGHT), facecolor=_REDUCTION, edgecolor="white", linewidth=0.6)
 
 
-def _draw_legend(figure: Figure, timeline: Timeline, reductions: Reductions) -> None:
+def draw_legend(figure: Figure, timeline: Timeline, reductions: Reductions = ()) -> None:
+    """Say below a figure what the colours of this timeline's actions mean."""
     from matplotlib.patches import Patch
 
     present = {action.kind for row in timeline for action, _, _ in row}
-    patches = [Patch(color=colour, label=label) for kind, (label, colour) in _LEGEND.items() if kind in present]
+    patches = [Patch(color=colour, label=label) for kind, (label, colour) in LEGEND.items() if kind in present]
     most = max(len(_local_stages(row)) for row in timeline)
     if 1 < most <= _MOST_SHADES:
         patches += [
             Patch(color=_shade(_GREY, index, most), label=f"virtual stage {index} of a rank") for index in range(most)
         ]
-    patches.append(Patch(color=_IDLE, label="idle"))
+    patches.append(Patch(color=IDLE_COLOUR, label="idle"))
     if any(reductions):
         patches.append(Patch(color=_REDUCTION, label="all-reduce of gradients"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
