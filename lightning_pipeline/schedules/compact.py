@@ -5,22 +5,24 @@ ascend in each number, so that they need not be written down. A byte for each ac
 and a simulation advances all ranks that can by one action at a time: it takes as many turns as the longest chain of
 actions that wait for each other, about ``2 * (num_ranks + num_microbatches)`` under 1F1B.
 
-Imported only where a schedule is beyond :data:`validation.MAX_PASSES`, so that everything else does without numpy.
+Imported only for large schedules, so that everything else does without numpy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipeline.schedules.schedule import Action, Kind, LargeOrders, Schedule
+from lightning_pipeline.schedules.schedule import Action, Kind, LargeOrders, Schedule, loop_placement
 from lightning_pipeline.schedules.simulation import Simulation, Span
 from lightning_pipeline.schedules.validation import ScheduleError
 
 Numbers = NDArray[np.uint8]
+_KINDS = ((Kind.F,), (Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W))
 
 
 class CompactOrders(LargeOrders):
@@ -88,6 +90,31 @@ class CompactOrder(Sequence[Action]):
         place = range(len(self))[place]
         number = int(self._row[place])
         return self._action(number, int(np.count_nonzero(self._row[:place] == number)))
+
+
+def arrays_of(schedule: Schedule) -> Schedule | None:
+    """The same schedule as arrays; None where it is none that arrays can be: not looped, or of mixed backwards."""
+    if isinstance(schedule.orders, CompactOrders):
+        return schedule
+    num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
+    virtual = num_stages // num_ranks
+    if schedule.placement != loop_placement(num_ranks, virtual) or len(set(map(len, schedule.orders))) != 1:
+        return None
+    present = {action.kind for order in schedule.orders for action in order}
+    kinds = next((kinds for kinds in _KINDS if present == set(kinds)), None)
+    if kinds is None or len(kinds) * virtual > np.iinfo(np.uint8).max:
+        return None
+    rows = np.empty((num_ranks, len(schedule.orders[0])), np.uint8)
+    for rank, order in enumerate(schedule.orders):
+        done = [0] * (len(kinds) * virtual)
+        for place, action in enumerate(order):
+            local, home = divmod(action.stage, num_ranks)
+            number = kinds.index(action.kind) * virtual + local
+            if home != rank or local >= virtual or action.microbatch != done[number]:
+                return None
+            done[number] += 1
+            rows[rank, place] = number
+    return replace(schedule, orders=CompactOrders(rows, kinds, virtual))
 
 
 # -- builders ---------------------------------------------------------------------------------------------------------
@@ -167,7 +194,7 @@ def check(schedule: Schedule) -> None:
         if sum(map(len, places)) != len(row):
             raise ScheduleError(f"schedule {schedule.name!r}: rank {rank} has numbers of no action")
     one = [1.0] * schedule.num_stages
-    _ends(schedule, dict.fromkeys(orders.kinds, one), [0.0] * schedule.num_stages)
+    _starts(schedule, dict.fromkeys(orders.kinds, one), [0.0] * schedule.num_stages)
 
 
 def simulate(schedule: Schedule, costs: dict[Kind, list[float]], transfer: Sequence[float]) -> Simulation:
@@ -181,13 +208,13 @@ def simulate(schedule: Schedule, costs: dict[Kind, list[float]], transfer: Seque
         ScheduleError: ranks wait for each other for ever.
     """
     orders = _orders_of(schedule)
-    ends = _ends(schedule, costs, transfer)
+    starts = _starts(schedule, costs, transfer)
     durations = [costs[kind] for kind in orders.kinds]
-    makespan = float(ends.max())
+    makespan = float((starts.max(axis=2) + durations).max())  # a stage's micro-batches ascend
     busy = schedule.num_microbatches * sum(map(sum, durations))
     bubble = 1 - busy / (makespan * len(orders)) if makespan else 0.0
     return Simulation(
-        makespan, bubble, list(map(_peak_live(orders), orders.rows)), CompactSpans(orders, ends, durations)
+        makespan, bubble, list(map(_peak_live(orders), orders.rows)), CompactSpans(orders, starts, durations)
     )
 
 
@@ -205,12 +232,14 @@ class CompactSpans(Sequence[list[Span]]):
     """For each rank its actions with their times, made when asked for.
 
     Args:
-        ends: as `_ends` gives them.
+        starts: as `_starts` gives them.
         durations: for each kind, the time on each virtual stage.
     """
 
-    def __init__(self, orders: CompactOrders, ends: NDArray[np.float64], durations: Sequence[Sequence[float]]) -> None:
-        self._orders, self._ends, self._durations = orders, ends, durations
+    def __init__(
+        self, orders: CompactOrders, starts: NDArray[np.float64], durations: Sequence[Sequence[float]]
+    ) -> None:
+        self._orders, self._starts, self._durations = orders, starts, durations
 
     def __len__(self) -> int:
         return len(self._orders)
@@ -221,8 +250,8 @@ class CompactSpans(Sequence[list[Span]]):
         spans = []
         for action in self._orders[rank]:
             kind = self._orders.kinds.index(action.kind)
-            end = float(self._ends[kind, action.stage, action.microbatch])
-            spans.append(Span(action, end - self._durations[kind][action.stage], end))
+            start = float(self._starts[kind, action.stage, action.microbatch])
+            spans.append(Span(action, start, start + self._durations[kind][action.stage]))
         return spans
 
 
@@ -231,47 +260,49 @@ def _orders_of(schedule: Schedule) -> CompactOrders:
     return schedule.orders
 
 
-def _ends(schedule: Schedule, costs: dict[Kind, list[float]], transfer: Sequence[float]) -> NDArray[np.float64]:
-    """When each action ends, of shape ``[kinds, num_stages, num_microbatches]``; arguments as for `simulate`."""
+def _starts(schedule: Schedule, costs: dict[Kind, list[float]], transfer: Sequence[float]) -> NDArray[np.float64]:
+    """When each action starts, of shape ``[kinds, num_stages, num_microbatches]``; arguments as for `simulate`."""
     orders = _orders_of(schedule)
     num_ranks, length = orders.rows.shape
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     # A cell is ``kind * num_stages + stage``, which is also ``number * num_ranks + rank``.
     num_cells = len(orders.kinds) * num_stages
-    durations = np.concatenate([np.asarray(costs[kind], float) for kind in orders.kinds])
+    durations = np.concatenate([*(np.asarray(costs[kind], float) for kind in orders.kinds), [0.0]])
     crossing = np.asarray(transfer, float) * (num_ranks > 1)
-    # What another stage has to have done. The cell behind the last is always done, at the beginning.
-    sources, delays = np.full(num_cells, num_cells), np.zeros(num_cells)
+    # What the rank itself has to have done, F before I before W, and what another stage has to. The cell behind the last is always done, at the beginning.
+    own, sources = np.full((2, num_cells), num_cells)
+    delays = np.zeros(num_cells)
+    own[num_stages:] = np.arange(num_cells - num_stages)
     sources[1:num_stages], delays[1:num_stages] = np.arange(num_stages - 1), crossing[:-1]
     if orders.has_backward:
         backward = slice(num_stages, 2 * num_stages - 1)
         sources[backward], delays[backward] = np.arange(num_stages + 1, 2 * num_stages), crossing[:-1]
-    ends = np.zeros((num_cells + 1, num_microbatches))
+    starts = np.zeros((num_cells + 1, num_microbatches))
     done = np.zeros(num_cells + 1, np.int64)
     done[-1] = num_microbatches
     places, free = np.arange(num_ranks) * length, np.zeros(num_ranks)
     last = places + length
-    numbers, times = orders.rows.ravel(), ends.ravel()
+    numbers, times = orders.rows.ravel(), starts.ravel()
     ranks = np.arange(num_ranks)
     while ranks.size:
         cells = numbers[places[ranks]].astype(np.int64) * num_ranks + ranks
         microbatches = done[cells]
         waits_for = sources[cells]
-        able = done[waits_for] > microbatches
+        able = (done[waits_for] > microbatches) & (done[own[cells]] > microbatches)
         now = ranks
         if not able.all():
             now, cells, microbatches, waits_for = ranks[able], cells[able], microbatches[able], waits_for[able]
             if not now.size:
                 raise _deadlock(schedule, orders, ranks, places)
-        arrived = times[waits_for * num_microbatches + microbatches] + delays[cells]
-        end = np.maximum(free[now], arrived) + durations[cells]
-        times[cells * num_microbatches + microbatches] = end
-        free[now] = end
+        made = times[waits_for * num_microbatches + microbatches] + durations[waits_for]
+        start = np.maximum(free[now], made + delays[cells])
+        times[cells * num_microbatches + microbatches] = start
+        free[now] = start + durations[cells]
         done[cells] += 1
         places[now] += 1
         if (places[now] == last[now]).any():
             ranks = ranks[places[ranks] < last[ranks]]
-    return ends[:-1].reshape(len(orders.kinds), num_stages, num_microbatches)
+    return starts[:-1].reshape(len(orders.kinds), num_stages, num_microbatches)
 
 
 def _deadlock(schedule: Schedule, orders: CompactOrders, ranks: NDArray[np.int64], places: Any) -> ScheduleError:
