@@ -32,7 +32,8 @@ from lightning_pipeline.schedules import simulate as simulate_schedule
 from lightning_pipeline.schedules.optimizing import OPTIMIZED
 from lightning_pipeline.schedules.report import report_of_simulation
 from lightning_pipeline.schedules.schedule import format_grid, loop_placement
-from lightning_pipeline.schedules.validation import MAX_TIME, require_counts, shown
+from lightning_pipeline.schedules.summary import MAX_GRID_PASSES, save_overview, spread, summarize
+from lightning_pipeline.schedules.validation import MAX_PICTURE_RANKS, MAX_TIME, require_counts, shown
 
 _NAMES_HELP = (
     f"{', '.join(SCHEDULE_NAMES)}; {OPTIMIZED}, an order that is searched for, for these times and the bounds below; "
@@ -146,7 +147,10 @@ def draw(
         ),
     ] = None,
 ) -> None:
-    """Draw a schedule: a row for each rank, time to the right. Text and CSV have a slot for each action."""
+    """Draw a schedule: a row for each rank, time to the right. Text and CSV have a slot for each action.
+
+    On a terminal and in pictures, what is too large for that is drawn in brief, of some ranks.
+    """
     with errors_without_traceback():
         costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
         bound = Bound.parse(max_live_microbatches, kept_bytes, max_bytes)
@@ -158,11 +162,14 @@ def draw(
         several = chosen.num_stages > chosen.num_ranks
         virtual = f", {_virtual_stages_of(chosen):g} virtual stages each" * several
         title = f"{chosen.name}: {chosen.num_ranks} ranks{virtual}, {chosen.num_microbatches} micro-batches"
+        is_wide = chosen.num_stages * chosen.num_microbatches > MAX_GRID_PASSES
         title_and_bubble = f"{title}, bubble {simulation.bubble:.1%}"
 
         def text() -> str:
             if lowered:
                 return f"{title}\n{format_grid([[str(action) for action in order] for order in lower(chosen)])}"
+            if (output is None and is_wide) or chosen.is_large:
+                return f"{title_and_bubble}\n{summarize(chosen, simulation.spans, simulation.makespan)}"
             return f"{title_and_bubble}\n{render(chosen)}"
 
         if output is None:
@@ -180,9 +187,13 @@ def draw(
         elif suffix == ".html":
             report_of_simulation(simulation, title).save(output)
         elif suffix == ".json":
+            chosen.require_small("written as a trace")
             save_chrome_trace(simulation.spans, output, unit=_TRACE_UNIT)
         elif suffix in (".svg", ".png"):
-            save_picture(simulation.spans, output, title=title)
+            if is_wide or chosen.num_ranks > MAX_PICTURE_RANKS:
+                save_overview(simulation.spans, output, simulation.makespan, title=title_and_bubble)
+            else:
+                save_picture(simulation.spans, output, title=title)
         else:
             raise CommandError(
                 f"cannot write {output}; its ending chooses the format: .html, .svg, .png, .json, .csv or .txt"
@@ -232,8 +243,8 @@ def _print_table(rows: list[dict[str, Any]], costs: CostOptions) -> None:
             f"{row['num_virtual_stages']:g}",
             f"{row['makespan']:.5g}",
             f"{row['bubble']:.1%}",
-            " ".join(map(str, row["peak_live"])),
-            " ".join(f"{peak:.3g}" for peak in row["peak_microbatches"]),
+            spread(row["peak_live"]),
+            spread(row["peak_microbatches"]),
         )
     typer.echo(f"{costs}\n" if has_several_counts else f"{counts.pop()}; {costs}\n")
     wide_console().print(table)

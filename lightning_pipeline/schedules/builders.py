@@ -12,10 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import groupby, product
+from types import ModuleType
 
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, loop_placement
 from lightning_pipeline.schedules.v_builders import dualpipe_v, v_half, v_min, zbv
-from lightning_pipeline.schedules.validation import ScheduleError, require_counts
+from lightning_pipeline.schedules.validation import (
+    MAX_LARGE_PASSES,
+    MAX_PASSES,
+    ScheduleError,
+    is_large,
+    require_counts,
+)
 
 
 def forward_only(
@@ -61,7 +68,7 @@ def gpipe(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) ->
     With several virtual stages a rank finishes one for all micro-batches before the next, forward in ascending and
     backward in descending order of stages. Micro-batches ascend in both.
     """
-    require_counts(num_ranks, num_microbatches, num_virtual_stages)
+    require_counts(num_ranks, num_microbatches, num_virtual_stages, most_passes=MAX_LARGE_PASSES)
     num_forwards = num_virtual_stages * num_microbatches
     return _looped("gpipe", num_ranks, num_microbatches, num_virtual_stages, num_microbatches, lambda _: num_forwards)
 
@@ -110,7 +117,7 @@ def interleaved_1f1b_low_memory(num_ranks: int, num_microbatches: int, num_virtu
 
 def _interleaved(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int, *, hop: int) -> Schedule:
     """Groups of `num_ranks` micro-batches, and `hop` forwards of warm-up for each rank behind."""
-    require_counts(num_ranks, num_microbatches, num_virtual_stages)
+    require_counts(num_ranks, num_microbatches, num_virtual_stages, most_passes=MAX_LARGE_PASSES)
     # The first group includes those that do not fill a group of their own.
     first = min(num_ranks + num_microbatches % num_ranks, num_microbatches)
     before_last = (num_virtual_stages - 1) * first  # forwards of earlier virtual stages on the same rank
@@ -133,6 +140,11 @@ def _looped(
         first: micro-batches of the first group; the others have `num_ranks`.
         warm_up_of: forwards of a rank before it alternates with backwards, by the number of ranks behind it.
     """
+    placement = loop_placement(num_ranks, num_virtual_stages)
+    if is_large(num_ranks, num_microbatches, num_virtual_stages):
+        groups = [first, *[num_ranks] * ((num_microbatches - first) // num_ranks)]
+        arrays = _compact().looped(num_ranks, groups, num_virtual_stages, warm_up_of)
+        return Schedule(name, arrays, num_microbatches, placement)
 
     def group(microbatch: int) -> int:
         return 0 if microbatch < first else 1 + (microbatch - first) // num_ranks
@@ -147,7 +159,15 @@ def _looped(
         warm_up = min(warm_up_of(num_ranks - rank - 1), len(f))
         steady = [action for pair in zip(f[warm_up:], b, strict=False) for action in pair]
         orders.append((*f[:warm_up], *steady, *b[len(f) - warm_up :]))
-    return Schedule(name, tuple(orders), num_microbatches, loop_placement(num_ranks, num_virtual_stages))
+    return Schedule(name, tuple(orders), num_microbatches, placement)
+
+
+def _compact() -> ModuleType:
+    try:
+        from lightning_pipeline.schedules import compact
+    except ModuleNotFoundError as error:
+        raise ScheduleError(f"a schedule of more than {MAX_PASSES:,} passes needs numpy ({error})") from error
+    return compact
 
 
 def zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
@@ -180,8 +200,7 @@ def zero_bubble_h2(num_ranks: int, num_microbatches: int, num_virtual_stages: in
     """
     _require_one_virtual_stage("zero_bubble_h2", num_virtual_stages)
     whole = _interleaved("zero_bubble_h2", num_ranks, num_microbatches, num_virtual_stages, hop=2)
-    orders = tuple(_split_backwards(order, behind=2 * rank) for rank, order in enumerate(whole.orders))
-    return replace(whole, orders=orders)
+    return _with_split_backwards(whole, lambda rank: 2 * rank)
 
 
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
@@ -193,8 +212,15 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_s
     Rank r is r weight gradients behind, so every rank holds as many activations as rank 0 does.
     """
     whole = interleaved_1f1b_low_memory(num_ranks, num_microbatches, num_virtual_stages)
-    orders = tuple(_split_backwards(order, behind=rank) for rank, order in enumerate(whole.orders))
-    return replace(whole, name="interleaved_zero_bubble", orders=orders)
+    return replace(_with_split_backwards(whole, lambda rank: rank), name="interleaved_zero_bubble")
+
+
+def _with_split_backwards(whole: Schedule, behind_of: Callable[[int], int]) -> Schedule:
+    """Each rank's backwards split; `behind_of` tells by how many its weight gradients are behind."""
+    if whole.is_large:
+        return replace(whole, orders=_compact().split_backwards(whole.orders, behind_of))
+    orders = (_split_backwards(order, behind=behind_of(rank)) for rank, order in enumerate(whole.orders))
+    return replace(whole, orders=tuple(orders))
 
 
 def _split_backwards(order: Sequence[Action], *, behind: int) -> tuple[Action, ...]:

@@ -40,6 +40,7 @@ from lightning_pipeline.schedules.builders import V_NAMES
 from lightning_pipeline.schedules.optimizing import OPTIMIZED
 from lightning_pipeline.schedules.recorded_costs import equal_costs
 from lightning_pipeline.schedules.schedule import loop_placement
+from lightning_pipeline.schedules.validation import require_counts
 
 from .._lightning import rank_zero_info
 
@@ -137,6 +138,7 @@ class ScheduleChoice:
                 f"stage_config makes {num_stages * num_virtual_stages}; cut the model into {2 * num_stages}, or choose "
                 f"interleaved_zero_bubble"
             )
+        require_counts(num_stages, num_microbatches, num_virtual_stages)  # larger ones can be simulated, not run
         # On one device nothing is cut, and every schedule is the same.
         name = self.name if num_stages > 1 else "1f1b"
         return build(name, num_stages, num_microbatches, num_virtual_stages)

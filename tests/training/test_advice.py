@@ -8,8 +8,8 @@ import lightning as L
 import pytest
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.schedules import check, simulate
-from lightning_pipeline.strategy.schedule_choice import Advisor
+from lightning_pipeline.schedules import ScheduleError, check, simulate
+from lightning_pipeline.strategy.schedule_choice import Advisor, ScheduleChoice
 from tests.launching import launch
 from tests.training.models import LitTokens, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, weights
@@ -124,6 +124,11 @@ def test_a_bound_that_nothing_keeps_is_told_at_once() -> None:
     sizes = {"num_stages": 4, "num_virtual_stages": 2, "num_microbatches": 8}
     with pytest.raises(ValueError, match=r"max_live_microbatches=2 is less than any schedule holds; .* holds 4"):
         Advisor(**sizes, max_live_microbatches=2)
+
+
+def test_what_can_only_be_simulated_is_not_trained_with() -> None:
+    with pytest.raises(ScheduleError, match="at most 4,096 ranks, and 262,144 passes"):
+        ScheduleChoice("1f1b").bind(num_stages=64, num_virtual_stages=1, num_microbatches=4097)
 
 
 def test_a_bound_without_a_choice_is_refused() -> None:
