@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import local_part, own_rows, sliced_further
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.runtime.failure import waiting_for
@@ -147,7 +148,7 @@ class FullySharded:
         would synchronize with the device.
         """
         own = local_part(part)
-        with torch.autograd._unsafe_preserve_version_counter(own):
+        with _torch.preserve_version_counter(own):
             own.copy_(own_rows(part, parameter))
 
     def _shard(self, leaf: nn.Module, whole: set[nn.Parameter]) -> FSDPModule:

@@ -32,6 +32,7 @@ from lightning_pipeline.engine.suspended import BatchWork, Parts
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.program import Program
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import Schedule, forward_only, lower
 
@@ -74,6 +75,8 @@ class Pipeline:
         """Called with every action of a step and its start and end."""
         self.peak_live = 0
         """The largest number of virtual stages' activations alive on this rank at one time in the last step."""
+        self.ran: list[tuple[Program | None, int]] = []
+        """Of each micro-batch of the last observed step: its program, if it had one, and the number of its loss."""
         self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders)
         self.stages = self._shared.stages
         self.recorder = self._shared.recorder
@@ -120,6 +123,8 @@ class Pipeline:
                 numbers = self._run_in_stages(PipelineStep(shared, work, states, live, self.observe), extra)
         shared.warnings.issue()
         self.peak_live = live.peak
+        if self.observe is not None:
+            self.ran = [(state.program, state.loss_value) for state in states]
         return states, numbers
 
     def check(self) -> None:

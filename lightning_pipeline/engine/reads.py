@@ -35,9 +35,10 @@ class StepReads:
                 if found is not None:
                     return found
             self._warn()
-            if state.program is not None and is_earlier:
-                assert step.run is not None
-                step.run.go_on(below=state.index + 1)
+            if is_earlier and (state.is_done or state.program is not None):
+                if not state.is_done:
+                    assert step.run is not None
+                    step.run.go_on(below=state.index + 1)
                 return [self._shared.spread_kept(state, value) for value in values]
             run = step.begin_in_order(state)
             if not state.is_done:

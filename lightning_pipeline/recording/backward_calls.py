@@ -8,7 +8,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from lightning_pipeline import _torch
 
 
 def backward_from(
@@ -19,7 +21,7 @@ def backward_from(
     torch checks that first, which takes as long as a small layer's backward. Gradients that another stage sent have
     been checked on arrival.
     """
-    _engine_run_backward(
+    _torch.run_backward(
         tuple(roots), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
 

@@ -185,6 +185,14 @@ class Event:
         found.reverse()
         return found
 
+    def writes_into(self, slot: int) -> bool:
+        """Whether it modifies an operand in place."""
+        return any(written == slot for written, _, _ in self.writes)
+
+    def views(self, slot: int) -> bool:
+        """Whether it returns a tensor that shares an operand's memory."""
+        return any(slot in shared for shared in self.result.shares)
+
     def origin(self, value: int) -> int:
         """The earliest value of which a value is a view of all elements; the value itself if it is no view."""
         event: Event | None = self

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own
 from lightning_pipeline.partition.users_line import users_line
@@ -25,7 +25,7 @@ def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args
             f"({users_line()}): register it on what the first module gives, or read the tensor's grad after it"
         )
     if (
-        kind is FunctionKind.WRITES
+        kind in (FunctionKind.WRITES, FunctionKind.CALLS)
         or "out" in kwargs
         or (kind is FunctionKind.DRAWS and function_name(func).endswith("_"))
     ):
@@ -76,6 +76,6 @@ def _before_write(recording: Recording, tensors: Sequence[Tensor]) -> None:
             recording.event.children.clear()  # they use the buffer as it was
             recording.event.shortcuts = None
         for place in recording.memory.places_of(memory, recording.captured):
-            with torch._C.DisableTorchFunction():
+            with _torch.DisableTorchFunction():
                 recording.captured[place] = recording.captured[place].clone()
         recording.memory.forget_places(memory)

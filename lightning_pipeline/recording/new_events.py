@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.gradient_hooks import REGISTERING
 from lightning_pipeline.partition.memory import memory_of, views_of
 from lightning_pipeline.partition.placeholder import TensorSpec
@@ -46,6 +47,7 @@ def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwa
                 if found is not UNLIKE:
                     recording.event = child
                     return found
+    refuse_graph_of_earlier(call, inputs, specs, result)
     visit = _visit_for(recording, func, inputs, specs, result)
     if type(func) is SplitCall:
         draws = args[1] in func.drawing
@@ -70,7 +72,7 @@ def _refuse(func: Any, kwargs: dict[str, Any]) -> None:
             f"ranks' generators would not advance ({users_line()}): draw with torch.rand or torch.randn of that shape "
             f"and generator, which all ranks do alike, and compute with it, or use the global generator"
         )
-    if isinstance(func, torch._ops.HigherOrderOperator):
+    if isinstance(func, _torch.HigherOrderOperator):
         raise NotImplementedError(
             f"{function_name(func)} on what a stage computes is not supported within a step, as what it calls cannot "
             f"be told from outside ({users_line()}): write it with torch.where, or plain Python"
@@ -90,6 +92,31 @@ def _refuse_dependence(func: Any) -> None:
             f"what {func.__name__} gives cannot be known before it runs ({users_line()}): give modules that "
             f"parallelize_module has split no data that the shapes of their results depend on"
         )
+
+
+def refuse_graph_of_earlier(
+    call: Call, inputs: Sequence[Any], specs: Sequence[TensorSpec], result: Result | None = None
+) -> None:
+    """Refuse a call that would continue the graph of an earlier micro-batch, or run backward through it.
+
+    Args:
+        result: of the call; None for one that runs backward.
+
+    Raises:
+        RuntimeError: for such a call.
+    """
+    if result is not None:
+        made = (one for one in result.tensors if isinstance(one, TensorSpec))
+        if not any(spec.requires_grad for spec in (*made, *(spec for _, spec in result.writes))):
+            return
+    if not torch.is_grad_enabled():
+        return
+    for tensor, value, spec in zip(call.tensors, inputs, specs, strict=True):
+        if type(value) is EarlierValue and spec.requires_grad:
+            raise RuntimeError(
+                f"{getattr(tensor, 'what', 'a value')} belongs to an earlier micro-batch, whose graph is gone when its "
+                f"backward has run, and is used in another one ({users_line()}): keep it detached, as in value.detach()"
+            )
 
 
 def _visit_for(

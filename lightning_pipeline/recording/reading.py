@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_laid_out_by_others, kind_of
 from lightning_pipeline.recording.inference import Result
@@ -25,7 +26,7 @@ def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         recording.is_simple = False
         return recording.data_source.shown(recording, value, lambda tensor: func(tensor, *args[1:], **kwargs))
     data = _data_of(recording, call)
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
     value = recording.value_of(args[0]) if args else None
     if value is not None and args[0].device.type == "cpu" and function_name(func) in ("numpy", "__array__"):
@@ -34,13 +35,22 @@ def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     return found
 
 
+def call_back(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `apply_` and the like: every rank calls the user's function with each element."""
+    call = take_apart(func, args, kwargs)
+    data = [one.detach().clone() for one in _data_of(recording, call)]
+    with _torch.DisableTorchFunction():
+        found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+    return recording.record(Tensor.copy_, (args[0], found))
+
+
 def result_on_data(recording: Recording, func: Any, call: Call, specs: Sequence[TensorSpec]) -> Result:
     """Infer the result of a function whose specs depend on data."""
     data = _known_data(recording, func, call, specs)
     if data is None:
         recording.is_simple = False
         data = _data_of(recording, call)
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         return recording.recorder.inference.result_on_data(func, call, data, specs)
 
 
@@ -54,7 +64,7 @@ def _known_data(
     found = []
     for slot, (tensor, spec) in enumerate(zip(call.tensors, specs, strict=True)):
         if slot == laid_out:
-            with torch._C.DisableTorchFunction():
+            with _torch.DisableTorchFunction():
                 found.append(torch.zeros((), dtype=spec.dtype, device=spec.device).expand(spec.shape))
         elif type(tensor) is not Placeholder and recording.input_of(tensor) is CAPTURED:
             found.append(tensor)

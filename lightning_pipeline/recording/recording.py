@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.gradient_hooks import Handle, Hook
 from lightning_pipeline.partition.memory import memory_of
@@ -33,7 +34,8 @@ from lightning_pipeline.partition.torch_functions import (
     kind_of,
 )
 from lightning_pipeline.partition.users_line import users_line
-from lightning_pipeline.recording import autograd_calls
+from lightning_pipeline.recording import attention, autograd_calls
+from lightning_pipeline.recording.contexts import refuse_transforms
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.everywhere import compute_everywhere
 from lightning_pipeline.recording.inference import written_by_array
@@ -42,7 +44,7 @@ from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.new_events import add_call, mark
 from lightning_pipeline.recording.placing import Placing
 from lightning_pipeline.recording.provenance import Provenance
-from lightning_pipeline.recording.reading import read
+from lightning_pipeline.recording.reading import call_back, read
 from lightning_pipeline.recording.recorder import Reads, Recorder
 from lightning_pipeline.recording.replicated_memory import ReplicatedMemory
 from lightning_pipeline.recording.split_modules import SplitCall, refuse_split, split_calls_seen
@@ -79,6 +81,7 @@ class Recording(TorchFunctionMode):
         num_aside: number of torch functions that were no events, except those that describe tensors.
         num_modes: depth of torch's stack of function modes while only this one is on top.
         arrays: arrays that share memory with values in one process, with their last contents.
+        attention: the flags that the step has set for attention; None if it has set none.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Recording(TorchFunctionMode):
         self.arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, tuple[Event, Event | None]] = {}
         self.num_aside = 0
+        self.attention: attention.Flags | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -128,8 +132,9 @@ class Recording(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         """Record the user's step while entered."""
         with self.resumed(), self:
-            self.num_modes = torch._C._len_torch_function_stack()
+            self.num_modes = _torch.num_function_modes()
             yield
+            attention.refuse_left(self.attention)
         self.note_written_arrays()
 
     @contextmanager
@@ -147,7 +152,7 @@ class Recording(TorchFunctionMode):
     def entered(self) -> Iterator[None]:
         """Record what the running thread calls, while entered."""
         with self:
-            self.num_modes = torch._C._len_torch_function_stack()
+            self.num_modes = _torch.num_function_modes()
             yield
         self.note_written_arrays()
 
@@ -226,8 +231,21 @@ class Recording(TorchFunctionMode):
             content: of the array, as it is now.
         """
         self.arrays.append((array, content, place))
+        self._watch()
+
+    def choose_attention(self, flags: attention.Flags) -> None:
+        """Have the calls of attention that follow run with these flags."""
+        self.attention = flags
+        self._watch()
+
+    def _watch(self) -> None:
+        """See each call before it is looked up."""
         self.__class__ = _Watching
         self.num_modes = -1
+
+    def record(self, func: Any, args: Any) -> Any:
+        """Record a call that the user's code has not made itself."""
+        return Recording.__torch_function__(self, func, (), args)
 
     def note_written_arrays(self) -> None:
         """Have stages follow what was written into arrays that share memory with their values in one process."""
@@ -236,9 +254,9 @@ class Recording(TorchFunctionMode):
             array, before, place = arrays.pop()
             now = array.tobytes()
             if now != before:
-                with torch._C.DisableTorchFunction():
+                with _torch.DisableTorchFunction():
                     content = torch.tensor(array)
-                Recording.__torch_function__(self, written_by_array, (), (place, content))
+                self.record(written_by_array, (place, content))
             if sys.getrefcount(array) > 2:  # this variable's and the call's
                 self.arrays.append((array, now, place))
 
@@ -254,7 +272,7 @@ class Recording(TorchFunctionMode):
             self.provenance.note_captured(len(self.captured), tensor)
         memory = self.memory
         if (memory.exposed or memory.copied) and memory_of(tensor) in (memory.exposed | memory.copied):
-            with torch._C.DisableTorchFunction():
+            with _torch.DisableTorchFunction():
                 tensor = tensor.clone()
         self.captured.append(tensor)
 
@@ -286,7 +304,7 @@ class Recording(TorchFunctionMode):
                 f"another one, a view or an array, which would not see it ({users_line()}): write into a clone(), or "
                 f"where it is a view or the .data of a buffer of the module, into the buffer itself under no_grad"
             )
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             # The stage needs its former data, in an object of its own.
             before = tensor.detach()
         self.overwritten.add(id(before))
@@ -312,7 +330,7 @@ class Recording(TorchFunctionMode):
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
         if kind is FunctionKind.DESCRIBES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         self.num_aside += 1  # unless it becomes an event, below
         if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
@@ -325,6 +343,9 @@ class Recording(TorchFunctionMode):
             refuse_split(func, args, kwargs)
         if kind is FunctionKind.PRINTS or kind is FunctionKind.READS:
             return read(self, func, args, kwargs)
+        if kind is FunctionKind.CALLS:
+            return call_back(self, func, args, kwargs)
+        refuse_transforms(func)
         if kind is FunctionKind.HOOKS:
             return autograd_calls.hook(self, func, *args, **kwargs)
         if kind is FunctionKind.BACKWARD:
@@ -390,11 +411,6 @@ class Recording(TorchFunctionMode):
                     f"{tensor.what} is not on this rank, and is used in a step ({users_line()}): make it a parameter "
                     f"or buffer of the module"
                 )
-            if tensor.spec.requires_grad and torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"{tensor.what} belongs to an earlier micro-batch, whose graph is gone when its backward has run, "
-                    f"and is used in another one ({users_line()}): keep it detached, as in value.detach()"
-                )
             return EarlierValue(tensor.recording.home_of(tensor.value))
         return CAPTURED
 
@@ -405,8 +421,8 @@ def _is_of_module(args: Any, tensors: ModuleTensors) -> bool:
 
 
 class _Watching(Recording):
-    """A recording whose user has taken arrays that share memory with values."""
+    """A recording whose user has taken arrays that share memory with values, or has set flags of attention."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.note_written_arrays()
-        return Recording.__torch_function__(self, func, types, args, kwargs)
+        return Recording.__torch_function__(self, attention.attending(func, self.attention), types, args, kwargs)

@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.autograd.variable import Variable
 
+from lightning_pipeline import _torch
 from lightning_pipeline.recording.graph_walk import LEAF, Branch, Walk
 from lightning_pipeline.recording.recomputation import Place
 
@@ -278,5 +279,5 @@ def _can_run_twice(node: Node) -> bool:
     if name == "CheckpointFunctionBackward":  # runs a backward of its own, which needs one for all leaves
         return False
     if name == "CompiledFunctionBackward":  # may reuse the memory of what it saved
-        return not torch._functorch.config.donated_buffer
+        return not _torch.donates_buffers()
     return True

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C import _len_torch_function_stack
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
@@ -61,7 +61,7 @@ class SplitCall:
 
     def of(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, as a mode is to see it."""
-        if not _len_torch_function_stack():
+        if not _torch.num_function_modes():
             return type(self.module)._call_impl(self.module, *args, **kwargs)
         training = tuple(module.training for module in self.module.modules())
         return handle_torch_function(self, (), list(self._tensors().values()), training, args, kwargs)

@@ -48,12 +48,14 @@ class PipelineStrategy(SessionStrategy):
         num_microbatches: micro-batches a step, at least ``num_stages``; default: ``4 * num_stages``, or the number that
             a schedule from a file is made for. "auto" chooses it along with an automatic cut, and is the default
             elsewhere.
-        schedule: "1f1b", "gpipe", "zero_bubble"; with several virtual stages on a device "interleaved_1f1b",
-            "interleaved_1f1b_low_memory", "looped_bfs", "interleaved_zero_bubble", "zbv"; the path of a ``.csv`` file
-            in torch.distributed.pipelining's compute-only format; a ``Schedule``; or a function
-            ``(num_stages, num_microbatches) -> schedule`` (see ``ScheduleChoice``). "auto" measures the first steps
-            and then uses the fastest schedule (see ``Advisor``).
-        max_live_microbatches: with "auto", the most micro-batches whose activations a device may hold.
+        schedule: "1f1b", "gpipe", "zero_bubble", "zero_bubble_h2"; with several virtual stages on a device
+            "interleaved_1f1b", "interleaved_1f1b_low_memory", "looped_bfs", "interleaved_zero_bubble", or in a V "zbv",
+            "v_half", "v_min", "dualpipe_v"; the path of a ``.csv`` file in torch.distributed.pipelining's compute-only
+            format; a ``Schedule``; or a function ``(num_stages, num_microbatches) -> schedule`` (see
+            ``ScheduleChoice``). "auto" measures the first steps and then uses the fastest schedule (see
+            ``Advisor``); "optimized" searches for a faster order then, and writes it to ``optimized.csv`` in the
+            trainer's ``default_root_dir`` (see ``schedules.optimize``).
+        max_live_microbatches: with "auto" and "optimized", the most micro-batches whose activations a device may hold.
         gradients_mean: gradients are averaged over replicas; else summed.
         data_parallel: "replicate" keeps a stage's parameters and optimizer state whole on each of its replicas; "zero1"
             shards the optimizer state and the update (see ``OptimizerShards``); "fsdp" also shards parameters and

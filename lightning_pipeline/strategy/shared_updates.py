@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import local_part, whole, write
 from lightning_pipeline.runtime.direct import recv_tree, send_tree
 from lightning_pipeline.runtime.replicas import Replicas
@@ -59,7 +60,7 @@ class OptimizerShards:
         for replica, part in enumerate(parts):
             if part:
                 source = dist.get_group_rank(self._replicas.group, ranks[replica])
-                dist._broadcast_coalesced(self._replicas.group, part, BUCKET_BYTES, source)
+                _torch.broadcast_coalesced(self._replicas.group, part, BUCKET_BYTES, source)
 
     def is_kept(self, name: str) -> bool:
         """Whether this replica keeps the optimizer state of a parameter."""

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import local_part, plain, whole
@@ -131,7 +130,8 @@ class StageOptimizers:
     def clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp each gradient of this stage to ``[-clip_val, clip_val]``, in place."""
         parameters = plain(parameter for _, parameter in self.layout_of(optimizer).local_parameters())
-        torch.nn.utils.clip_grad_value_(parameters, float(clip_val))
+        if any(parameter.grad is not None for parameter in parameters):  # none is an error of torch's
+            torch.nn.utils.clip_grad_value_(parameters, float(clip_val))
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Called when an optimizer's gradients are final and clipped."""
@@ -274,8 +274,8 @@ def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
         kinds.setdefault((grad.device, grad.dtype), []).append(index)
     for (device, _), indices in kinds.items():
         group = [grads[index] for index in indices]
-        if _has_foreach_support(group, device):
-            norms = list(torch._foreach_norm(group, norm_type))
+        if _torch.has_foreach_support(group, device):
+            norms = list(_torch.foreach_norm(group, norm_type))
         else:
             norms = [torch.linalg.vector_norm(grad, norm_type) for grad in group]
         result[indices] = torch.stack(norms).to(result)
@@ -313,7 +313,7 @@ def _norm_of_norms(
     if len({dtypes[name] for name in order}) > 1:
         # torch groups the norms by dtype; only its own grouping knows in which order.
         samples: list[Tensor | None] = [torch.empty(0, dtype=dtypes[name], device=device) for name in order]
-        groups = _group_tensors_by_device_and_dtype([samples], True).values()
+        groups = _torch.group_by_device_and_dtype([samples], True).values()
         order = [order[index] for _, indices in groups for index in indices]
     dtype = dtypes[order[0]].to_real()
     for name in order:

@@ -73,8 +73,8 @@ def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
         _check_count("num_microbatches", asked.num_microbatches, MAX_PASSES)
     if asked.max_live_microbatches is not None and not choice.is_auto:
         raise ValueError(
-            f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto", which chooses; '
-            f"with {choice.label!r} it is given"
+            f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto" or "optimized", which '
+            f"choose; with {choice.label!r} it is given"
         )
 
 
