@@ -284,7 +284,9 @@ def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
     with _pop_mode_temporarily() as mode:
-        return mode.__torch_function__(function, (), args, kwargs)
+        found = mode.__torch_function__(function, (), args, kwargs)
+    recording.note_draws_within(function)
+    return found
 
 
 @contextmanager
@@ -301,11 +303,7 @@ def _function_apply_seen() -> Iterator[None]:
         called = _AS_FUNCTIONS.get(cls)
         if called is None:
             called = _AS_FUNCTIONS[cls] = applying(cls)
-        found = _as_function(called, args, kwargs)
-        recording = _running()
-        if recording is not None and recording.event.function is called and recording.event.result.draws > 1:
-            recording.note_draws_within()
-        return found
+        return _as_function(called, args, kwargs)
 
     owner.apply = classmethod(seen)
     try:
