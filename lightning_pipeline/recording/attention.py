@@ -23,7 +23,9 @@ _FLAGS = {
     for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 } | {"_set_sdp_priority_order": "_get_sdp_priority_order"}
 """How torch's flags are set, and asked for."""
-_PLAIN: dict[str, Callable[..., Any]] = {name: getattr(_torch.ATTENTION_FLAGS, name) for pair in _FLAGS.items() for name in pair}
+_PLAIN: dict[str, Callable[..., Any]] = {
+    name: getattr(_torch.ATTENTION_FLAGS, name) for pair in _FLAGS.items() for name in pair
+}
 _ATTENDING = frozenset(
     (
         *("scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention", "attention"),
