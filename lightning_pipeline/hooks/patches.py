@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.slices import local_part, slice_like, whole
+from lightning_pipeline.engine.slices import whole, write
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import holders_of, note_holders
@@ -90,7 +90,7 @@ def on_whole_tensors(
         memories = {found.untyped_storage().data_ptr() for _, found, _ in here}
         for part, found, version in here:
             if found._version > version:
-                local_part(part).copy_(local_part(slice_like(part, found)))
+                write(part, found)
         for made in tree.leaves(result):
             if type(made) is Placeholder or id(made) in slices or made.layout is not torch.strided:
                 continue
