@@ -80,7 +80,7 @@ def test_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
 def test_simulate_compares_all_that_can_be_built() -> None:
     rows = figures("-p", "4", "-m", "8")
     assert set(rows) == set(SCHEDULE_NAMES) - {"forward"}
-    usual = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1}
+    usual = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "zero_bubble_h2": 1}
     assert {name: row["num_virtual_stages"] for name, row in rows.items()} == {n: usual.get(n, 2) for n in rows}
 
 
@@ -104,6 +104,21 @@ def test_lists_of_costs_go_along_the_data() -> None:
     along = (0.5, 0.5, 1.5, 1.5)
     assert rows["1f1b"]["makespan"] == pytest.approx(simulate(build("1f1b", 2, 4), (1, 3), (1, 3), (1, 3)).makespan)
     assert rows["zbv"]["makespan"] == pytest.approx(simulate(build("zbv", 2, 4, 2), along, along, along).makespan)
+
+
+def test_an_order_is_searched_for(tmp_path: Path) -> None:
+    """A large head whose activations are twice as large: one that holds four of the others' holds two of its own."""
+    head = ("--forward", "1,1,1,2", "--input-grad", "1,1,1,2", "--weight-grad", "1,1,1,2")
+    bound = ("--kept-bytes", "1,1,1,2", "--max-bytes", "4")
+    rows = figures("1f1b", "optimized", "-p", "4", "-m", "8", *head, *bound)
+    assert rows["optimized"]["makespan"] <= 0.95 * rows["1f1b"]["makespan"]
+    assert rows["optimized"]["peak_live"][-1] == 2
+    call("draw", "optimized", "-p", "4", "-m", "8", *head, *bound, "-o", str(tmp_path / "mine.csv"))
+    assert figures(str(tmp_path / "mine.csv"), *head)["mine.csv"]["makespan"] == rows["optimized"]["makespan"]
+    for given in bound[:2], bound[2:]:
+        result = CliRunner().invoke(app, ("simulate", "optimized", *given))
+        assert result.exit_code == 2
+        assert "--kept-bytes and --max-bytes go together" in result.output
 
 
 def test_table() -> None:

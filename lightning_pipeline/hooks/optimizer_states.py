@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.hooks.operands import Exchanges, Operands, TensorKeys
-from lightning_pipeline.partition.ownership import holders_of
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
+from lightning_pipeline.partition.ownership import holders_of, note_holders
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, is_absent, placeholder
 from lightning_pipeline.partition.users_line import users_line
 
 
@@ -56,8 +56,14 @@ class OptimizerStates:
     def _show(self) -> None:
         for optimizer in self.optimizers:
             whole = _WholeState(optimizer, self._completed)
+            try:
+                optimizer.state = whole
+            except AttributeError as error:
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__}.state cannot be set, and hooks are to see what other stages have in "
+                    f"it: make it an attribute, or give the property a setter"
+                ) from error
             self._shown.append((optimizer, whole))
-            optimizer.state = whole
 
     def _hide(self) -> None:
         for optimizer, whole in self._shown:
@@ -127,6 +133,10 @@ class _WholeState(defaultdict[Any, Any]):
             here = {key: value for key, value in dict.items(self) if type(key) is not Placeholder}
             self.own.clear()
             self.own.update(here)
+            for value in (one for state in here.values() if isinstance(state, dict) for one in state.values()):
+                if isinstance(value, Tensor) and value.dim() == 0:
+                    # An optimizer within the user's own reads its counters, of what it has gradients for alone.
+                    note_holders(value, None)
         return self.own
 
     def __reduce__(self) -> Any:
@@ -175,16 +185,17 @@ class ParameterGradients:
         layout = self._layout_of(tensor)
         if layout is None:
             return None
-        if type(tensor) is not Placeholder:
+        if not is_absent(tensor):
             gradient = tensor.grad
             assert gradient is not None
             return self._keys.note(gradient, held)
-        spec = tensor.spec.detached()
+        spec = TensorSpec.of(tensor).detached()
         if layout is not torch.strided:
             spec = spec.but(stride=None, layout=layout)
         kept = tensor.__dict__.get("_gradient")
         if kept is None or kept.spec is not spec:
-            kept = tensor.__dict__["_gradient"] = placeholder(spec, f"the gradient of {tensor.what}")
+            what = getattr(tensor, "what", "a parameter")
+            kept = tensor.__dict__["_gradient"] = placeholder(spec, f"the gradient of {what}")
         return self._keys.note(kept, held)
 
     def set(self, tensor: Tensor, gradient: Tensor | None) -> None:
@@ -203,7 +214,7 @@ class ParameterGradients:
         """The layout of a gradient; None if there is none. The holders of all parameters are asked once in a hook."""
         if self._layouts is None:
             parameters = [p for p in self._module.parameters() if holders_of(p) is not None]
-            own = [None if type(p) is Placeholder or p.grad is None else p.grad.layout for p in parameters]
+            own = [None if is_absent(p) or p.grad is None else p.grad.layout for p in parameters]
             layouts_of = self._exchanges.share("grad", own)
             self._layouts = {
                 id(parameter): layouts_of[(holders_of(parameter) or (0,))[0]][index]

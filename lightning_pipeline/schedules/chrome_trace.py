@@ -31,7 +31,7 @@ def load_chrome_trace(path: str | PathLike[str]) -> list[list[tuple[Action, floa
     """
     try:
         content = json.loads(read_text(path, kind="a trace of a pipeline", most=MAX_TRACE_BYTES))
-        spans = [event for event in content["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
+        spans = [event for event in content["traceEvents"] if event["ph"] == "X" and event.get("pid", 0) == 0]
         ranks = [int(_number(span, "tid", MAX_PROCESSES)) for span in spans]
         rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(1 + max(ranks))]
         for rank, span in zip(ranks, spans, strict=True):

@@ -91,7 +91,7 @@ def one_at_a_time(spans: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 # Kind, what the legend calls it, and its hues on a rank's virtual stages, in turn. The colours of Okabe and Ito (2008),
 # which colour-blind people tell apart, and two of the same kind for the gradients.
-_LEGEND: dict[Kind, tuple[str, tuple[str, str]]] = {
+LEGEND: dict[Kind, tuple[str, tuple[str, str]]] = {
     Kind.F: ("forward", ("#0072b2", "#56b4e9")),
     Kind.B: ("backward", ("#d55e00", "#e69f00")),
     Kind.I: ("input gradients", ("#cc79a7", "#882255")),
@@ -99,7 +99,7 @@ _LEGEND: dict[Kind, tuple[str, tuple[str, str]]] = {
 }
 _DARK = frozenset(("#0072b2", "#d55e00", "#882255", "#009e73"))
 _HATCHES = ("", "///", "\\\\\\", "xxx", "|||", "---", "+++")
-_REDUCTION, _IDLE, _GREYS = "#7a529f", "#ededed", ("#bdbdbd", "#8c8c8c")
+_REDUCTION, IDLE_COLOUR, _GREYS = "#7a529f", "#ededed", ("#bdbdbd", "#8c8c8c")
 _MOST_STAGES = 16  # that the legend lists
 _BOX_HEIGHT, _STRIP_HEIGHT = 0.84, 0.18  # of a row; the strip of the all-reduces is below the boxes
 
@@ -142,13 +142,10 @@ def save_picture(
         ScheduleError: if there are no actions, or more ranks than a picture has room for.
         ModuleNotFoundError: where matplotlib cannot be imported.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"a picture needs matplotlib, which cannot be imported ({error}): pip install lightning-pipeline[plot]"
-        ) from error
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(timeline) > MAX_PICTURE_RANKS:
@@ -174,9 +171,19 @@ def save_picture(
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.set_xlabel(time_label)
         axes.set_title(f"{title}{', ' * bool(title)}bubble {idle_share(timeline):.1%}", loc="left", fontsize=11)
-        _draw_legend(figure, timeline, reductions)
+        draw_legend(figure, timeline, reductions)
         figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     return path
+
+
+def require_matplotlib() -> None:
+    """Raise a ModuleNotFoundError that says what to install, where pictures cannot be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"a picture needs matplotlib, which cannot be imported ({error}): pip install lightning-pipeline[plot]"
+        ) from error
 
 
 def _width(timeline: Timeline, duration: float, most: float) -> float:
@@ -194,7 +201,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, *, points_per_unit: float, heigh
         rows = [_merged(row) for row in rows]
     boxes: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
     for rank, row in enumerate(rows):
-        axes.broken_barh([(0.0, end - begin)], (rank + top, height), facecolor=_IDLE, edgecolor="none")
+        axes.broken_barh([(0.0, end - begin)], (rank + top, height), facecolor=IDLE_COLOUR, edgecolor="none")
         local = _local_stages(timeline[rank])
         for box in row:
             colour, hatch = _look(box.kind, local[box.stage])
@@ -266,18 +273,19 @@ def _draw_strips(axes: Axes, reductions: Reductions, begin: float) -> None:
         axes.broken_barh(bars, (rank + top, _STRIP_HEIGHT), facecolor=_REDUCTION, edgecolor="white", linewidth=0.6)
 
 
-def _draw_legend(figure: Figure, timeline: Timeline, reductions: Reductions) -> None:
+def draw_legend(figure: Figure, timeline: Timeline, reductions: Reductions = ()) -> None:
+    """Say below a figure what the colours of this timeline's actions mean."""
     from matplotlib.patches import Patch
 
     present = {action.kind for row in timeline for action, _, _ in row}
-    patches = [Patch(color=colours[0], label=label) for kind, (label, colours) in _LEGEND.items() if kind in present]
+    patches = [Patch(color=colours[0], label=label) for kind, (label, colours) in LEGEND.items() if kind in present]
     most = max(len(_local_stages(row)) for row in timeline)
     if 1 < most <= _MOST_STAGES:
         for index in range(most):
             _, hatch = _look(Kind.F, index)
             label, grey = f"virtual stage {index} of a rank", _GREYS[index % 2]
             patches.append(Patch(facecolor=grey, edgecolor="white", hatch=hatch, label=label))
-    patches.append(Patch(color=_IDLE, label="idle"))
+    patches.append(Patch(color=IDLE_COLOUR, label="idle"))
     if any(reductions):
         patches.append(Patch(color=_REDUCTION, label="all-reduce of gradients"))
     figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 8), frameon=False, fontsize=9)
@@ -290,4 +298,4 @@ def _local_stages(row: Sequence[tuple[Action, float, float]]) -> dict[int, int]:
 
 def _look(kind: Kind, index: int) -> tuple[str, str]:
     """Colour and hatching of a rank's virtual stage, which is told by both."""
-    return _LEGEND[kind][1][index % 2], _HATCHES[index % len(_HATCHES)]
+    return LEGEND[kind][1][index % 2], _HATCHES[index % len(_HATCHES)]
