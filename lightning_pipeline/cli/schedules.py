@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from lightning_pipeline.schedules import (
 )
 from lightning_pipeline.schedules import simulate as simulate_schedule
 from lightning_pipeline.schedules.optimizing import OPTIMIZED
+from lightning_pipeline.schedules.report import report_of_simulation
 from lightning_pipeline.schedules.schedule import format_grid, loop_placement
 from lightning_pipeline.schedules.summary import MAX_GRID_PASSES, save_overview, spread, summarize
 from lightning_pipeline.schedules.validation import MAX_PICTURE_RANKS, MAX_TIME, require_counts, shown
@@ -140,8 +142,8 @@ def draw(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write a picture (.svg, .png), a trace for chrome://tracing and Perfetto (.json), a table that can be "
-            "trained with (.csv), or the text (.txt).",
+            help="Write a page for the browser (.html), a picture (.svg, .png), a trace for chrome://tracing and "
+            "Perfetto (.json), a table that can be trained with (.csv), or the text (.txt).",
         ),
     ] = None,
 ) -> None:
@@ -171,15 +173,21 @@ def draw(
             return f"{title_and_bubble}\n{render(chosen)}"
 
         if output is None:
-            typer.echo(text())
+            drawn = text()
+            typer.echo(drawn)
+            _say_how_it_fits(max(map(len, drawn.splitlines())))
             return
         suffix = output.suffix.lower()
         if lowered and suffix != ".txt":
             raise CommandError(f"--lowered is drawn as text only, got --output {output}; write to a .txt file")
+        output.parent.mkdir(parents=True, exist_ok=True)
         if suffix == ".txt":
             output.write_text(f"{text()}\n", encoding="utf-8")
         elif suffix == ".csv":
             save_csv(chosen, output)
+        elif suffix == ".html":
+            chosen.require_small("written as a page")
+            report_of_simulation(simulation, title).save(output)
         elif suffix == ".json":
             chosen.require_small("written as a trace")
             save_chrome_trace(simulation.spans, output, unit=_TRACE_UNIT)
@@ -189,8 +197,21 @@ def draw(
             else:
                 save_picture(simulation.spans, output, title=title)
         else:
-            raise CommandError(f"cannot write {output}; its ending chooses the format: .svg, .png, .json, .csv or .txt")
+            raise CommandError(
+                f"cannot write {output}; its ending chooses the format: .html, .svg, .png, .json, .csv or .txt"
+            )
         typer.echo(f"{title_and_bubble}: {output}")
+
+
+def _say_how_it_fits(columns: int) -> None:
+    """Where lines are longer than the terminal's, or 80 columns of what is no terminal."""
+    there = shutil.get_terminal_size().columns
+    if columns > there:
+        typer.echo(
+            f"These lines have {columns} columns, and there are {there}: pipe them into `less -S`, write a page with "
+            f"-o FILE.html, or draw fewer ranks (-p) or micro-batches (-m)",
+            err=True,
+        )
 
 
 def _figures(schedule: Schedule, costs: CostOptions) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.hooks.operands import Exchanges, Operands, TensorKeys
-from lightning_pipeline.partition.ownership import holders_of
+from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
 from lightning_pipeline.partition.users_line import users_line
 
@@ -56,8 +56,14 @@ class OptimizerStates:
     def _show(self) -> None:
         for optimizer in self.optimizers:
             whole = _WholeState(optimizer, self._completed)
+            try:
+                optimizer.state = whole
+            except AttributeError as error:
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__}.state cannot be set, and hooks are to see what other stages have in "
+                    f"it: make it an attribute, or give the property a setter"
+                ) from error
             self._shown.append((optimizer, whole))
-            optimizer.state = whole
 
     def _hide(self) -> None:
         for optimizer, whole in self._shown:
@@ -127,6 +133,10 @@ class _WholeState(defaultdict[Any, Any]):
             here = {key: value for key, value in dict.items(self) if type(key) is not Placeholder}
             self.own.clear()
             self.own.update(here)
+            for value in (one for state in here.values() if isinstance(state, dict) for one in state.values()):
+                if isinstance(value, Tensor) and value.dim() == 0:
+                    # An optimizer within the user's own reads its counters, of what it has gradients for alone.
+                    note_holders(value, None)
         return self.own
 
     def __reduce__(self) -> Any:

@@ -230,6 +230,9 @@ class OwnerComputes(TorchFunctionMode):
             if name == "__reduce_ex__":
                 return reduced(here[0], spec, args[1])
             return self._run(func, call, here)
+        if kind is FunctionKind.CALLS:  # Python, which every rank runs
+            here = [one.detach().clone() for one in self._operands.gather_everywhere(call.tensors, name)]
+            return self._meet(Tensor.copy_, (args[0], self._run(func, call, here)), {})
         if kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs):
             return self._draw(func, call, name)
         return self._compute(func, call, name, kind)

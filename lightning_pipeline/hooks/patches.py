@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.fully_sharded import local_part, slice_like, whole
+from lightning_pipeline.engine.slices import local_part, slice_like, whole
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import holders_of, note_holders

@@ -329,17 +329,25 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     place = next((item for item in leaves if isinstance(item, Placeholder)), None)
     what = place.what if place is not None else "a value"
     if any("/torch/_functorch/" in frame.filename.replace("\\", "/") for frame in traceback.extract_stack()):
-        raise NotImplementedError(
-            f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage computes, {what}, "
-            f"within a step ({users_line()}): write it for the whole batch, or take torch.autograd.grad"
-        )
+        raise transform_error(what)
     way_out = "do it in the LightningModule's steps and hooks or in a callback, where every rank comes to have it"
     if threading.current_thread() is not threading.main_thread():
         way_out = "a step and its hooks have to call what they call in the thread that they run in"
     elif get_worker_info() is not None:
         way_out = "a loader's worker has no connection to other ranks: DataLoader(num_workers=0) has"
     elif isinstance(func, _torch.OpOverload):
-        way_out = "torch's compiled code takes it there; where that makes nested tensors, use padded ones and a mask"
+        way_out = (
+            "torch's compiled code takes it there, where nothing is seen of it. Instead of nested tensors use padded "
+            "ones and a mask, instead of as_subclass plain tensors, and instead of set_ a copy_ or a name"
+        )
     raise AbsentDataError(
         f"{function_name(func)} needs the data of {what}, which this rank does not hold ({users_line()}): {way_out}"
+    )
+
+
+def transform_error(what: str) -> NotImplementedError:
+    """The error where ``torch.func`` transforms a function of `what`, which a stage computes."""
+    return NotImplementedError(
+        f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage computes, {what}, "
+        f"within a step ({users_line()}): write it for the whole batch, or take torch.autograd.grad"
     )

@@ -26,6 +26,7 @@ class FunctionKind(Enum):
     PRINTS = auto()  # a tensor as text
     HOOKS = auto()  # registers a hook
     BACKWARD = auto()  # runs autograd
+    CALLS = auto()  # a function of the user's for each element of its first argument, which it overwrites
 
 
 _GETTERS = (
@@ -90,6 +91,7 @@ _note(FunctionKind.DESCRIBES, (torch,), _FUNCTIONS)
 _note(FunctionKind.READS, (Tensor, torch), _READING)
 _note(FunctionKind.PRINTS, (Tensor,), ("__repr__", "__str__", "__format__"))
 _note(FunctionKind.HOOKS, (Tensor,), _HOOKING)
+_note(FunctionKind.CALLS, (Tensor,), ("apply_", "map_", "map2_"))
 _note(FunctionKind.BACKWARD, (Tensor,), ("backward",))
 _note(FunctionKind.DRAWS, (Tensor, torch, F, *_torch.VARIABLE_FUNCTIONS, torch.nn.init), _DRAWING)
 for _name in _GETTERS:
@@ -122,6 +124,11 @@ def kind_of(function: Any) -> FunctionKind:
     if kind is None:
         kind = _KINDS[function] = _kind_by_name(function_name(function))
     return kind
+
+
+def same_kind(function: Any, other: Any) -> None:
+    """Take note that a function, which calls another one, does what that does."""
+    _KINDS[function] = kind_of(other)
 
 
 def is_drawing_of_own(kwargs: dict[str, Any]) -> bool:

@@ -81,6 +81,7 @@ class StagePlan:
     def save(self, path: str | Path) -> Path:
         """Write the cut as YAML, which ``PipelineStrategy(stage_config=path)`` reads. Returns the path."""
         path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         how = "measured" if self.is_measured else "estimated"
         lines = [
             f"# {self.num_stages} stages, {self.schedule}, {self.num_microbatches} micro-batches: {how}",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.gradient_hooks import hook_of_tensor, retained
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
@@ -17,6 +18,7 @@ from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import NOTHING, Inference, Result
 from lightning_pipeline.recording.matcher import UNLIKE, never
+from lightning_pipeline.recording.new_events import answer, follow, inspect, refuse_graph_of_earlier
 from lightning_pipeline.recording.operation import Call, put_together, tensors_in
 
 if TYPE_CHECKING:
@@ -119,10 +121,10 @@ def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[...
     """Answer `register_hook`, `retain_grad`, and others of their kind."""
     recording.is_simple = False
     if recording.recorder.tensors.number_of(tensor) is not None or type(tensor) is not Placeholder:
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             return func(tensor) if function is None else func(tensor, function)
     if not tensor.requires_grad:
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.DisableTorchFunctionSubclass():
             return func(tensor) if function is None else func(tensor, function)  # torch's own error
     name = function_name(func)
     if name == "retain_grad":
@@ -133,6 +135,11 @@ def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[...
     if name != "register_hook" or function is None:
         raise NotImplementedError(
             f"{name} on what a stage computes is not supported within a step: use register_hook ({users_line()})"
+        )
+    if function.__qualname__.startswith("register_multi_grad_hook."):
+        raise NotImplementedError(
+            f"register_multi_grad_hook waits for gradients that are on several stages ({users_line()}): use each "
+            f"tensor's register_hook"
         )
     return recording.register(hook_of_tensor, tensor, function)
 
@@ -159,7 +166,8 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
                 recording.event = child
                 return found
     recorder = recording.recorder
-    call, inputs, specs, state = recording.inspect(func, args, kwargs)
+    call, inputs, specs, state = inspect(recording, func, args, kwargs)
+    refuse_graph_of_earlier(call, inputs, specs)
     values = {id(tensor): value for tensor, value in zip(call.tensors, inputs, strict=True)}
     outputs = tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
     graph = Graph(recording.event, recording.captured, [values.get(id(one)) for one in outputs])
@@ -178,10 +186,10 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
         )
     [visit] = visits
     result = graph.result(visit, func, call, inputs, specs, recorder.inference)
-    event = recording.follow(func, call, inputs, specs, state, result, visit=visit, draws=False)
+    event = follow(recording, func, call, inputs, specs, state, result, visit=visit, draws=False)
     if not is_grad:
         event.match = never
-    return recording.answer(event, func, args, kwargs)
+    return answer(recording, event, func, args, kwargs)
 
 
 def _modules_of(recorder: Recorder, numbers: Sequence[int]) -> list[str]:

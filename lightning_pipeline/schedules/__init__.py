@@ -25,13 +25,14 @@ from lightning_pipeline.schedules.builders import (
     zero_bubble_h2,
 )
 from lightning_pipeline.schedules.checking import check
+from lightning_pipeline.schedules.chrome_trace import save_chrome_trace
 from lightning_pipeline.schedules.custom import as_schedule, load_csv, save_csv
 from lightning_pipeline.schedules.lowering import fuse, lower
 from lightning_pipeline.schedules.optimizing import Optimized, optimize
 from lightning_pipeline.schedules.recorded_costs import Costs, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
 from lightning_pipeline.schedules.simulation import Simulation, Span, render, simulate
-from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share, save_chrome_trace, save_picture
+from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share, save_picture
 from lightning_pipeline.schedules.validation import ScheduleError
 
 __all__ = [

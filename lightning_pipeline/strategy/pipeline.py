@@ -61,7 +61,7 @@ class PipelineStrategy(SessionStrategy):
             shards the optimizer state and the update (see ``OptimizerShards``); "fsdp" also shards parameters and
             gradients, from the first training step on (see ``FullySharded``). Checkpoints are the same files.
         opt_shard: MindSpore's name: True is ``data_parallel="zero1"``.
-        tensor_parallel_size: ranks among which `configure_model` splits each stage's tensors, by
+        tensor_parallel_size: ranks among which `configure_model` splits the tensors of each replica of a stage, by
             ``parallelize_module(..., self.device_mesh["tensor_parallel"], ...)``; needs ``num_stages``.
         weights: files of weights to start from, of which each rank reads what it holds (see ``load_weights``).
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum", for
@@ -183,10 +183,8 @@ class PipelineStrategy(SessionStrategy):
         if self.tensor_parallel_size > 1:
             assert self.num_stages is not None  # or `check_arguments` has refused it
             topology = self.topology_of(self.num_stages)
-            validation.check_one_replica(topology)
-            mesh = topology.mesh(self.root_device.type)
-            note_mesh(self.module, mesh)
-            self.tensor_group = TensorGroup(mesh["tensor_parallel"].get_group())
+            self.tensor_group = TensorGroup.shared(topology, self.root_device.type, self.timeout)
+            note_mesh(self.module, self.tensor_group.mesh)
 
     @override
     def settings(self) -> dict[str, str]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.hooks.first_rank import Lending
@@ -151,7 +151,7 @@ class Session:
         # Connections belong to the process: an earlier session with the same topology has left them open.
         self.transport = None
         if self.num_stages > 1:
-            store = dist.distributed_c10d._get_default_store()
+            store = _torch.default_store()
             self.transport = Transport.shared(
                 self.topology, self.device, strategy.timeout, store, strategy.peers.notice
             )

@@ -101,7 +101,8 @@ class SessionStrategy(ProcessStrategy):
         self.model_to_device()
         session.begin()
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
+            with session.stages.entered(shows_states=False):  # optimizers may take copies of parameters
+                self.setup_optimizers(trainer)
             session.take_optimizers()
         self.setup_precision_plugin()
         session.install()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import Tensor, nn
-from torchmetrics import Accuracy, ConfusionMatrix, MeanMetric, MetricCollection, SumMetric
+from torchmetrics import AUROC, Accuracy, AveragePrecision, ConfusionMatrix, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layer, Layers
@@ -403,3 +403,25 @@ class LossesInDictionary(Layers):
             "count": len(x),
             "name": "train",
         }
+
+
+@habit(plain=False)
+class CurvesOfUndetachedLogits(Layers):
+    """Metrics that keep the scores they are given, which are never detached, logged as an object and by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auroc = AUROC(task="multiclass", num_classes=CLASSES)
+        self.precision = AveragePrecision(task="multiclass", num_classes=CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        self.log("auroc_of_step", self.auroc(logits.softmax(-1), y))
+        self.log("auroc", self.auroc, on_step=False, on_epoch=True)
+        self.precision.update(logits, y)
+        return F.cross_entropy(logits, y)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("precision", self.precision.compute())
+        self.precision.reset()

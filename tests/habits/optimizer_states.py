@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.habits.modules import Evaluated, Layers
-from tests.habits.table import habit
+from tests.habits.table import error, habit
 
 
 class Noting(Layers):
@@ -205,3 +205,108 @@ class OptimizerSwappedAtTheEnd(Layers):
     def on_train_epoch_end(self) -> None:
         if self.current_epoch == 2:
             self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.02)]
+
+
+@habit(plain=False)
+class WeightsReadWhenConfiguring(Layers):
+    """configure_optimizers initialises weights, takes copies of them, and rates from their norms."""
+
+    def configure_optimizers(self) -> Any:
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.linear.weight)
+        self.first = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+        groups = [{"params": [*one.parameters()], "lr": 0.05 * float(one.linear.weight.norm())} for one in self.layers]
+        groups.append({"params": [*self.head.parameters()]})
+        return torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.1)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("moved", sum((p - self.first[name]).norm() for name, p in self.named_parameters()))
+
+
+class SlowWeights(torch.optim.Optimizer):
+    """Lookahead around another optimizer, with slow weights copied when it is made (Zhang et al., 2019)."""
+
+    def __init__(self, fast: torch.optim.Optimizer) -> None:
+        self.fast = fast
+        self.num_updates = 0
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in fast.param_groups]
+        super().__init__([dict(group) for group in fast.param_groups], {})
+        self.state, self.param_groups = fast.state, fast.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.fast.step(closure)
+        self.num_updates += 1
+        if self.num_updates % 2 == 0:
+            with torch.no_grad():
+                for group, slow in zip(self.param_groups, self.slow, strict=True):
+                    for fast, one in zip(group["params"], slow, strict=True):
+                        one.add_(fast - one, alpha=0.5)
+                        fast.copy_(one)
+        return loss
+
+
+@habit(plain=False)
+class LookaheadAroundAdam(Layers):
+    """An optimizer around Adam, whose state a hook reads in between."""
+
+    def configure_optimizers(self) -> Any:
+        return SlowWeights(torch.optim.Adam(self.parameters(), lr=0.1))
+
+    def on_train_epoch_end(self) -> None:
+        states = self.trainer.optimizers[0].state.values()
+        self.log("moments", sum(state["exp_avg"].sum() * state["step"] for state in states))
+
+
+class StateOfAnother(SlowWeights):
+    """Its state is a property without a setter."""
+
+    def __init__(self, fast: torch.optim.Optimizer) -> None:
+        self.fast, self.param_groups, self.defaults = fast, fast.param_groups, fast.defaults
+        self._optimizer_step_pre_hooks = fast._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = fast._optimizer_step_post_hooks
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.fast.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.fast.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.fast.zero_grad(set_to_none)
+
+
+@habit(expect=error(r"StateOfAnother\.state.*setter"), shows=False)
+class StateThatCannotBeSet(Layers):
+    """A wrapper that shows its inner optimizer's state by a property."""
+
+    def configure_optimizers(self) -> Any:
+        return StateOfAnother(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9))
+
+
+class Sharpness(torch.optim.SGD):
+    """Sharpness-aware minimization: the closure runs at the weights and uphill from them (Foret et al., 2021)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.clone() for p in parameters]
+        norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+        for p in parameters:
+            p.add_(p.grad / (norm + 1e-12), alpha=0.05)
+        with torch.enable_grad():
+            closure()
+        for p, old in zip(parameters, before, strict=True):
+            p.copy_(old)
+        super().step()
+        return loss
+
+
+@habit(plain=False)
+class SharpnessAware(Layers):
+    """An optimizer of one's own that goes uphill by the norm of all gradients, and calls Lightning's closure twice."""
+
+    def configure_optimizers(self) -> Any:
+        return Sharpness(self.parameters(), lr=0.1, momentum=0.9)

@@ -18,7 +18,7 @@ from lightning_pipeline.schedules import (
     load_csv,
     save_picture,
 )
-from lightning_pipeline.schedules.timeline import load_chrome_trace
+from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
 from lightning_pipeline.schedules.validation import MAX_CSV_BYTES, MAX_PASSES, MAX_RANKS, shown
 from tests.memory_limit import little_memory
 
