@@ -12,7 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator as HigherOrderOperator  # `torch.cond` and the like
 from torch._ops import OpOverload as OpOverload  # an operator of aten, as a dispatch mode is given it
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -31,6 +43,42 @@ VARIABLE_FUNCTIONS = (torch._C._VariableFunctions, torch._VF)
 """Where torch's own Python code finds functions that are in `torch.` as well."""
 
 num_function_modes = torch._C._len_torch_function_stack
+push_function_mode = torch._C._push_on_torch_function_stack
+pop_function_mode = torch._C._pop_torch_function_stack
+function_modes = _get_current_function_mode_stack
+innermost_mode_taken_off = _pop_mode_temporarily
+"""A context in which the innermost function mode is not active."""
+
+transform = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of `torch.func` that is running; None outside of one."""
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+run_backward = _engine_run_backward
+"""What `torch.autograd.backward` calls once it has checked its arguments."""
+next_sequence_number = torch.autograd._get_sequence_nr
+"""The number of the next autograd node of this thread."""
+preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
+"""A context in which writes into a tensor do not count as modifications."""
+unsafe_view = torch.ops.aten._unsafe_view.default
+"""A view that autograd treats as a tensor of its own."""
+native_batch_norm_legit = torch.ops.aten._native_batch_norm_legit
+
+foreach_copy_, foreach_norm = torch._foreach_copy_, torch._foreach_norm
+has_foreach_support = _has_foreach_support
+group_by_device_and_dtype = _group_tensors_by_device_and_dtype
+
+nested_tensor_from_mask = torch._nested_tensor_from_mask
+is_nested_mask_left_aligned = torch._nested_tensor_from_mask_left_aligned
+transformer_encoder_layer = torch._transformer_encoder_layer_fwd
+native_multi_head_attention = torch._native_multi_head_attention
+"""The fast paths of torch's transformer layers."""
+
+FunctionBase, SingleLevelFunction = torch._C._FunctionBase, torch.autograd.function._SingleLevelFunction
+"""The base classes of `torch.autograd.Function`."""
+ATTENTION_FLAGS = torch._C
+"""Has the functions that set and tell which kernels attention may use."""
+ScriptFunction = torch._C.ScriptFunction
+"""What `torch.jit.script` and `torch.jit.trace` return for functions."""
 
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 """A tensor of a subclass, with a shape and no memory."""
@@ -89,10 +137,28 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def default_group() -> Any:
+    return torch.distributed.distributed_c10d._get_default_group()
+
+
+def broadcast_coalesced(group: Any, tensors: list[Tensor], buffer_bytes: int, source: int) -> None:
+    """Broadcast tensors of any dtypes from a rank of a group, several at once."""
+    torch.distributed._broadcast_coalesced(group, tensors, buffer_bytes, source)
+
+
+def donates_buffers() -> bool:
+    """Whether compiled backwards may reuse the memory of what they saved."""
+    return torch._functorch.config.donated_buffer
+
+
 def is_open(group: Any) -> bool:
     """Whether a process group exists and has not been destroyed."""
     distributed = torch.distributed
     return distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map
+
+
+set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+"""Bound the waits in a process group, which a DeviceMesh makes with torch's default."""
 
 
 @contextmanager

@@ -31,6 +31,7 @@ SECONDS = {
     "training/test_memory": 14,
     "runtime/test_store": 12,
     "training/test_distributed_checkpoint": 12,
+    "training/test_three_dimensions": 25,
     "training/test_tensor_parallel": 11,
     "test_registration": 11,
     "training/test_broken_files": 11,

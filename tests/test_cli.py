@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from textwrap import dedent
 from xml.etree import ElementTree
@@ -15,7 +17,8 @@ from typer.testing import CliRunner
 
 import lightning_pipeline
 from lightning_pipeline.cli import app
-from lightning_pipeline.schedules import SCHEDULE_NAMES, build, load_csv, render, save_csv, simulate
+from lightning_pipeline.schedules import SCHEDULE_NAMES, build, load_csv, render, save_chrome_trace, save_csv, simulate
+from lightning_pipeline.schedules.records import RecordedStep, RecordFile
 from tests.launching import PATIENCE_S
 
 SVG_TEXT = "{http://www.w3.org/2000/svg}text"
@@ -77,7 +80,7 @@ def test_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
 def test_simulate_compares_all_that_can_be_built() -> None:
     rows = figures("-p", "4", "-m", "8")
     assert set(rows) == set(SCHEDULE_NAMES) - {"forward"}
-    usual = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1}
+    usual = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "zero_bubble_h2": 1}
     assert {name: row["num_virtual_stages"] for name, row in rows.items()} == {n: usual.get(n, 2) for n in rows}
 
 
@@ -101,6 +104,21 @@ def test_lists_of_costs_go_along_the_data() -> None:
     along = (0.5, 0.5, 1.5, 1.5)
     assert rows["1f1b"]["makespan"] == pytest.approx(simulate(build("1f1b", 2, 4), (1, 3), (1, 3), (1, 3)).makespan)
     assert rows["zbv"]["makespan"] == pytest.approx(simulate(build("zbv", 2, 4, 2), along, along, along).makespan)
+
+
+def test_an_order_is_searched_for(tmp_path: Path) -> None:
+    """A large head whose activations are twice as large: one that holds four of the others' holds two of its own."""
+    head = ("--forward", "1,1,1,2", "--input-grad", "1,1,1,2", "--weight-grad", "1,1,1,2")
+    bound = ("--kept-bytes", "1,1,1,2", "--max-bytes", "4")
+    rows = figures("1f1b", "optimized", "-p", "4", "-m", "8", *head, *bound)
+    assert rows["optimized"]["makespan"] <= 0.95 * rows["1f1b"]["makespan"]
+    assert rows["optimized"]["peak_live"][-1] == 2
+    call("draw", "optimized", "-p", "4", "-m", "8", *head, *bound, "-o", str(tmp_path / "mine.csv"))
+    assert figures(str(tmp_path / "mine.csv"), *head)["mine.csv"]["makespan"] == rows["optimized"]["makespan"]
+    for given in bound[:2], bound[2:]:
+        result = CliRunner().invoke(app, ("simulate", "optimized", *given))
+        assert result.exit_code == 2
+        assert "--kept-bytes and --max-bytes go together" in result.output
 
 
 def test_table() -> None:
@@ -140,6 +158,13 @@ def test_draw_text(tmp_path: Path) -> None:
     assert (tmp_path / "drawn.txt").read_text() == expected
 
 
+def test_wide_text_says_how_it_fits() -> None:
+    assert "less -S" not in call("draw", "1f1b", "-p", "2", "-m", "4")
+    told = CliRunner().invoke(app, ["draw", "1f1b", "-p", "4", "-m", "32"])
+    assert "columns, and there are 80" in told.stderr and "less -S" in told.stderr
+    assert "less -S" not in told.stdout
+
+
 def test_draw_lowered() -> None:
     expected = """
         gpipe: 2 ranks, 2 micro-batches
@@ -154,6 +179,8 @@ def test_draw_files(tmp_path: Path) -> None:
     arguments = ("draw", "interleaved_1f1b", "-p", "2", "-m", "4", "--output")
     for ending in ("svg", "png", "json", "csv"):
         assert f"drawn.{ending}" in call(*arguments, str(tmp_path / f"drawn.{ending}"))
+    assert "new/drawn.html" in call(*arguments, str(tmp_path / "new" / "drawn.html"))
+    assert "2 virtual stages each" in (tmp_path / "new" / "drawn.html").read_text()
     texts = [text.text for text in ElementTree.parse(tmp_path / "drawn.svg").iter(SVG_TEXT)]
     assert "interleaved_1f1b: 2 ranks, 2 virtual stages each, 4 micro-batches, bubble 11.1%" in texts
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG\r\n")
@@ -161,6 +188,41 @@ def test_draw_files(tmp_path: Path) -> None:
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     assert max(ends) == pytest.approx(1e3 * simulate(schedule, 0.5, 0.5, 0.5).makespan)
     assert load_csv(tmp_path / "drawn.csv") == schedule
+
+
+def test_report_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    """From the lines that it has written, or from a trace; the folder may be above that of the files."""
+    actions = [(action, start, end) for action, start, end in simulate(build("1f1b", 1, 2)).spans[0]]
+    run = {"module": "Net", "schedule": "1f1b", "stages": [{"rank": 0, "first": ""}], "stage_config": {}}
+    file = RecordFile(tmp_path / "logs" / "version_0" / "timeline.jsonl", run)
+    for step in (10, 20):
+        file.add_step(step, 1e9, [[RecordedStep(0, actions)]])
+    with file.path.open("a") as lines:
+        lines.write('{"kind":"step","step":30')
+    assert call("report", str(tmp_path)).startswith("2 steps: ")
+    page = (file.path.parent / "report.html").read_text()
+    assert "step 20" in page and "step 30" not in page
+
+    trace = save_chrome_trace([actions], tmp_path / "timeline.json")
+    assert "1 steps" in call("report", str(trace), "-o", str(tmp_path / "pages" / "one.html"))
+    assert "timeline.json" in (tmp_path / "pages" / "one.html").read_text()
+
+
+def test_watch_shows_the_last_step(tmp_path: Path) -> None:
+    costs = simulate(build("1f1b", 2, 4), forward=(1e-3, 3e-3), input_grad=(1e-3, 3e-3), weight_grad=(1e-3, 3e-3))
+    ranks = [RecordedStep(rank, list(row), [], 2 - rank, {}, 2**28) for rank, row in enumerate(costs.spans)]
+    run = {"module": "Net", "schedule": "1f1b", "stages": [], "stage_config": {}}
+    file = RecordFile(tmp_path / "timeline.jsonl", run)
+    file.add_step(10, 1e9, [ranks])
+    file.add_step(20, time.time() - 4.4, [ranks])
+    with file.path.open("a") as lines:
+        lines.write('{"kind":"step","step":30')
+    head, _, _, first, second = call("watch", str(tmp_path), "--once").splitlines()
+    assert re.fullmatch(r"Net, step 20, \d+ s ago: 39 ms, bubble 38\.5%, slowest stage 1", head.strip())
+    assert (
+        first.split()[:2] == ["0", "0"] and "stage 1, 69%" in first and first.split()[-4:] == ["31%", "2", "256", "MiB"]
+    )
+    assert second.split()[:2] == ["1", "1"] and "stage 0, 8%" in second
 
 
 @pytest.mark.parametrize(
@@ -176,7 +238,8 @@ def test_draw_files(tmp_path: Path) -> None:
         ("simulate --input-grad=-1", "--input-grad takes a time of 0 or more"),
         ("simulate --weight-grad 1,2", "--weight-grad has 2 times, but gpipe has 4 ranks"),
         ("draw 1f1b -o drawn.gif", "cannot write drawn.gif; its ending chooses the format"),
-        ("draw 1f1b -o absent/drawn.svg", "absent/drawn.svg: No such file or directory"),
+        ("report absent", "absent does not exist"),
+        ("report .", ". has no timeline.jsonl, which the callback PipelineTimeline writes"),
         ("draw 1f1b --lowered -o drawn.svg", "write to a .txt file"),
     ],
 )

@@ -58,12 +58,21 @@ def test_a_plan_of_each_schedule_without_devices(tmp_path: Path) -> None:
     config = read_stage_config(torch.nn.Linear(1, 1), saved)
     assert config and all(name.startswith("net.") for name in config)
     assert drawn.stat().st_size > 1000
+    told = [line for line in result.stderr.splitlines() if line.endswith(" ...")]
+    assert told == [
+        f"running {path} until it calls Trainer.fit ...",
+        "estimating the step of LitLanguageModel on a micro-batch ...",
+        *(f"searching the best cut for {n} ({i} of 3) ..." for i, n in enumerate(schedules[1::2], 1)),
+    ]
 
 
 def test_one_schedule_with_unequal_devices(tmp_path: Path) -> None:
-    options = ["-s", "1f1b", "--speeds", "1,3", "--stages", "2"]
+    page = tmp_path / "new" / "plan.html"
+    options = ["-s", "1f1b", "--speeds", "1,3", "--stages", "2", "--draw", str(page)]
     result = runner.invoke(app, ["plan", str(write(tmp_path)), "8", *options], catch_exceptions=False)
     assert "{'net.blocks.2': 1}" in result.output
+    text = page.read_text()
+    assert "1f1b: a plan on paper" in text and '"stage_config":{"net.blocks.2":1}' in text and '"kept_bytes":' in text
 
 
 def recorded(path: Path, times: list[float]) -> Path:

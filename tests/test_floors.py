@@ -17,11 +17,12 @@ FLOORS = [
     *("planning", "accelerators", "checkpoint", "strategy", "cli"),
 ]
 FOREIGN = {"schedules": {"torch", "numpy"}}
+# Imported only for schedules that are too large for anything else.
+EXCEPTIONS = {"schedules/compact.py": {"numpy"}}
 
 # Rank tables are checked on machines that have no torch yet.
 RANK_TABLES = {
-    f"lightning_pipeline.accelerators.{name}"
-    for name in ("rank_table", "rank_table_formats", "rank_table_rules")
+    f"lightning_pipeline.accelerators.{name}" for name in ("rank_table", "rank_table_formats", "rank_table_rules")
 }
 
 # Costs of plans on paper are computed where torch is not imported yet.
@@ -56,7 +57,8 @@ def test_a_floor_imports_none_above_it(floor: str) -> None:
     for path in (PACKAGE / floor).glob("**/*.py"):
         for module in (absolute(module, path) for module in imported_modules(path)):
             assert not any(module == name or module.startswith(f"{name}.") for name in above), f"{path}: {module}"
-            assert module.partition(".")[0] not in FOREIGN.get(floor, set()), f"{path}: {module}"
+            foreign = FOREIGN.get(floor, set()) - EXCEPTIONS.get(path.relative_to(PACKAGE).as_posix(), set())
+            assert module.partition(".")[0] not in foreign, f"{path}: {module}"
 
 
 def test_one_file_imports_lightning() -> None:
@@ -87,10 +89,9 @@ def test_what_cuts_and_records_starts_no_processes(floor: str) -> None:
         assert set(between) <= {"torch.distributed.tensor"}, path  # a kind of tensor
 
 
-@pytest.mark.parametrize("floor", ["partition", "runtime", "hooks"])
-def test_private_parts_of_torch_have_one_home(floor: str) -> None:
+def test_private_parts_of_torch_have_one_home() -> None:
     private = re.compile(r"(torch|dist)(\.\w+)*\._(?!_)")
-    for path in (PACKAGE / floor).glob("*.py"):
+    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "_torch.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 assert not private.match(ast.unparse(node)), f"{path}:{node.lineno}: {ast.unparse(node)}"

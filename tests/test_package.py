@@ -51,7 +51,7 @@ def test_the_wheel_holds_the_package_alone(distributions: Path) -> None:
     [wheel] = distributions.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"lightning_pipeline"}
-    assert "lightning_pipeline/py.typed" in names
+    assert {"lightning_pipeline/py.typed", "lightning_pipeline/schedules/report.html"} <= set(names)
 
 
 def test_the_sdist_holds_what_its_tests_need(distributions: Path) -> None:
@@ -70,7 +70,10 @@ def test_the_demo_runs_outside_of_the_checkout(installed: Path, tmp_path: Path) 
     assert Path(run(str(installed / "python"), "-c", where, cwd=tmp_path).strip()).is_relative_to(installed.parent)
     told = run(str(installed / "lightning-pipeline"), "demo", cwd=tmp_path)
     assert "40 losses: the same bits" in told and "1F0" in told
-    assert list(tmp_path.iterdir()) == []
+    report = tmp_path / "lightning-pipeline-demo" / "report.html"
+    assert str(report) in told.splitlines()
+    assert '"label":"step 40"' in report.read_text()
+    assert list(tmp_path.iterdir()) == [report.parent]
 
 
 SCRIPT = """

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.fully_sharded import slice_like
+from lightning_pipeline.engine.slices import slice_like, sliced_further
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.runtime.direct import recv_tree, send_tree, to_cpu
@@ -203,10 +203,10 @@ class OptimizerLayout:
         self._keep_kinds_apart()
 
     def _keep_kinds_apart(self) -> None:
-        """Turn off kernels over lists of tensors in groups that mix sharded parameters with whole ones."""
+        """Turn off kernels over lists of tensors in groups that mix whole parameters and such on different meshes."""
         for group, given in zip(self.optimizer.param_groups, self._given, strict=True):
             held = (parameter for parameter in group["params"] if not is_absent(parameter))
-            if len({isinstance(parameter, DTensor) for parameter in held}) > 1:
+            if len({parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in held}) > 1:
                 for option in ("foreach", "fused"):
                     if option in group and group[option] is not False:
                         given.setdefault(option, group[option])
@@ -217,9 +217,10 @@ class OptimizerLayout:
         is_sliced = isinstance(parameter, DTensor) and self.is_elementwise
 
         def fit(value: Any) -> Any:
-            is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            if not is_sliced or not is_whole or value.shape != parameter.shape:
+            if not is_sliced or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                 return _in_memory(value)
+            if isinstance(value, DTensor):  # what tensor parallelism alone has split until now
+                return sliced_further(parameter, value)
             return value.read_like(parameter) if isinstance(value, StoredTensor) else slice_like(parameter, value)
 
         return {key: fit(value) for key, value in state.items()}

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.fully_sharded import whole
+from lightning_pipeline.engine.slices import whole
 from lightning_pipeline.partition.ownership import Ownership, absent_state_expected, names_of_tensors
 from lightning_pipeline.runtime.backends import new_group
 from lightning_pipeline.runtime.direct import to_cpu

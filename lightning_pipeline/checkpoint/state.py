@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_pipeline.engine.fully_sharded import slice_like, whole
+from lightning_pipeline.engine.slices import slice_like, whole
 from lightning_pipeline.partition.ownership import (
     Ownership,
     absent_state_expected,

@@ -173,7 +173,7 @@ class StoredTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _DESCRIBING:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func == _IS_META:
             return False

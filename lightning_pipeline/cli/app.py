@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from lightning_pipeline.cli import checkpoint, demo, plan, rank_table, schedules
+from lightning_pipeline.cli import checkpoint, demo, plan, rank_table, report, schedules, watch
 
 app = typer.Typer(
     name="lightning-pipeline",
-    help="Before a run: what schedules cost and look like, where to cut a model, rank tables. After it: checkpoints.",
+    help="Before a run: what schedules cost and look like, where to cut a model, rank tables. After it: its report, "
+    "checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,5 +39,7 @@ app.command()(demo.demo)
 app.command()(schedules.simulate)
 app.command()(schedules.draw)
 app.command()(plan.plan)
+app.command()(report.report)
+app.command()(watch.watch)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(rank_table.app, name="rank-table")

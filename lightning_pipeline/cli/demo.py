@@ -1,9 +1,10 @@
-"""`lightning-pipeline demo`: trains a small model on two CPU processes and in one, and compares the losses."""
+"""`lightning-pipeline demo`: trains a network that reads digits on CPU processes and in one, with equal losses."""
 
 from __future__ import annotations
 
 import logging
 import warnings
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,11 @@ from lightning_pipeline.schedules import build, render
 
 _MICROBATCHES = 8
 _STEPS = 40
+_BATCH = 64
+_LAYERS = 8
+_FONT = "75557 26227 71747 71717 55711 74717 74757 71122 75757 75717"
+"""The digits, each as five rows of three dots: the bits of a number from 0 to 7."""
+_GLYPHS = [[int(row) >> shift & 1 for row in digit for shift in (2, 1, 0)] for digit in _FONT.split()]
 _IN_YOUR_PROJECT = """
 In your own project, name the first module of each later stage, or nothing at all:
 
@@ -23,12 +29,15 @@ In your own project, name the first module of each later stage, or nothing at al
 
 def demo(
     stages: Annotated[int, typer.Option(min=2, max=4, help="Stages, each on a process of its own.")] = 2,
+    folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the report goes.")] = Path(
+        "lightning-pipeline-demo"
+    ),
 ) -> None:
-    """Train a small network on several CPU processes, and in one process: the losses are the same, bit for bit."""
-    pipelined = _train(stages)
+    """Train a network that reads digits on several CPU processes, and in one: the losses are the same, bit for bit."""
+    pipelined = _train(stages, folder)
     if pipelined is None:
         return  # this is another rank, which the first one has started with the same command
-    alone = _train(1)
+    alone = _train(1, None)
     assert alone is not None
     console = wide_console()
     table = bare_table(right=("step", f"loss on {stages} processes", "loss in one process"))
@@ -37,35 +46,48 @@ def demo(
     console.print(table)
     equal = "the same bits" if pipelined == alone else "NOT the same; please report it"
     console.print(f"{_STEPS} losses: {equal}\n")
-    console.print("What each process did in a step, time to the right:")
+    console.print("What each process does in a step, time to the right:")
     console.print(render(build("1f1b", stages, _MICROBATCHES)), markup=False, highlight=False)
+    console.print("\nWhat they did when, and why they waited; open it in a browser:")
+    console.print(str((folder / "report.html").resolve()), markup=False, highlight=False, soft_wrap=True)
     console.print(_IN_YOUR_PROJECT.format(stages=stages), markup=False, highlight=False)
 
 
-def _train(num_stages: int) -> list[float] | None:
-    """The losses of a training run; None on ranks other than the first."""
+def _train(num_stages: int, folder: Path | None) -> list[float] | None:
+    """The losses of a training run; None on ranks other than the first. The report goes into the folder."""
     import torch
+    from torch import Tensor, nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_pipeline import PipelineStrategy
+    from lightning_pipeline import PipelineStrategy, PipelineTimeline
     from lightning_pipeline._lightning import NAMES, LightningModule, Trainer
 
     warnings.simplefilter("ignore")
     for name in (NAMES.pytorch, NAMES.fabric):
         logging.getLogger(name).setLevel(logging.ERROR)
 
-    class Spirals(LightningModule):
-        """Classifies points by the arm of a spiral that they lie on."""
+    class Residual(nn.Module):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__()
+            convolutions = [nn.Conv2d(width, width, 3, padding=1) for _ in range(2)]
+            self.layers = nn.Sequential(nn.GroupNorm(4, width), nn.ReLU(), convolutions[0], nn.ReLU(), convolutions[1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layers(x)
+
+    class Digits(LightningModule):
+        """A small residual network."""
 
         def __init__(self) -> None:
             super().__init__()
-            hidden = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
-            self.layers = torch.nn.Sequential(torch.nn.Linear(2, 64), *hidden, torch.nn.Linear(64, 3))
+            self.stem = nn.Conv2d(1, 16, 3, padding=1)
+            self.layers = nn.Sequential(*(Residual() for _ in range(_LAYERS)))
+            self.head = nn.Linear(16 * 8 * 8, 10)
             self.losses: list[float] = []
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            points, arms = batch
-            loss = torch.nn.functional.cross_entropy(self.layers(points), arms)
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            images, digits = batch
+            loss = nn.functional.cross_entropy(self.head(self.layers(self.stem(images)).flatten(1)), digits)
             self.log("loss", loss, prog_bar=True)
             return loss
 
@@ -76,21 +98,31 @@ def _train(num_stages: int) -> list[float] | None:
             return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
     torch.manual_seed(1)
-    arms = torch.randint(3, (_STEPS * 32,))
-    radius = torch.rand(len(arms))
-    angle = 4 * radius + arms * 2.1 + 0.1 * torch.randn(len(arms))
-    points = torch.stack([radius * angle.sin(), radius * angle.cos()], 1)
-    layers = 8
-    cuts = {f"layers.{stage * layers // num_stages}": stage for stage in range(1, num_stages)}
-    model = Spirals()
+    model = Digits()
+    digits = torch.randint(10, (_STEPS * _BATCH,))
+    data = TensorDataset(_drawn(digits), digits)
+    cuts = {f"layers.{stage * _LAYERS // num_stages}": stage for stage in range(1, num_stages)}
     trainer = Trainer(
         accelerator="cpu",
         devices=num_stages,
         strategy=PipelineStrategy(num_stages=num_stages, num_microbatches=_MICROBATCHES, stage_config=cuts),
+        callbacks=[PipelineTimeline(folder, every_n_steps=_STEPS // 8)] if folder is not None else [],
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, DataLoader(TensorDataset(points, arms), batch_size=32))
+    trainer.fit(model, DataLoader(data, batch_size=_BATCH))
     return model.losses if trainer.global_rank == 0 else None
+
+
+def _drawn(digits: Any) -> Any:
+    """Images of digits, [N] to [N, 1, 8, 8], each somewhere else and with noise."""
+    import torch
+
+    images = 0.2 * torch.randn(len(digits), 1, 8, 8)
+    font = torch.tensor(_GLYPHS, dtype=torch.float).view(10, 1, 5, 3)
+    rows, columns = torch.randint(4, (len(digits),)).tolist(), torch.randint(6, (len(digits),)).tolist()
+    for image, digit, row, column in zip(images, digits.tolist(), rows, columns, strict=True):
+        image[:, row : row + 5, column : column + 3] += font[digit]
+    return images

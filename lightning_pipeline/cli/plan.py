@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +11,14 @@ import typer
 
 from lightning_pipeline.cli.common import CommandError, bare_table, errors_without_traceback, wide_console
 from lightning_pipeline.planning.cost_model import Machine
-from lightning_pipeline.schedules import save_chrome_trace, save_picture
-from lightning_pipeline.schedules.timeline import Timeline, extent, load_chrome_trace
+from lightning_pipeline.schedules import Simulation, save_chrome_trace, save_picture
+from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
+from lightning_pipeline.schedules.report import report_of_simulation
+from lightning_pipeline.schedules.timeline import Timeline, extent
 from lightning_pipeline.schedules.validation import MAX_PROCESSES, MAX_TIME, require_counts, shown
 
 if TYPE_CHECKING:
+    from lightning_pipeline.planning.plan import StagePlan
     from lightning_pipeline.strategy.offline_plan import OfflinePlans
 
 _LAUNCH_S = 5e-6
@@ -83,7 +87,10 @@ def plan(
         typer.Option("--output", "-o", metavar="FILE", help="Write the best plan as YAML, for stage_config=FILE."),
     ] = None,
     draw: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write its timeline: a picture (.svg, .png) or a trace (.json).")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write its timeline: a page (.html), a picture (.svg, .png) or a trace (.json)."
+        ),
     ] = None,
 ) -> None:
     """Plan without devices: where to cut, and time, bubble and peak memory of each stage under each schedule.
@@ -97,8 +104,8 @@ def plan(
         if len(limits) not in (0, 1, stages):
             raise CommandError(f"--memory has {len(limits)} sizes for {stages} devices; give one, or one for each")
         factors = _factors(speeds, stages)
-        if draw is not None and draw.suffix not in (".svg", ".png", ".json"):
-            raise CommandError(f"cannot draw {draw}; its ending chooses the format: .svg, .png or .json")
+        if draw is not None and draw.suffix not in (".html", ".svg", ".png", ".json"):
+            raise CommandError(f"cannot draw {draw}; its ending chooses the format: .html, .svg, .png or .json")
         if draw is not None and from_timeline is not None:
             raise CommandError("--draw shows a new plan, and --from-timeline makes none: leave one of them out")
         from lightning_pipeline.planning.tracing import DeviceSpeed
@@ -125,6 +132,7 @@ def plan(
                 latency=link_latency * 1e-6,
                 replicas=replicas,
             ),
+            progress=lambda what: typer.echo(f"{what} ...", err=True),
         )
         _show(plans)
         name, (best, simulation) = next(iter(plans.plans.items()))
@@ -132,7 +140,7 @@ def plan(
         if output is not None:
             typer.echo(f"\nwritten: {best.save(output)}")
         if draw is not None:
-            _draw(simulation.spans, draw, name)
+            _draw(best, simulation, draw, f"{plans.model}, {name}: a plan on paper")
 
 
 def _show(plans: OfflinePlans) -> None:
@@ -156,7 +164,7 @@ def _show(plans: OfflinePlans) -> None:
     print_plan(best, width=console.width)
 
 
-def _drawn(spans: Timeline, width: int = 100) -> str:
+def _drawn(spans: Timeline, width: int = 71) -> str:
     """A row for each rank, to scale: the micro-batch's last digit for a forward, # for a backward, a dot for idle."""
     begin, end = extent(spans)
     rows = []
@@ -170,12 +178,16 @@ def _drawn(spans: Timeline, width: int = 100) -> str:
     return "\n".join(rows)
 
 
-def _draw(spans: Timeline, path: Path, name: str) -> None:
-    if path.suffix == ".json":
-        save_chrome_trace(spans, path)
+def _draw(plan: StagePlan, simulation: Simulation, path: Path, title: str) -> None:
+    stages, spans = [asdict(stage) for stage in plan.stages], simulation.spans
+    if path.suffix == ".html":
+        config = plan.stage_config
+        report_of_simulation(simulation, title, unit="ms", scale=1e3, stages=stages, stage_config=config).save(path)
+    elif path.suffix == ".json":
+        save_chrome_trace(spans, path, kept={number: stage["kept_bytes"] for number, stage in enumerate(stages)})
     else:
         milliseconds = [[(action, start * 1e3, end * 1e3) for action, start, end in row] for row in spans]
-        save_picture(milliseconds, path, title=name, time_label="milliseconds")
+        save_picture(milliseconds, path, title=title, time_label="milliseconds")
     typer.echo(f"drawn: {path}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from lightning_pipeline.cli.common import CommandError, bare_table, errors_without_traceback, wide_console
 from lightning_pipeline.schedules import (
     SCHEDULE_NAMES,
+    Costs,
     Schedule,
     ScheduleError,
     Simulation,
@@ -20,16 +22,23 @@ from lightning_pipeline.schedules import (
     default_virtual_stages,
     load_csv,
     lower,
+    optimize,
     render,
     save_chrome_trace,
     save_csv,
     save_picture,
 )
 from lightning_pipeline.schedules import simulate as simulate_schedule
-from lightning_pipeline.schedules.schedule import format_grid
-from lightning_pipeline.schedules.validation import MAX_TIME, shown
+from lightning_pipeline.schedules.optimizing import OPTIMIZED
+from lightning_pipeline.schedules.report import report_of_simulation
+from lightning_pipeline.schedules.schedule import format_grid, loop_placement
+from lightning_pipeline.schedules.summary import MAX_GRID_PASSES, save_overview, spread, summarize
+from lightning_pipeline.schedules.validation import MAX_PICTURE_RANKS, MAX_TIME, require_counts, shown
 
-_NAMES_HELP = f"{', '.join(SCHEDULE_NAMES)}; or a CSV file, which brings its own counts."
+_NAMES_HELP = (
+    f"{', '.join(SCHEDULE_NAMES)}; {OPTIMIZED}, an order that is searched for, for these times and the bounds below; "
+    f"or a CSV file, which brings its own counts."
+)
 _TRACE_UNIT = 1e-3  # one unit of the costs is a millisecond in a trace, whose viewers have no other notion of time
 
 Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks that hold one copy of the model.")]
@@ -55,6 +64,17 @@ Forward = Annotated[
 InputGrad = Annotated[str, typer.Option(metavar="TIME", help="Likewise, of the gradients of the inputs.")]
 WeightGrad = Annotated[str, typer.Option(metavar="TIME", help="Likewise, of the gradients of the weights.")]
 Transfer = Annotated[float, typer.Option(min=0, metavar="TIME", help="Time until a value is on another rank.")]
+MostLive = Annotated[
+    float | None,
+    typer.Option("--max-live-microbatches", min=0, help=f"For {OPTIMIZED}: the most that a rank may hold."),
+]
+KeptBytes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BYTES", help=f"For {OPTIMIZED}: what a rank's share of the model keeps of a micro-batch; or a list."
+    ),
+]
+MaxBytes = Annotated[float | None, typer.Option(min=0, help=f"For {OPTIMIZED}: the most of these on a rank.")]
 
 
 def simulate(
@@ -73,14 +93,23 @@ def simulate(
     input_grad: InputGrad = "1",
     weight_grad: WeightGrad = "1",
     transfer: Transfer = 0.0,
+    max_live_microbatches: MostLive = None,
+    kept_bytes: KeptBytes = None,
+    max_bytes: MaxBytes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare schedules: time of a step, bubble, and how many virtual stages' activations each rank holds at most."""
     with errors_without_traceback():
         costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
+        bound = Bound.parse(max_live_microbatches, kept_bytes, max_bytes)
         left_out: dict[str, str] = {}
         if schedules:
-            chosen = [_choose(name, ranks, microbatches, virtual_stages, falls_back=True) for name in schedules]
+            chosen = [
+                _optimized(ranks, microbatches, virtual_stages, costs, bound)
+                if name == OPTIMIZED
+                else _choose(name, ranks, microbatches, virtual_stages, falls_back=True)
+                for name in schedules
+            ]
         else:
             chosen = _all_that_fit(ranks, microbatches, virtual_stages, left_out)
         rows = [_figures(schedule, costs) for schedule in chosen]
@@ -101,6 +130,9 @@ def draw(
     input_grad: InputGrad = "1",
     weight_grad: WeightGrad = "1",
     transfer: Transfer = 0.0,
+    max_live_microbatches: MostLive = None,
+    kept_bytes: KeptBytes = None,
+    max_bytes: MaxBytes = None,
     lowered: Annotated[
         bool, typer.Option("--lowered", help="Text only: each rank's order with its sends and receives.")
     ] = False,
@@ -110,43 +142,76 @@ def draw(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write a picture (.svg, .png), a trace for chrome://tracing and Perfetto (.json), a table that can be "
-            "trained with (.csv), or the text (.txt).",
+            help="Write a page for the browser (.html), a picture (.svg, .png), a trace for chrome://tracing and "
+            "Perfetto (.json), a table that can be trained with (.csv), or the text (.txt).",
         ),
     ] = None,
 ) -> None:
-    """Draw a schedule: a row for each rank, time to the right. Text and CSV have a slot for each action."""
+    """Draw a schedule: a row for each rank, time to the right. Text and CSV have a slot for each action.
+
+    On a terminal and in pictures, what is too large for that is drawn in brief, of some ranks.
+    """
     with errors_without_traceback():
         costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
-        chosen = _choose(schedule, ranks, microbatches, virtual_stages)
+        bound = Bound.parse(max_live_microbatches, kept_bytes, max_bytes)
+        if schedule == OPTIMIZED:
+            chosen = _optimized(ranks, microbatches, virtual_stages, costs, bound)
+        else:
+            chosen = _choose(schedule, ranks, microbatches, virtual_stages)
         simulation = costs.simulate(chosen)
         several = chosen.num_stages > chosen.num_ranks
         virtual = f", {_virtual_stages_of(chosen):g} virtual stages each" * several
         title = f"{chosen.name}: {chosen.num_ranks} ranks{virtual}, {chosen.num_microbatches} micro-batches"
+        is_wide = chosen.num_stages * chosen.num_microbatches > MAX_GRID_PASSES
         title_and_bubble = f"{title}, bubble {simulation.bubble:.1%}"
 
         def text() -> str:
             if lowered:
                 return f"{title}\n{format_grid([[str(action) for action in order] for order in lower(chosen)])}"
+            if (output is None and is_wide) or chosen.is_large:
+                return f"{title_and_bubble}\n{summarize(chosen, simulation.spans, simulation.makespan)}"
             return f"{title_and_bubble}\n{render(chosen)}"
 
         if output is None:
-            typer.echo(text())
+            drawn = text()
+            typer.echo(drawn)
+            _say_how_it_fits(max(map(len, drawn.splitlines())))
             return
         suffix = output.suffix.lower()
         if lowered and suffix != ".txt":
             raise CommandError(f"--lowered is drawn as text only, got --output {output}; write to a .txt file")
+        output.parent.mkdir(parents=True, exist_ok=True)
         if suffix == ".txt":
             output.write_text(f"{text()}\n", encoding="utf-8")
         elif suffix == ".csv":
             save_csv(chosen, output)
+        elif suffix == ".html":
+            chosen.require_small("written as a page")
+            report_of_simulation(simulation, title).save(output)
         elif suffix == ".json":
+            chosen.require_small("written as a trace")
             save_chrome_trace(simulation.spans, output, unit=_TRACE_UNIT)
         elif suffix in (".svg", ".png"):
-            save_picture(simulation.spans, output, title=title)
+            if is_wide or chosen.num_ranks > MAX_PICTURE_RANKS:
+                save_overview(simulation.spans, output, simulation.makespan, title=title_and_bubble)
+            else:
+                save_picture(simulation.spans, output, title=title)
         else:
-            raise CommandError(f"cannot write {output}; its ending chooses the format: .svg, .png, .json, .csv or .txt")
+            raise CommandError(
+                f"cannot write {output}; its ending chooses the format: .html, .svg, .png, .json, .csv or .txt"
+            )
         typer.echo(f"{title_and_bubble}: {output}")
+
+
+def _say_how_it_fits(columns: int) -> None:
+    """Where lines are longer than the terminal's, or 80 columns of what is no terminal."""
+    there = shutil.get_terminal_size().columns
+    if columns > there:
+        typer.echo(
+            f"These lines have {columns} columns, and there are {there}: pipe them into `less -S`, write a page with "
+            f"-o FILE.html, or draw fewer ranks (-p) or micro-batches (-m)",
+            err=True,
+        )
 
 
 def _figures(schedule: Schedule, costs: CostOptions) -> dict[str, Any]:
@@ -180,8 +245,8 @@ def _print_table(rows: list[dict[str, Any]], costs: CostOptions) -> None:
             f"{row['num_virtual_stages']:g}",
             f"{row['makespan']:.5g}",
             f"{row['bubble']:.1%}",
-            " ".join(map(str, row["peak_live"])),
-            " ".join(f"{peak:.3g}" for peak in row["peak_microbatches"]),
+            spread(row["peak_live"]),
+            spread(row["peak_microbatches"]),
         )
     typer.echo(f"{costs}\n" if has_several_counts else f"{counts.pop()}; {costs}\n")
     wide_console().print(table)
@@ -212,6 +277,31 @@ def _choose(
         if not falls_back or num_virtual_stages is None:
             raise
         return build(name, num_ranks, num_microbatches, usual)
+
+
+def _optimized(
+    num_ranks: int, num_microbatches: int, num_virtual_stages: int | None, costs: CostOptions, bound: Bound
+) -> Schedule:
+    """Search for an order, with stages placed in a loop.
+
+    Raises:
+        CommandError: if a list has not one number for each rank.
+        ScheduleError: if nothing keeps the bound, or for counts that no schedule can have.
+    """
+    virtual = num_virtual_stages or 1
+    require_counts(num_ranks, num_microbatches, virtual)
+    counts = (num_ranks, num_ranks * virtual)
+    by_stage = costs.by_stage(OPTIMIZED, *counts)
+    backward = list(map(sum, zip(by_stage["input_grad"], by_stage["weight_grad"], strict=True)))
+    kept = bound.kept_bytes and _by_stage("--kept-bytes", bound.kept_bytes, OPTIMIZED, *counts)
+    return optimize(
+        Costs(**by_stage, transfer=costs.transfer, backward=backward),
+        loop_placement(num_ranks, virtual),
+        num_microbatches,
+        max_live_microbatches=bound.max_live_microbatches,
+        kept_bytes=kept,
+        max_bytes=bound.max_bytes,
+    ).schedule
 
 
 def _all_that_fit(
@@ -284,8 +374,40 @@ class CostOptions:
             CommandError: if a list has not one number for each rank.
             ScheduleError: if the schedule deadlocks.
         """
-        by_stage = {name: _by_stage(_option(name), numbers, schedule) for name, numbers in self.times.items()}
+        by_stage = self.by_stage(schedule.name, schedule.num_ranks, schedule.num_stages)
         return simulate_schedule(schedule, **by_stage, transfer=self.transfer)
+
+    def by_stage(self, schedule: str, num_ranks: int, num_stages: int) -> dict[str, list[float]]:
+        """For each of `times` the share of each virtual stage.
+
+        Raises:
+            CommandError: if a list has not one number for each rank.
+        """
+        return {
+            name: _by_stage(_option(name), numbers, schedule, num_ranks, num_stages)
+            for name, numbers in self.times.items()
+        }
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What the search for an order has to keep; see `optimize`. `kept_bytes` is one number or one for each rank."""
+
+    max_live_microbatches: float | None
+    kept_bytes: tuple[float, ...] | None
+    max_bytes: float | None
+
+    @classmethod
+    def parse(cls, max_live_microbatches: float | None, kept_bytes: str | None, max_bytes: float | None) -> Bound:
+        """Read the options.
+
+        Raises:
+            CommandError: for one of `kept_bytes` and `max_bytes` without the other, or no numbers.
+        """
+        if (kept_bytes is None) != (max_bytes is None):
+            raise CommandError("--kept-bytes and --max-bytes go together: what is kept, and the most of it on a rank")
+        kept = None if kept_bytes is None else _numbers("--kept-bytes", kept_bytes)
+        return cls(max_live_microbatches, kept, max_bytes)
 
 
 def _option(name: str) -> str:
@@ -304,12 +426,11 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
     return numbers
 
 
-def _by_stage(option: str, numbers: tuple[float, ...], schedule: Schedule) -> list[float]:
-    num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
+def _by_stage(option: str, numbers: tuple[float, ...], schedule: str, num_ranks: int, num_stages: int) -> list[float]:
     if len(numbers) == 1:
         numbers *= num_ranks
     if len(numbers) != num_ranks:
         raise CommandError(
-            f"{option} has {len(numbers)} times, but {schedule.name} has {num_ranks} ranks; give one, or one for each"
+            f"{option} has {len(numbers)} times, but {schedule} has {num_ranks} ranks; give one, or one for each"
         )
     return [numbers[stage * num_ranks // num_stages] * num_ranks / num_stages for stage in range(num_stages)]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.work import LiveCount
 from lightning_pipeline.recording.module_tensors import ModuleTensors
@@ -153,7 +154,7 @@ class EarlyForwards:
         ahead, captured = state.ahead, recording.captured
         if len(captured) > len(ahead.captured):
             return False
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             while ahead.num_compared < len(captured):
                 if not is_same(ahead.captured[ahead.num_compared], captured[ahead.num_compared]):
                     return False

@@ -137,7 +137,8 @@ class Delivery:
     def write_back(self, states: Sequence[Microbatch]) -> None:
         """Copy the step's in-place changes of its batch back to the loader's tensors, as in one process."""
         parts, self._parts = self._parts, []
-        arrays = {memory for state in states if state.recording is not None for memory in state.recording.exposed}
+        recordings = [state.recording for state in states if state.recording is not None]
+        arrays = {memory for recording in recordings for memory in recording.memory.exposed}
         for tensor, part in parts:
             if type(part) is Placeholder:
                 continue

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.rng import generators, mix
 from lightning_pipeline.partition.torch_functions import FunctionKind, is_drawing_of_own, kind_of
 from lightning_pipeline.recording.matcher import autocast_state
@@ -96,8 +97,8 @@ class CountedDraws(TorchFunctionMode):
 def set_aside() -> Iterator[None]:
     """Reset torch's state to that outside of the step: no modes, autograd enabled, no autocast."""
     modes = []
-    while torch._C._len_torch_function_stack():
-        modes.append(torch._C._pop_torch_function_stack())
+    while _torch.num_function_modes():
+        modes.append(_torch.pop_function_mode())
     autocast = autocast_state()
     try:
         with ExitStack() as stack:
@@ -107,4 +108,4 @@ def set_aside() -> Iterator[None]:
             yield
     finally:
         while modes:
-            torch._C._push_on_torch_function_stack(modes.pop())
+            _torch.push_function_mode(modes.pop())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -10,11 +11,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from lightning_pipeline import _torch
+from lightning_pipeline.engine.slices import local_part, own_rows, sliced_further
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
+
+_NAMES = {"data", "data_parallel"}
+"""Of the dimension of a mesh that is replicas (`Topology.mesh`)."""
+_made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules that `FullySharded` has given to FSDP2."""
 
 
 class FullySharded:
@@ -25,15 +33,18 @@ class FullySharded:
     every call of a module, are removed: they would be recorded as part of the user's step, and replicas may have
     different numbers of micro-batches.
 
+    What tensor parallelism splits is sharded further: a slice is then one of a mesh of two dimensions, replicas and
+    tensor-parallel ranks, and a gathered parameter is still the slice of its tensor-parallel rank.
+
     Args:
         replicas: the ranks that hold the same stages.
-        device_type: of the parameters.
+        mesh: these ranks, as the dimension "data", or "data_parallel" of the mesh that tensor parallelism uses.
         gradients_mean: gradients are averaged over replicas; else summed.
     """
 
-    def __init__(self, replicas: Replicas, device_type: str, *, gradients_mean: bool) -> None:
+    def __init__(self, replicas: Replicas, mesh: DeviceMesh, *, gradients_mean: bool) -> None:
         self._replicas = replicas
-        self._mesh = DeviceMesh.from_group(replicas.group, device_type, mesh_dim_names=("data",))
+        self._mesh = mesh
         self._gradients_mean = gradients_mean
         self._leaves: list[tuple[FSDPModule, list[str]]] = []  # with the names of their sharded parameters
         self._slices: list[nn.Parameter] = []
@@ -56,8 +67,9 @@ class FullySharded:
         for name, leaf in module.named_modules():
             if isinstance(leaf, FSDPModule):
                 parameters = cast(nn.Module, leaf).named_parameters(remove_duplicate=False)
-                found = {name: parameter for name, parameter in parameters if isinstance(parameter, DTensor)}
-                if any(parameter.device_mesh.get_group() is not self._mesh.get_group() for parameter in found.values()):
+                found = {name: parameter for name, parameter in parameters if is_sharded(parameter)}
+                meshes = {cast(DTensor, parameter).device_mesh for parameter in found.values()}
+                if any(mesh.get_group(0) is not self._mesh.get_group() for mesh in meshes):
                     raise ValueError(
                         f"{name} is sharded over other ranks than the {self._replicas.num_replicas} replicas of this "
                         f"run: keep the layout of the run before, or make a new module and load a checkpoint"
@@ -79,14 +91,14 @@ class FullySharded:
         for parameter, sharded in replaced.items():
             note_holders(sharded, holders_of(parameter))
             if parameter.grad is not None:
-                sharded.grad = slice_like(sharded, parameter.grad)
+                sharded.grad = sliced_further(sharded, parameter.grad)
                 parameter.grad = None
         return replaced
 
     def gather(self) -> None:
         """Give every replica the whole parameters. All of them must call it."""
         slices = self.parameters()
-        if not any(isinstance(parameter, DTensor) for parameter in slices):
+        if not any(map(is_sharded, slices)):
             return
         before, self._versions, self._slices = self._versions, list(map(_version, slices)), slices
         with waiting_for("other replicas' slices of parameters"):
@@ -101,7 +113,7 @@ class FullySharded:
     def release(self) -> None:
         """Go back to a slice on each replica. Gradients that are not reduced yet stay."""
         for part, version, parameter in zip(self._slices, self._versions, self.parameters(), strict=False):
-            if not isinstance(parameter, DTensor) and _version(part) == version:
+            if not is_sharded(parameter) and _version(part) == version:
                 self._take_back(part, parameter)
         self._slices = []
         for leaf, _ in self._leaves:
@@ -135,11 +147,9 @@ class FullySharded:
         It copies even if nothing changed: writes through ``.data`` do not bump the version, and comparing the data
         would synchronize with the device.
         """
-        chunks = parameter.detach().chunk(self._replicas.num_replicas)
-        if self._replicas.topology.replica < len(chunks):
-            own = local_part(part)
-            with torch.autograd._unsafe_preserve_version_counter(own):
-                own.copy_(chunks[self._replicas.topology.replica])
+        own = local_part(part)
+        with _torch.preserve_version_counter(own):
+            own.copy_(own_rows(part, parameter))
 
     def _shard(self, leaf: nn.Module, whole: set[nn.Parameter]) -> FSDPModule:
         sharded = fully_shard(leaf, mesh=self._mesh, reshard_after_forward=False, ignored_params=whole)
@@ -151,43 +161,20 @@ class FullySharded:
         sharded.set_reshard_after_backward(False)
         if not self._gradients_mean:
             sharded.set_gradient_divide_factor(1.0)
+        _made.add(leaf)
         return sharded
+
+
+def sharded_elsewhere(module: nn.Module) -> Iterator[str]:
+    """Names of the modules in `module` that other code has given to FSDP2."""
+    return (name for name, sub in module.named_modules() if isinstance(sub, FSDPModule) and sub not in _made)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether replicas have slices of a tensor."""
+    return isinstance(tensor, DTensor) and not _NAMES.isdisjoint(tensor.device_mesh.mesh_dim_names or ())
 
 
 def _version(parameter: Tensor) -> int:
     """A number that grows whenever a slice is modified in place."""
     return parameter._version + (parameter._local_tensor._version if isinstance(parameter, DTensor) else 0)
-
-
-def slice_like(sharded: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's slice of `tensor`, which is equal on all ranks, sharded like `sharded`."""
-    assert isinstance(sharded, DTensor)
-    return distribute_tensor(tensor.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, or the tensor itself. All ranks that hold its parts must call it."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with waiting_for("other replicas' slices of a tensor"):
-        return tensor.full_tensor().detach()
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's slice of a sharded tensor, in the same memory, or the tensor itself."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-
-
-def plain(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters, each sharded one as this rank's slice with that of its gradient, in the same memory.
-
-    For torch's kernels over lists of gradients, which take no mixture of sharded and whole ones.
-    """
-    return [_plain(parameter) if isinstance(parameter, DTensor) else parameter for parameter in parameters]
-
-
-def _plain(parameter: DTensor) -> Tensor:
-    part = local_part(parameter)
-    if parameter.grad is not None:
-        part.grad = local_part(parameter.grad)
-    return part

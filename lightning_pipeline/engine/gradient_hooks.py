@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec, is_absent
 from lightning_pipeline.partition.rng import generators
@@ -178,7 +179,7 @@ def hooks_of_parameters(tensors: ModuleTensors) -> dict[int, list[Callable[..., 
         NotImplementedError: there is one that would see a parameter after its gradient was added.
     """
     found = {}
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         for number, tensor in enumerate(tensors.tensors):
             if tensor._backward_hooks:
                 found[number] = list(tensor._backward_hooks.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.engine.fully_sharded import FullySharded
 from lightning_pipeline.engine.parameter_map import ParameterMap
@@ -107,12 +106,6 @@ class Gradients:
     def settle(self, ownership: Ownership) -> None:
         """Update which ranks hold which parameters."""
         self._shared = shared_parameters(dict(self._module.named_parameters(remove_duplicate=False)), ownership)
-        split = [name for name, (parameter, _) in self._shared.items() if isinstance(parameter, DTensor)]
-        if split:
-            raise ValueError(
-                f"{', '.join(split)} is used on several stages and split by tensor parallelism, which do not go "
-                f"together: leave it out of parallelize_module, or untie it"
-            )
         self._maybe_shared = ownership.unseen | self._placement.used_repeatedly()
         self._reducer = None
 

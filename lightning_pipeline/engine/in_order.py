@@ -7,11 +7,8 @@ rank sends what to which.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
-from functools import reduce
-from operator import add
 from typing import Any
 
 import torch
@@ -19,45 +16,17 @@ from torch import Tensor
 
 from lightning_pipeline.engine.gradient_hooks import HookCalls
 from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
-from lightning_pipeline.engine.transfers import Transfer, Transfers
+from lightning_pipeline.engine.transfers import Transfer, Transfers, by_leaves
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.recording.backward_calls import backward_from
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.recording.execution import Repeated, run_event, values_made
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import ModuleWrites, Program
-from lightning_pipeline.recording.split_backward import CaughtGradient, backward_from
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
-
-_SIGNATURE = inspect.signature(torch.autograd.grad)
-
-
-def by_leaves(leaves: Mapping[int, Sequence[Tensor]]) -> Callable[..., Any]:
-    """A `torch.autograd.grad` that sums the gradients over a tensor's leaves, last use first, as autograd does.
-
-    Args:
-        leaves: the leaves of each tensor, by its id. A tensor without leaves is differentiated itself.
-    """
-
-    def grad(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        bound = _SIGNATURE.bind(*args, **kwargs)
-        inputs = bound.arguments["inputs"]
-        uses = [leaves.get(id(one)) or [one] for one in ([inputs] if isinstance(inputs, Tensor) else inputs)]
-        bound.arguments["inputs"] = [leaf for own in uses for leaf in own]
-        if any(len(own) > 1 for own in uses):
-            bound.arguments["allow_unused"] = True  # the output may depend on some uses only
-        with CaughtGradient.paused():
-            found = iter(torch.autograd.grad(*bound.args, **bound.kwargs))
-        return tuple(_sum([next(found) for _ in own]) for own in uses)
-
-    return grad
-
-
-def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
-    present = [part for part in reversed(parts) if part is not None]
-    return reduce(add, present) if present else None
 
 
 class InOrder:
@@ -186,11 +155,8 @@ class InOrder:
                 self._backward_of(visit, transfers, gradients, work, continued, retain_graph=retain_graph)
             for index, one in reversed(list(enumerate(transfers))):
                 if one.destination == visit:
-                    spec = (
-                        self.specs[one.value]
-                        if one.value >= 0
-                        else TensorSpec.of(self._tensors.tensors[-1 - one.value])
-                    )
+                    is_value = one.value >= 0
+                    spec = self.specs[one.value] if is_value else TensorSpec.of(self._tensors.tensors[-1 - one.value])
                     gradient = gradients[index] = self._transfers.give_back(one, spec, is_repeated=retain_graph)
                     if one.source > visit and gradient is not None:  # a parameter's: the source's turn is over
                         backward_from([one.sent], [gradient], retain_graph=retain_graph)
@@ -202,8 +168,6 @@ class InOrder:
             if self._placement[stage] == self._rank:
                 work.after_backward(stage, state)
         state.gradients = [(place, self._retained(value)) for value, place in state.recording.retained]
-
-    # -- details ----------------------------------------------------------------------------------------------------
 
     def _used_repeatedly(self, program: Program) -> list[tuple[Tensor, set[int]]]:
         """Parameters that several visits of this rank use, with these visits.
@@ -313,8 +277,8 @@ class InOrder:
             elif value < 0:
                 operands.append(self._module_tensor(-1 - value, visit))
             else:
-                is_named = _is_written(event, slot) or event.function is torch.autograd.grad
-                operands.append(self._operand(value, visit, is_named=is_named, is_viewed=_is_viewed(event, slot)))
+                is_named = event.writes_into(slot) or event.function is torch.autograd.grad
+                operands.append(self._operand(value, visit, is_named=is_named, is_viewed=event.views(slot)))
         if is_mine:
             recording = self._state.recording
             assert recording is not None
@@ -427,16 +391,6 @@ class InOrder:
         if holders[0] == self._rank:
             self._direct.send(conform(tensor, TensorSpec.of(tensor)), rank)
         return self._direct.receive(TensorSpec.of(tensor), holders[0]) if rank == self._rank else tensor
-
-
-def _is_written(event: Event, slot: int) -> bool:
-    """Whether an event modifies an operand in place."""
-    return slot in [written for written, _, _ in event.writes]
-
-
-def _is_viewed(event: Event, slot: int) -> bool:
-    """Whether an event returns a tensor that shares an operand's memory."""
-    return any(slot in shared for shared in event.result.shares)
 
 
 _NOTHING = torch.empty(0, device="meta")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.expectations import Expectation
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import HELD_BY
@@ -43,7 +44,7 @@ def contents(captured: Sequence[Any], known: Collection[int]) -> list[int | Tens
     """
     found: list[int | Tensor] = []
     seen: dict[int, int | Tensor] = {}
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with _torch.DisableTorchFunction(), torch.no_grad():
         for thing in captured:
             if not isinstance(thing, Tensor):
                 found.append(hash(thing) if isinstance(thing, (int, float, complex)) and thing == thing else 0)

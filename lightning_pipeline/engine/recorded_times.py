@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from lightning_pipeline.engine.executor import Span
+from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.schedules import Action, Kind
+from lightning_pipeline.schedules.records import RecordedStep
 
 _EXCHANGES = 5
 
@@ -56,31 +58,22 @@ def _gather_in(transport: Transport) -> Gather:
     return gather
 
 
-@dataclass
-class RecordedStep:
-    """One rank's step, in seconds.
+def sent_bytes(pipeline: Pipeline) -> dict[Action, int]:
+    """Bytes of each send of this rank in the last observed step, by the programs of its micro-batches.
 
-    Attributes:
-        rank: the global rank.
-        actions: with their starts and ends.
-        reductions: start and end of the all-reduce of each bucket of gradients, in the order in which they started.
-        peak_live: the most activations of virtual stages that were live at once in a step so far.
+    Micro-batches that ran event by event are left out.
     """
-
-    rank: int
-    actions: list[Span] = field(default_factory=list)
-    reductions: list[tuple[float, float]] = field(default_factory=list)
-    peak_live: int = 0
-
-    def note_reduction(self, bucket: int, start: float, end: float) -> None:
-        """Take what a reducer's `observe` gets, bucket after bucket."""
-        self.reductions.append((start, end))
-
-    def moved(self, seconds: float) -> RecordedStep:
-        """A copy with all times moved later by `seconds`."""
-        actions = [(action, start + seconds, end + seconds) for action, start, end in self.actions]
-        reductions = [(start + seconds, end + seconds) for start, end in self.reductions]
-        return RecordedStep(self.rank, actions, reductions, self.peak_live)
+    sent: dict[Action, int] = {}
+    for microbatch, (program, loss) in enumerate(pipeline.ran):
+        for stage in pipeline.stages:
+            if program is None or stage >= len(program.visits):
+                continue
+            crossing = {Kind.SEND_F: program.visits[stage].sends, Kind.SEND_B: program.returning(stage, loss)}
+            for kind, strands in crossing.items():
+                size = sum(program.specs[strand.value].num_bytes for strand in strands)
+                if size:
+                    sent[Action(kind, stage, microbatch)] = size
+    return sent
 
 
 def gather_recordings(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,119 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipeline.runtime.backends import all_reduce
+from lightning_pipeline.engine.buckets import Bucket, BucketReduction, into_buckets
+from lightning_pipeline.engine.slices import as_slice, local_gradient, local_part
 from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.failure import waiting_for
-
-
-class Bucket:
-    """Tensors of one dtype and device, reduced as one flat tensor. One flag each follows: 1 if the tensor is present.
-
-    Args:
-        places: the caller's numbers of the tensors.
-        likes: tensors with the same shapes, memory formats, dtype and device.
-    """
-
-    def __init__(self, places: Sequence[int], likes: Sequence[Tensor]) -> None:
-        self.places = tuple(places)
-        self.dtype = likes[0].dtype
-        self.device = likes[0].device
-        self.numel = 0
-        self._slices: list[tuple[torch.Size, tuple[int, ...], int]] = []
-        for like in likes:
-            dense = torch.empty_like(like, device="meta")  # the same memory format, but dense
-            self._slices.append((dense.shape, dense.stride(), self.numel))
-            self.numel += dense.numel()
-
-    def empty(self) -> tuple[Tensor, list[Tensor]]:
-        """Allocate the flat tensor. Returns it, and each tensor's view of it."""
-        flat = torch.empty(self.numel + len(self.places), dtype=self.dtype, device=self.device)
-        return flat, [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._slices]
-
-
-class BucketReduction:
-    """A running all-reduce (sum) of a bucket over a group.
-
-    Args:
-        tensors: one for each place; None counts as zeros.
-        divisor: divides the tensors before they are summed.
-        timed: record when the collective ends on CPU, for `end`.
-
-    Attributes:
-        start: when the all-reduce was started (`time.perf_counter`).
-        end: when the collective ended if `timed` on CPU; else when `wait` returned.
-
-    Raises:
-        RuntimeError: the group failed.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        tensors: Sequence[Tensor | None],
-        group: dist.ProcessGroup | None,
-        *,
-        divisor: int = 1,
-        timed: bool = False,
-    ) -> None:
-        self.bucket = bucket
-        self.start, self.end = time.perf_counter(), math.inf
-        flat, self._slices = bucket.empty()
-        self.values, self._flags = flat[: bucket.numel], flat[bucket.numel :].fill_(1)
-        self._absent = [index for index, tensor in enumerate(tensors) if tensor is None]
-        for index in self._absent:
-            self._slices[index].zero_()
-            self._flags[index].zero_()
-        there = [tensor for tensor in tensors if tensor is not None]
-        if there:
-            into = [view for view, tensor in zip(self._slices, tensors, strict=True) if tensor is not None]
-            torch._foreach_copy_(into, there)
-        if divisor != 1:
-            self.values.div_(divisor)
-        work = all_reduce(flat, group=group)
-        self._work: dist.Work | None = work
-        if timed and flat.device.type == "cpu":
-            work.get_future().add_done_callback(self._ended)
-
-    def wait(self) -> None:
-        """Wait until `values` hold the sums; on an accelerator the current stream waits, not the host."""
-        work, self._work = self._work, None
-        assert work is not None
-        try:
-            work.wait()
-        finally:
-            del work  # a traceback that refers to it would keep the group's connections open
-        self.end = min(self.end, time.perf_counter())
-
-    def results(self) -> list[Tensor | None]:
-        """After `wait`: the sum of each tensor; None if no rank had it."""
-        results: list[Tensor | None] = list(self._slices)
-        if self._absent:  # only then: reading the flags synchronizes the host with the device
-            flags = self._flags.tolist()
-            for index in self._absent:
-                if not flags[index]:
-                    results[index] = None
-        return results
-
-    def _ended(self, _: torch.futures.Future) -> None:
-        self.end = time.perf_counter()
-
-
-def into_buckets(places: Sequence[int], likes: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
-    """Group tensors by dtype and device into buckets of up to `bucket_bytes`, in order; a larger tensor is alone."""
-    filling: dict[Hashable, list[int]] = {}
-    sizes: Counter[Hashable] = Counter()
-    full: list[list[int]] = []
-    for index, like in enumerate(likes):
-        kind, size = (like.dtype, like.device), like.numel() * like.element_size()
-        if kind in filling and sizes[kind] + size > bucket_bytes:
-            full.append(filling.pop(kind))
-            sizes[kind] = 0
-        filling.setdefault(kind, []).append(index)
-        sizes[kind] += size
-    found = sorted([*full, *filling.values()], key=lambda indices: indices[-1])  # as they become complete
-    return [Bucket([places[index] for index in indices], [likes[index] for index in indices]) for indices in found]
-
 
 NAMED_IN_ERRORS = 4
 """Number of a bucket's parameters that an error message names."""
@@ -144,33 +34,35 @@ class PipelineGradReducer:
         reducer()                       # works on .grad
         gradients = reducer(gradients)  # or on gradients in the order of the parameters; .grad is left alone
 
-    Under a schedule the buckets of parameters whose last backward is over travel while others are computed::
+    Under a schedule, buckets are reduced as soon as the last backward of their parameters is over::
 
         reducer.begin([of_stage_3, of_stage_1])  # parameters that become final together, the earliest first
         reducer.ready(of_stage_3)                # after the last backward there
         reducer.ready(of_stage_1)
         reducer.finish()                         # the other parameters, and the results
 
-    Every replica has the same parameters, in one order and with the same ones frozen, and gives `begin` the same
-    groups; the collectives then come in one order, whatever is ready first. What has no gradient may differ between
-    replicas: zeros count for it, and a parameter without one anywhere keeps None. Sums have the same bits on all
-    replicas and in every run. A published gradient is a slice of its bucket, in the parameter's memory format.
+    All replicas must have the same parameters in the same order, the same ones frozen, and pass the same groups to
+    `begin`: collectives then run in one order, whichever parameters are ready first. Replicas may differ in which
+    parameters have a gradient: a missing one counts as zeros, and stays None if no replica has it. Sums have the same
+    bits on all replicas and in every run. A published gradient is a slice of its bucket, in the parameter's memory
+    format. Of a parameter that tensor parallelism splits, each rank reduces its slice with the same ranks of the
+    other replicas.
 
     Args:
-        parameters: of this rank's stages, each once. Those that are frozen (or on the meta device) when a step begins
-            are left out of it.
-        scale_sense: what the loss was multiplied by. A tensor of one element, on the gradients' device or the CPU, is
-            read at every step.
-        opt_shard: not here; ``PipelineStrategy(data_parallel="zero1")`` shards the optimizer state.
-        group: the ranks that hold replicas of these parameters; None for the default group, or for no replicas where
+        parameters: the parameters of this rank's stages, each once. Those that are frozen, or on the meta device, when
+            a step begins are left out of it.
+        scale_sense: the factor by which the loss was multiplied. A tensor of one element, on the gradients' device or
+            the CPU, is read at every step.
+        opt_shard: not supported here; ``PipelineStrategy(data_parallel="zero1")`` shards the optimizer state.
+        group: the ranks that hold replicas of these parameters; None for the default group, or for one replica if
             `torch.distributed` is not initialised.
-        gradients_mean: mean over replicas; else their sum.
-        bucket_bytes: size of a bucket, in bytes; a larger parameter has one for itself.
-        names: of the parameters, for error messages.
+        gradients_mean: whether to average over replicas instead of summing.
+        bucket_bytes: size of a bucket in bytes; a larger parameter has a bucket of its own.
+        names: names of the parameters for error messages.
 
     Raises:
-        ValueError: a parameter comes twice, `scale_sense` or `bucket_bytes` is not positive, `opt_shard` is True, this
-            rank is not in the group, or names are not as many as parameters.
+        ValueError: a parameter is passed twice, `scale_sense` or `bucket_bytes` is not positive, `opt_shard` is True,
+            this rank is not in the group, or the number of names differs from that of parameters.
     """
 
     def __init__(
@@ -190,15 +82,15 @@ class PipelineGradReducer:
                 'set PipelineStrategy(data_parallel="zero1") to shard the optimizer state'
             )
         if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes has to be positive, got {bucket_bytes}")
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         self.parameters = list(parameters)
         self.names = list(names) if names is not None else [f"parameter {n}" for n in range(len(self.parameters))]
         self.scale_sense = _checked_scale(scale_sense)
         self.gradients_mean = gradients_mean
         self.num_replicas = dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
         self.observe: Callable[[int, float, float], None] | None = None
-        """Gets each bucket's number, start and end (`time.perf_counter`), in `finish`. It ends when its collective is
-        over on CPU, and when the host goes on elsewhere."""
+        """Called in `finish` with each bucket's number, start and end (`time.perf_counter`). On CPU the end is that of
+        the collective, elsewhere when the host continued."""
         self._group = group
         self._bucket_bytes = bucket_bytes
         self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
@@ -221,11 +113,11 @@ class PipelineGradReducer:
         """Reduce now. Returns the reduced gradients in the order of the parameters, None where no replica has one.
 
         Args:
-            gradients: one for each parameter, frozen or not; they are not changed. None takes those in ``.grad``, and
-                puts the results there.
+            gradients: one for each parameter, frozen or not; they are not modified. None for those in ``.grad``, where
+                the results go as well.
 
         Raises:
-            ValueError: there is not one gradient for each parameter, or one has another shape or dtype or is sparse.
+            ValueError: there is not one gradient for each parameter, or one is sparse or differs in shape or dtype.
             RuntimeError: the group failed.
         """
         if gradients is None:
@@ -239,12 +131,12 @@ class PipelineGradReducer:
         return tuple(reduced)
 
     def begin(self, expected: Sequence[Iterable[nn.Parameter]] | None = None) -> None:
-        """Start a step, before its first `ready`. What an unfinished step had under way is dropped.
+        """Start a step, before its first `ready`. An unfinished step is dropped.
 
         Args:
-            expected: groups of parameters that become final together, in the order in which that will be; the same on
-                every replica. Another order in fact costs overlap, not correctness. Parameters in no group, or in
-                several, are final at `finish`, whatever `ready` says. None: all are one group.
+            expected: groups of parameters that become final together, in the expected order; the same on every replica.
+                A different order costs overlap, not correctness. Parameters in no group, or in several, become final at
+                `finish`, whatever `ready` says. None for one group of all.
         """
         trained = [place for place, p in enumerate(self.parameters) if p.requires_grad and not p.is_meta]
         groups = [set(trained)] if expected is None else [self._places_of(group) for group in expected]
@@ -256,7 +148,7 @@ class PipelineGradReducer:
 
     @torch.no_grad()
     def ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients of `parameters` are final: start the buckets that are complete, if those before have started.
+        """Note that gradients are final, and start the next buckets that are complete.
 
         Returns without waiting for other replicas. Until `finish`, ``.grad`` of what has started is None.
 
@@ -268,11 +160,11 @@ class PipelineGradReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Start what is left, wait for all, and put the results in ``.grad``.
+        """Start the remaining buckets, wait for all, and put the results in ``.grad``.
 
         Raises:
             ValueError: a gradient is sparse.
-            RuntimeError: no step has begun, the group failed, or a gradient came after it was said to be final.
+            RuntimeError: no step has begun, the group failed, or a backward added to a gradient that was final.
         """
         step = self._current("finish")
         self._step = None
@@ -290,7 +182,7 @@ class PipelineGradReducer:
 
     def _take(self, place: int) -> Tensor | None:
         parameter = self.parameters[place]
-        gradient, parameter.grad = parameter.grad, None
+        gradient, parameter.grad = local_gradient(parameter), None
         return gradient
 
     def _publish(self, place: int, gradient: Tensor | None) -> None:
@@ -300,7 +192,7 @@ class PipelineGradReducer:
                 f"a backward added to the gradient of {self.names[place]} after ready() said that it was final: call "
                 f"ready() after the last backward that uses it, or leave it to finish()"
             )
-        parameter.grad = gradient
+        parameter.grad = None if gradient is None else as_slice(parameter, gradient)
 
     def _new_step(
         self,
@@ -308,13 +200,13 @@ class PipelineGradReducer:
         take: Callable[[int], Tensor | None],
         publish: Callable[[int, Tensor | None], None],
     ) -> _Step:
-        like = self.parameters
-        layout = [[(place, like[place].shape, like[place].dtype, like[place].device) for place in g] for g in groups]
+        likes = [local_part(parameter) for parameter in self.parameters]
+        layout = [[(place, likes[place].shape, likes[place].dtype, likes[place].device) for place in g] for g in groups]
         if layout != self._layout:
             self._layout, self._buckets = layout, []
             for group in groups:
-                group = sorted(group, reverse=True)  # backward comes to the last parameters first
-                self._buckets += into_buckets(group, [like[place] for place in group], self._bucket_bytes)
+                group = sorted(group, reverse=True)  # backward reaches the last parameters first
+                self._buckets += into_buckets(group, [likes[place] for place in group], self._bucket_bytes)
         return _Step(self, self._group, self._buckets, take, publish)
 
 
@@ -322,8 +214,8 @@ class _Step:
     """Reduces the buckets of one step, in the same order on every replica.
 
     Args:
-        take: gives the gradient at a place, and gives up its own reference.
-        publish: takes the place and its reduced gradient.
+        take: returns the gradient at a place, and drops its own reference.
+        publish: called with a place and its reduced gradient.
     """
 
     def __init__(
@@ -341,12 +233,12 @@ class _Step:
         self._publish = publish
         self._final: set[int] = set()
         self._sums: list[BucketReduction] = []
-        self._alone = reducer.num_replicas == 1
+        self._is_alone = reducer.num_replicas == 1
 
     def ready(self, places: set[int]) -> None:
         """Start the next buckets, up to the first one that is incomplete."""
         self._final |= places
-        while not self._alone and len(self._sums) < len(self._buckets):
+        while not self._is_alone and len(self._sums) < len(self._buckets):
             bucket = self._buckets[len(self._sums)]
             if not self._final.issuperset(bucket.places):
                 break
@@ -354,7 +246,7 @@ class _Step:
 
     def finish(self) -> None:
         """Start the remaining buckets, wait for all, divide and publish."""
-        if self._alone:
+        if self._is_alone:
             self._divide_own()
             return
         for bucket in self._buckets[len(self._sums) :]:
@@ -402,7 +294,7 @@ class _Step:
             ) from error
 
     def _check(self, place: int, gradient: Tensor) -> None:
-        parameter, name = self._reducer.parameters[place], self._reducer.names[place]
+        parameter, name = local_part(self._reducer.parameters[place]), self._reducer.names[place]
         if gradient.layout != torch.strided:
             raise ValueError(
                 f"the gradient of {name} is sparse ({gradient.layout}), and replicas exchange dense ones only: make "
@@ -411,7 +303,7 @@ class _Step:
         if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
             raise ValueError(
                 f"the gradient of {name} has shape {tuple(gradient.shape)} and dtype {gradient.dtype}, the parameter "
-                f"{tuple(parameter.shape)} and {parameter.dtype}: they have to be the same"
+                f"{tuple(parameter.shape)} and {parameter.dtype}: they must be the same"
             )
 
     def _divides_before(self, dtype: torch.dtype) -> bool:
@@ -431,7 +323,7 @@ class _Step:
             sums.div_(divisor)
 
     def _divide_own(self) -> None:
-        """Divide and publish gradients where there is one replica only."""
+        """Divide and publish the gradients of a single replica."""
         scale = self._reducer.scale_sense
         for bucket in self._buckets:
             for place in bucket.places:
@@ -445,8 +337,8 @@ class _Step:
 def _checked_scale(scale_sense: float | Tensor) -> float | Tensor:
     if isinstance(scale_sense, Tensor):
         if scale_sense.numel() != 1:
-            raise ValueError(f"scale_sense has to have one element, got a tensor of shape {tuple(scale_sense.shape)}")
+            raise ValueError(f"scale_sense must have one element, got a tensor of shape {tuple(scale_sense.shape)}")
         return scale_sense.detach().reshape(())
     if not (scale_sense > 0 and math.isfinite(scale_sense)):
-        raise ValueError(f"scale_sense has to be positive and finite, got {scale_sense}")
+        raise ValueError(f"scale_sense must be positive and finite, got {scale_sense}")
     return scale_sense

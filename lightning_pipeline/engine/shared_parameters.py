@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.engine.fully_sharded import local_part
+from lightning_pipeline.engine.slices import as_slice, local_gradient, local_part
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel
@@ -47,7 +47,7 @@ class SharedGradients:
         self._watched = {}
         if self._transport is not None:
             self._watched = {name: parameter for name, parameter in candidates.items() if _is_small(parameter)}
-        self._before = {name: parameter.grad for name, parameter in self._watched.items()}
+        self._before = {name: local_gradient(parameter) for name, parameter in self._watched.items()}
         self._parts = {name: [] for name in self._watched}
         for parameter in self._watched.values():
             parameter.grad = None
@@ -57,7 +57,7 @@ class SharedGradients:
         for name, parameter in self._watched.items():
             parts = self._parts[name]
             parts.extend([None] * (microbatch + 1 - len(parts)))
-            parts[microbatch] = _add_up(parts[microbatch], [parameter.grad])
+            parts[microbatch] = _add_up(parts[microbatch], [local_gradient(parameter)])
             parameter.grad = None
 
     def finish(self, shared: Mapping[str, tuple[nn.Parameter, Stages]], *, complete: bool) -> None:
@@ -70,7 +70,7 @@ class SharedGradients:
         exact = {name: held for name, held in shared.items() if name in self._watched}
         for name, parameter in self._watched.items():
             if name not in exact:
-                parameter.grad = _add_up(self._before[name], self._parts[name])
+                _set_gradient(parameter, _add_up(self._before[name], self._parts[name]))
         if exact and self._transport is not None:
             self._finish_exact(exact, self._transport, complete)
         if complete:
@@ -96,7 +96,7 @@ class SharedGradients:
                 for column in range(1, width):
                     givers = [giver for giver in reversed(stages) if present[giver][row][column]]
                     totals.append(self._total(parameter, self._parts[name][column - 1], givers, transport))
-                parameter.grad = _add_up(self._before[name], totals)
+                _set_gradient(parameter, _add_up(self._before[name], totals))
             elif self._stage in stages:
                 for part in self._parts[name]:
                     if part is not None:
@@ -149,14 +149,14 @@ def sum_over_holders(shared: Sequence[tuple[nn.Parameter, Stages]], transport: T
         if stage == stages[0]:
             total: Tensor | None = None
             for giver in givers:
-                part = parameter.grad
+                part = local_gradient(parameter)
                 if giver != stage:
                     part = transport.recv(_meta(parameter), giver, Channel.SHARED).wait("a shared gradient")
                 assert part is not None
                 total = part if total is None else total + part
-            parameter.grad = total
-        elif parameter.grad is not None:
-            transport.send(parameter.grad.contiguous(), stages[0], Channel.SHARED)
+            _set_gradient(parameter, total)
+        elif (own := local_gradient(parameter)) is not None:
+            transport.send(own.contiguous(), stages[0], Channel.SHARED)
         _spread_gradient(parameter, stages, transport, stage)
     transport.flush()
 
@@ -186,12 +186,17 @@ def spread_from_owner(tensors: Sequence[tuple[Tensor, Sequence[int]]], transport
 
 def _spread_gradient(parameter: nn.Parameter, stages: Stages, transport: Transport, stage: int) -> None:
     if stage == stages[0]:
-        assert parameter.grad is not None
+        total = local_gradient(parameter)
+        assert total is not None
         for holder in stages[1:]:
-            transport.send(parameter.grad.contiguous(), holder, Channel.SHARED)
+            transport.send(total.contiguous(), holder, Channel.SHARED)
     elif stage in stages:
         what = "the sum of a shared parameter's gradients"
-        parameter.grad = transport.recv(_meta(parameter), stages[0], Channel.SHARED).wait(what)
+        _set_gradient(parameter, transport.recv(_meta(parameter), stages[0], Channel.SHARED).wait(what))
+
+
+def _set_gradient(parameter: nn.Parameter, part: Tensor | None) -> None:
+    parameter.grad = None if part is None else as_slice(parameter, part)
 
 
 def _add_up(total: Tensor | None, parts: Iterable[Tensor | None]) -> Tensor | None:
@@ -207,6 +212,6 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _meta(tensor: Tensor) -> TensorMeta:
-    """The metadata of a contiguous tensor of this shape, as which it is sent."""
-    shape = tuple(tensor.shape)
+    """The metadata of a contiguous tensor of this rank's shape of it, as which it is sent."""
+    shape = tuple(local_part(tensor).shape)
     return TensorMeta(shape, tuple(torch.empty(shape, device="meta").stride()), tensor.dtype)

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.execution import autocast_as
@@ -110,7 +110,7 @@ class Suspended:
         self._function = function
         self._note = note
         self._device = device
-        self._modes = _get_current_function_mode_stack()
+        self._modes = _torch.function_modes()
         self._autocast = autocast_state()
         self._is_its_turn, self._is_ours = threading.Lock(), threading.Lock()  # each is released by the other side
         self._is_its_turn.acquire()
@@ -175,7 +175,7 @@ class Suspended:
             if self._device.type != "cpu":
                 torch.get_device_module(self._device).set_device(self._device)
             for mode in self._modes:
-                torch._C._push_on_torch_function_stack(mode)
+                _torch.push_function_mode(mode)
             with torch.enable_grad(), autocast_as(self._autocast):
                 self._function()
             self._come_to(SyncPoint(STEP_ENDS))
@@ -184,8 +184,8 @@ class Suspended:
         except BaseException as error:
             self._error = error
         finally:
-            while torch._C._len_torch_function_stack():
-                torch._C._pop_torch_function_stack()
+            while _torch.num_function_modes():
+                _torch.pop_function_mode()
             _of_thread.step = None
         self._is_ours.release()
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import inspect
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_pipeline.engine.visit import written_into
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.placeholder import TensorSpec
-from lightning_pipeline.recording.split_backward import CaughtGradient
+from lightning_pipeline.recording.backward_calls import CaughtGradient
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 
@@ -237,3 +240,42 @@ class Transfers:
             if gradient is not None:
                 total = gradient if total is None else total + gradient
         return total
+
+
+def written_into(leaf: Tensor) -> Tensor:
+    """A tensor with the data of an autograd leaf that may be modified in place, as neither a leaf nor its views may be.
+
+    It shares the leaf's memory, unless that would change the strides of dimensions of size one: convolutions choose
+    their memory format, and so their kernel, by those.
+    """
+    view = _torch.unsafe_view(leaf, leaf.shape)
+    return view if view.stride() == leaf.stride() else leaf.clone()
+
+
+_SIGNATURE = inspect.signature(torch.autograd.grad)
+
+
+def by_leaves(leaves: Mapping[int, Sequence[Tensor]]) -> Callable[..., Any]:
+    """A `torch.autograd.grad` that sums the gradients over a tensor's leaves, last use first, as autograd does.
+
+    Args:
+        leaves: the leaves of each tensor, by its id. A tensor without leaves is differentiated itself.
+    """
+
+    def grad(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        bound = _SIGNATURE.bind(*args, **kwargs)
+        inputs = bound.arguments["inputs"]
+        uses = [leaves.get(id(one)) or [one] for one in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+        bound.arguments["inputs"] = [leaf for own in uses for leaf in own]
+        if any(len(own) > 1 for own in uses):
+            bound.arguments["allow_unused"] = True  # the output may depend on some uses only
+        with CaughtGradient.paused():
+            found = iter(torch.autograd.grad(*bound.args, **bound.kwargs))
+        return tuple(_sum([next(found) for _ in own]) for own in uses)
+
+    return grad
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in reversed(parts) if part is not None]
+    return reduce(add, present) if present else None

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.ahead import EarlyForwards
 from lightning_pipeline.engine.gradient_strides import GradientStrides
 from lightning_pipeline.engine.microbatch import ArrivedTensor, Microbatch, VisitState
+from lightning_pipeline.engine.transfers import written_into
 from lightning_pipeline.engine.work import LiveCount, StepTask
+from lightning_pipeline.recording.backward_calls import backward_from, caught
 from lightning_pipeline.recording.execution import visit_function
-from lightning_pipeline.recording.split_backward import SplitBackward, backward_from, caught
+from lightning_pipeline.recording.split_backward import SplitBackward
 from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, from_memory, laid_out, wire, zeros_like
 from lightning_pipeline.runtime.topology import Channel
@@ -89,8 +92,9 @@ class Visit:
         if not inside.is_posted:
             inside.is_posted = True
             assert self._transport is not None
+            specs = state.program.specs
             inside.arriving = [
-                self._transport.recv(_meta(state, strand.value), self._rank_before, Channel.FORWARD)
+                self._transport.recv(wire(specs[strand.value]), self._rank_before, Channel.FORWARD)
                 for strand in self._receives(state)
             ]
         return True
@@ -148,7 +152,7 @@ class Visit:
                 {**dict(enumerate(state.given)), **state.kept} if program.carried else state.given,
             )
         finally:
-            torch._C._set_grad_enabled(before)
+            _torch.set_grad_enabled(before)
         for value, tensor in zip(kept, found, strict=True):
             if value == state.loss_value:
                 state.loss_tensor = tensor
@@ -293,7 +297,8 @@ class Visit:
             if gradients == [None]:
                 self._work.run_backward(roots[0])
             elif roots:
-                backward_from(roots, [_one(r) if g is None else g for r, g in zip(roots, gradients, strict=True)])
+                given = zip(roots, gradients, strict=True)
+                backward_from(roots, [torch.ones_like(root) if g is None else g for root, g in given])
         self._pass_back(state, found)
         inside.received = {}
         self._finish_backward(state)
@@ -394,24 +399,5 @@ def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> T
     return next(one.kept[value] for one in microbatches if one.recording is recording)
 
 
-def written_into(leaf: Tensor) -> Tensor:
-    """A tensor with the data of an autograd leaf that may be modified in place, as neither a leaf nor its views may be.
-
-    It shares the leaf's memory, unless that would change the strides of dimensions of size one: convolutions choose
-    their memory format, and so their kernel, by those.
-    """
-    view = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
-    return view if view.stride() == leaf.stride() else leaf.clone()
-
-
 def _gradients_of(state: Microbatch, visit: int) -> str:
     return f"the gradients of micro-batch {state.index} ({visit}B{state.index})"
-
-
-def _one(loss: Tensor) -> Tensor:
-    return torch.ones_like(loss)
-
-
-def _meta(state: Microbatch, value: int) -> TensorMeta:
-    assert state.program is not None
-    return wire(state.program.specs[value])

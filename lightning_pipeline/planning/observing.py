@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.compiled import is_compiled, uncompiled
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.overrides import has_forward, overridden
@@ -38,13 +39,13 @@ def run_by_position(
         end: called when a module's call ends.
     """
     is_forward = True
-    sequence = [torch.autograd._get_sequence_nr()]  # of the first autograd node that each position may make
+    sequence = [_torch.next_sequence_number()]  # of the first autograd node that each position may make
 
     def call(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not is_forward:  # activation checkpointing computes it again, which belongs to the backward around it
             return forward(*args, **kwargs)
         begin(name, (args, kwargs))
-        sequence.append(torch.autograd._get_sequence_nr())
+        sequence.append(_torch.next_sequence_number())
         try:
             return forward(*args, **kwargs)
         finally:

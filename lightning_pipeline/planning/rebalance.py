@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from lightning_pipeline.partition.stage_config import nearest
-from lightning_pipeline.planning.cost_model import Evaluator, Machine, Segment, join
+from lightning_pipeline.planning.cost_model import Evaluator, Machine, Plan, Segment, join
 from lightning_pipeline.planning.plan import StagePlan, describe
 from lightning_pipeline.planning.planner import EFFORT, FINENESS, MAX_CANDIDATES, NEGLIGIBLE
 from lightning_pipeline.planning.profile import Position, Profile
@@ -21,6 +21,25 @@ _FINEST = 4
 
 
 @dataclass(frozen=True)
+class Move:
+    """One candidate moved over the boundary beside it.
+
+    Attributes:
+        module: the module that begins it.
+        before: its stage now.
+        after: the neighbouring stage.
+        seconds: of a step then.
+        gain: the share of a step's time that it saves; negative if the step gets longer.
+    """
+
+    module: str
+    before: int
+    after: int
+    seconds: float
+    gain: float
+
+
+@dataclass(frozen=True)
 class Rebalance:
     """Another cut, and what it is expected to save.
 
@@ -28,11 +47,13 @@ class Rebalance:
         now: the cut that was measured.
         better: the best cut by the same costs; `now`'s, if no other is worth it.
         moves: for each part to move, its first and its last module, its stage now and then.
+        alone: what each module next to a boundary would save if it alone moved over it, the best first.
     """
 
     now: StagePlan
     better: StagePlan
     moves: list[tuple[str, str, int, int]]
+    alone: list[Move]
 
     @property
     def gain(self) -> float:
@@ -99,9 +120,27 @@ def rebalance(
     moves: list[tuple[str, str, int, int]] = []
     for (before, after), group in groupby(range(len(scaled)), key=ways.__getitem__):
         if before != after:
-            names = [scaled[number].name or "the beginning of the step" for number in group]
+            names = [_name_of(scaled[number]) for number in group]
             moves.append((names[0], names[-1], before, after))
-    return Rebalance(describe(now, is_measured=True), describe(best, is_measured=True), moves)
+    alone = _moved_alone(scaled, Evaluator(scaled, schedule, machine), now)
+    return Rebalance(describe(now, is_measured=True), describe(best, is_measured=True), moves, alone)
+
+
+def _moved_alone(segments: Sequence[Segment], evaluator: Evaluator, now: Plan) -> list[Move]:
+    borders = (0, *now.cuts, len(segments))
+    found: list[Move] = []
+    for stage, cut in enumerate(now.cuts):
+        for moved, before, after in ((cut - 1, stage, stage + 1), (cut, stage + 1, stage)):
+            if borders[before + 1] - borders[before] > 1:  # else nothing would be left of its stage
+                cuts = list(now.cuts)
+                cuts[stage] = moved if after > before else moved + 1
+                seconds = evaluator.plan(tuple(cuts)).seconds
+                found.append(Move(_name_of(segments[moved]), before, after, seconds, 1 - seconds / now.seconds))
+    return sorted(found, key=lambda move: move.seconds)
+
+
+def _name_of(segment: Segment) -> str:
+    return segment.name or "the beginning of the step"
 
 
 def _share(part: float, whole: float, count: int) -> float:

@@ -30,11 +30,11 @@ from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_pipeline import _torch
 from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.placeholder import Placeholder, become
@@ -80,7 +80,7 @@ def left_as_it_was(root: nn.Module, others: Iterable[object] = ()) -> Iterator[N
         ValueError: a step has taken from a generator or a loader that cannot be set back.
     """
     found = _Snapshot(root, others)
-    with torch._C.DisableTorchFunction():  # in a hook, parameters of other ranks are placeholders
+    with _torch.DisableTorchFunction():  # in a hook, parameters of other ranks are placeholders
         data = [(parameter, parameter.detach()) for parameter in found.parameters]
     for parameter, _ in data:
         if parameter in _written:
@@ -90,7 +90,7 @@ def left_as_it_was(root: nn.Module, others: Iterable[object] = ()) -> Iterator[N
         yield
     finally:
         _entered.pop()
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             for parameter, data_before in data:
                 if _is_plain(parameter) and parameter.data_ptr() != data_before.data_ptr():
                     parameter.data = data_before
@@ -113,7 +113,7 @@ _written = WeakIdKeyDictionary()
 
 def _is_plain(parameter: Tensor) -> bool:
     is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
-    return is_plain and not parameter.is_meta and not isinstance(parameter, FakeTensor)
+    return is_plain and not parameter.is_meta and not isinstance(parameter, _torch.FakeTensor)
 
 
 class _Snapshot:
@@ -157,7 +157,7 @@ class _Snapshot:
 
     def keep(self, tensor: Tensor) -> None:
         if id(tensor) not in self._tensors:
-            with torch._C.DisableTorchFunction() if isinstance(tensor, nn.Parameter) else nullcontext():
+            with _torch.DisableTorchFunction() if isinstance(tensor, nn.Parameter) else nullcontext():
                 self._tensors[id(tensor)] = (tensor, tensor.detach().clone())
 
     def _visit(self, name: str, value: Any) -> None:

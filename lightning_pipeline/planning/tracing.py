@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import memory_of, num_storage_bytes
 from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of, written_by
@@ -70,7 +68,7 @@ def estimate_step(root: nn.Module, step: Step, batch: Any, speed: DeviceSpeed) -
     Raises:
         ValueError: the step needs values of tensors.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _fake_state(root):
+    with _torch.FakeTensorMode(allow_non_fake_inputs=True), _fake_state(root):
         fake = tree.replace(batch, _fake_like)
         try:
             return trace_step(root, step, fake, speed)
@@ -184,12 +182,12 @@ class _Tracer(TorchFunctionMode):
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An ATen operation takes as long as its arithmetic or its memory traffic."""
-        self._live.note(tree_leaves(result))
+        self._live.note(_torch.tree_leaves(result))
         position, live = self._current, self._live.now
         seconds = flops = 0.0
         if not _is_view(func):
             flops = _flops(func, args, kwargs, result)
-            tensors = (value for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor))
+            tensors = (value for value in _torch.tree_leaves((args, kwargs, result)) if isinstance(value, Tensor))
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             seconds = max(flops / self._speed.flops, size / self._speed.memory_bytes, self._speed.launch)
         position.flops += flops
@@ -201,7 +199,7 @@ class _Tracer(TorchFunctionMode):
             position.backward_peak = max(position.backward_peak, live)
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(_torch.TorchDispatchMode):
     """Counts ATen operations, of the forward and of the backward."""
 
     def __init__(self, tracer: _Tracer) -> None:

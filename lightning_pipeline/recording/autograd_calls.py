@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.gradient_hooks import hook_of_tensor, retained
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
@@ -16,7 +17,8 @@ from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import NOTHING, Inference, Result
-from lightning_pipeline.recording.matcher import UNLIKE, EarlierValue, never
+from lightning_pipeline.recording.matcher import UNLIKE, never
+from lightning_pipeline.recording.new_events import answer, follow, inspect, refuse_graph_of_earlier
 from lightning_pipeline.recording.operation import Call, put_together, tensors_in
 
 if TYPE_CHECKING:
@@ -119,10 +121,10 @@ def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[...
     """Answer `register_hook`, `retain_grad`, and others of their kind."""
     recording.is_simple = False
     if recording.recorder.tensors.number_of(tensor) is not None or type(tensor) is not Placeholder:
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             return func(tensor) if function is None else func(tensor, function)
     if not tensor.requires_grad:
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.DisableTorchFunctionSubclass():
             return func(tensor) if function is None else func(tensor, function)  # torch's own error
     name = function_name(func)
     if name == "retain_grad":
@@ -164,7 +166,7 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
                 recording.event = child
                 return found
     recorder = recording.recorder
-    call, inputs, specs, state = recording.inspect(func, args, kwargs)
+    call, inputs, specs, state = inspect(recording, func, args, kwargs)
     refuse_graph_of_earlier(call, inputs, specs)
     values = {id(tensor): value for tensor, value in zip(call.tensors, inputs, strict=True)}
     outputs = tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
@@ -184,28 +186,10 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
         )
     [visit] = visits
     result = graph.result(visit, func, call, inputs, specs, recorder.inference)
-    event = recording.follow(func, call, inputs, specs, state, result, visit=visit, draws=False)
+    event = follow(recording, func, call, inputs, specs, state, result, visit=visit, draws=False)
     if not is_grad:
         event.match = never
-    return recording.answer(event, func, args, kwargs)
-
-
-def refuse_graph_of_earlier(
-    call: Call, inputs: Sequence[Any], specs: Sequence[TensorSpec], result: Result | None = None
-) -> None:
-    """Refuse a call that would go on with the graph of an earlier micro-batch, or go back through it."""
-    if result is not None:
-        made = (one for one in result.tensors if isinstance(one, TensorSpec))
-        if not any(spec.requires_grad for spec in (*made, *(spec for _, spec in result.writes))):
-            return
-    if not torch.is_grad_enabled():
-        return
-    for tensor, value, spec in zip(call.tensors, inputs, specs, strict=True):
-        if type(value) is EarlierValue and spec.requires_grad:
-            raise RuntimeError(
-                f"{getattr(tensor, 'what', 'a value')} belongs to an earlier micro-batch, whose graph is gone when its "
-                f"backward has run, and is used in another one ({users_line()}): keep it detached, as in value.detach()"
-            )
+    return answer(recording, event, func, args, kwargs)
 
 
 def _modules_of(recorder: Recorder, numbers: Sequence[int]) -> list[str]:

@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C import _len_torch_function_stack
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.compiled import (
     ORIGINAL,
@@ -104,7 +104,7 @@ class CompiledCall:
         if (
             recording is None
             or self.why
-            or not _len_torch_function_stack()
+            or not _torch.num_function_modes()
             or not recording.is_ours((list(tensors.values()), args, kwargs))
         ):
             return self._called(args, kwargs)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.placeholder import transform_error
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.partition.users_line import users_line
@@ -25,7 +24,7 @@ def refuse_transforms(function: Any) -> None:
     Raises:
         NotImplementedError: it is in one.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _torch.transform() is not None:
         raise transform_error(f"here by {function_name(function)}")
     if function_name(function) in ("_make_dual", "_unpack_dual"):
         raise NotImplementedError(
@@ -41,7 +40,7 @@ def contexts_refused(is_recording: Callable[[], bool]) -> Iterator[None]:
     Args:
         is_recording: tells whether a step is.
     """
-    enter_mode, enter_hooks = TorchDispatchMode.__enter__, saved_tensors_hooks.__enter__
+    enter_mode, enter_hooks = _torch.TorchDispatchMode.__enter__, saved_tensors_hooks.__enter__
 
     def enter_mode_outside(mode: Any) -> Any:
         module = type(mode).__module__
@@ -60,10 +59,10 @@ def contexts_refused(is_recording: Callable[[], bool]) -> Iterator[None]:
             )
         return enter_hooks(hooks)
 
-    TorchDispatchMode.__enter__ = enter_mode_outside  # type: ignore[method-assign]
+    _torch.TorchDispatchMode.__enter__ = enter_mode_outside  # type: ignore[method-assign]
     saved_tensors_hooks.__enter__ = enter_hooks_outside  # type: ignore[method-assign]
     try:
         yield
     finally:
-        TorchDispatchMode.__enter__ = enter_mode  # type: ignore[method-assign]
+        _torch.TorchDispatchMode.__enter__ = enter_mode  # type: ignore[method-assign]
         saved_tensors_hooks.__enter__ = enter_hooks  # type: ignore[method-assign]

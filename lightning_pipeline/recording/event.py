@@ -184,3 +184,24 @@ class Event:
             event = event.parent
         found.reverse()
         return found
+
+    def writes_into(self, slot: int) -> bool:
+        """Whether it modifies an operand in place."""
+        return any(written == slot for written, _, _ in self.writes)
+
+    def views(self, slot: int) -> bool:
+        """Whether it returns a tensor that shares an operand's memory."""
+        return any(slot in shared for shared in self.result.shares)
+
+    def origin(self, value: int) -> int:
+        """The earliest value of which a value is a view of all elements; the value itself if it is no view."""
+        event: Event | None = self
+        while event is not None and event.parent is not None:
+            if value in event.outputs:
+                index = event.outputs.index(value)
+                spec, shares = event.result.tensors[index], event.result.shares[index]
+                base = event.inputs[shares[0]] if shares else None
+                if isinstance(base, int) and base >= 0 and spec.shape.numel() == event.specs[shares[0]].shape.numel():  # type: ignore[union-attr]
+                    value = base
+            event = event.parent
+        return value

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot, put_together
@@ -174,7 +175,7 @@ class _Writer:
         self._line(f"def {name}({', '.join(given)}):")
         self._lines += inner
         self._line(f"    return ({''.join(f'{each}, ' for each in kept)})")
-        self._line(f"{self._constant(torch._C._set_grad_enabled)}(True)")
+        self._line(f"{self._constant(_torch.set_grad_enabled)}(True)")
         is_last = all(
             self._program.regions.get(number) != region
             for plan in self._program.visits[self._visit + 1 :]
@@ -194,7 +195,7 @@ class _Writer:
     def _event(self, number: int, event: Event) -> None:
         if event.state[0] is not self._grad:
             self._grad = event.state[0]
-            self._line(f"{self._constant(torch._C._set_grad_enabled)}({self._grad})")
+            self._line(f"{self._constant(_torch.set_grad_enabled)}({self._grad})")
         if event.state[2] != self._autocast:
             self._leave_autocast()
             self._autocast = event.state[2]
@@ -346,8 +347,8 @@ class Repeated:
 def _forked(tensor: Tensor) -> Tensor:
     """Another place of a value in the graph, also where the event that it stands before runs under `no_grad`."""
     was_on = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
+    _torch.set_grad_enabled(True)
     try:
         return torch.ops.aten.alias.default(tensor)
     finally:
-        torch._C._set_grad_enabled(was_on)
+        _torch.set_grad_enabled(was_on)

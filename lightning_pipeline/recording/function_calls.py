@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.torch_functions import FunctionKind, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.compiled_calls import SeededDraws, python_generators, set_python_generators
 from lightning_pipeline.recording.inference import Result
 
-APPLY = vars(torch._C._FunctionBase)["apply"]
+APPLY = vars(_torch.FunctionBase)["apply"]
 """The C++ `apply` of all functions."""
 
 

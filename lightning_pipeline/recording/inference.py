@@ -10,15 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import contiguous_strides
 from lightning_pipeline.partition.placeholder import TensorSpec
@@ -27,10 +20,10 @@ from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.recording.operation import Call, TensorSlot, put_together
 
 _UNKNOWN = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
+    _torch.DataDependentOutputException,
+    _torch.DynamicOutputShapeException,
+    _torch.UnsupportedFakeTensorException,
+    _torch.UnsupportedOperatorException,
 )
 
 
@@ -63,8 +56,8 @@ NOTHING = Result(tree.Constant(None), (), (), ())
 _CONTIGUOUS_ON_CPU = frozenset(
     (
         torch.ops.aten.native_batch_norm.default,
-        torch.ops.aten._native_batch_norm_legit.default,
-        torch.ops.aten._native_batch_norm_legit.no_stats,
+        _torch.native_batch_norm_legit.default,
+        _torch.native_batch_norm_legit.no_stats,
         torch.ops.aten.log_sigmoid_forward.default,
         torch.ops.aten.log_sigmoid.default,
     )
@@ -72,7 +65,7 @@ _CONTIGUOUS_ON_CPU = frozenset(
 """Their kernels for the CPU lay results out anew, where their fake implementations keep the strides of the input."""
 
 
-class _FakeTensorMode(FakeTensorMode):
+class _FakeTensorMode(_torch.FakeTensorMode):
     """Knows the strides that results have on the CPU: what crosses a stage's boundary with others is summed in another
     order there, and gradients end in other bits than on one stage.
 
@@ -123,7 +116,7 @@ _LAID_OUT_OTHERWISE = frozenset(
 """Functions whose results have other strides on the CPU than fake ones, by name."""
 
 
-class _NotingWrites(TorchDispatchMode):
+class _NotingWrites(_torch.TorchDispatchMode):
     """Notes what is written into, of real tensors."""
 
     def __init__(self) -> None:
@@ -255,7 +248,7 @@ def _made(spec: TensorSpec, content: Tensor | float | None = None) -> Tensor:
             if stride is None:
                 return made.clone()
             if content is not None:
-                return torch.ops.aten._unsafe_view.default(made, spec.shape)
+                return _torch.unsafe_view(made, spec.shape)
             return made_anew().copy_(made)
 
 
@@ -263,7 +256,7 @@ def _is_of_torch(function: Any) -> bool:
     """Whether it is one of torch's own functions, which does nothing but compute."""
     if isinstance(function, types.FunctionType):
         return function.__module__.startswith("torch.")
-    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(function, (_torch.OpOverload, _torch.OpOverloadPacket)):
         return function.__module__ == "torch._ops.aten"
     return isinstance(function, _BUILT_IN)
 

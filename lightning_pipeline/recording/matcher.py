@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
@@ -92,7 +93,7 @@ class Source:
             "refs": sys.getrefcount,
             "grad": torch.is_grad_enabled,
             "inference": torch.is_inference_mode_enabled,
-            "autocast": torch._C._is_any_autocast_enabled,
+            "autocast": _torch.is_any_autocast_enabled,
         }
         self.lines: list[str] = []
         self.captures: list[str] = []

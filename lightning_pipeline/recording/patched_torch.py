@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily, handle_torch_function
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import handle_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.users_line import users_line
@@ -69,7 +69,7 @@ def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
             if torch.is_grad_enabled():
                 stack.enter_context(around(given.get("early_stop", True) if stops is None else bool(stops)))
                 # Modes that choose what to keep have nothing to choose from here: all of it is computed again.
-                stack.enter_context(nullcontext() if isinstance(now, TorchDispatchMode) else now)
+                stack.enter_context(nullcontext() if isinstance(now, _torch.TorchDispatchMode) else now)
             yield
 
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -130,9 +130,9 @@ def _replaced(generator: Any, reentrant: Any) -> Iterator[None]:
 
 
 _PACKAGE = __name__.partition(".")[0]
-_from_mask = torch._nested_tensor_from_mask
-_layer = torch._transformer_encoder_layer_fwd
-_attention = torch._native_multi_head_attention
+_from_mask = _torch.nested_tensor_from_mask
+_layer = _torch.transformer_encoder_layer
+_attention = _torch.native_multi_head_attention
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def fast_paths_open() -> Iterator[None]:
 
     def has_torch_function(arguments: Any) -> bool:
         return plain(arguments) and not (
-            all(type(one).__module__.startswith(_PACKAGE) for one in _get_current_function_mode_stack())
+            all(type(one).__module__.startswith(_PACKAGE) for one in _torch.function_modes())
             and all(type(one) in (Tensor, nn.Parameter, Placeholder) for one in arguments if isinstance(one, Tensor))
         )
 
@@ -154,7 +154,7 @@ def fast_paths_open() -> Iterator[None]:
 def nested_tensors_padded() -> Iterator[None]:
     """While entered, padded tensors stand for the nested ones of `nn.TransformerEncoder`."""
     kept: Any = WeakTensorKeyDictionary()  # which elements of a padded tensor are there
-    aligned, padded = torch._nested_tensor_from_mask_left_aligned, Tensor.to_padded_tensor
+    aligned, padded = _torch.is_nested_mask_left_aligned, Tensor.to_padded_tensor
 
     def from_mask(tensor: Tensor, mask: Tensor, mask_check: bool = True) -> Tensor:
         if not _is_seen():
@@ -212,7 +212,7 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _is_seen() -> bool:
-    return bool(torch._C._len_torch_function_stack())
+    return bool(_torch.num_function_modes())
 
 
 @contextmanager
@@ -262,7 +262,7 @@ def arrays_seen(recorder: Recorder) -> Iterator[None]:
     def seen(array: Any) -> Tensor:
         found = plain(array)
         if recorder.current is not None:
-            recorder.current.exposed.add(memory_of(found))
+            recorder.current.memory.exposed.add(memory_of(found))
         return found
 
     torch.from_numpy = seen  # type: ignore[assignment]
@@ -280,10 +280,10 @@ def _running() -> Recording | None:
 def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call what torch does not give to modes as if it did."""
     recording = _running()
-    if recording is None or not torch._C._len_torch_function_stack() or not recording.is_ours((args, kwargs)):
+    if recording is None or not _torch.num_function_modes() or not recording.is_ours((args, kwargs)):
         return function(*args, **kwargs)
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
-    with _pop_mode_temporarily() as mode:
+    with _torch.innermost_mode_taken_off() as mode:
         found = mode.__torch_function__(function, (), args, kwargs)
     recording.note_draws_within(function)
     return found
@@ -294,7 +294,7 @@ def _function_apply_seen() -> Iterator[None]:
     """While entered, modes see calls of `torch.autograd.Function.apply`."""
     # The user may have taken hold of it before (`relu = ReLU.apply`). Until torch 2.13 that is a function of Python's,
     # which goes on to the one that a base class has; since then it is the one of C++, which nothing comes between.
-    owner: Any = torch.autograd.function._SingleLevelFunction
+    owner: Any = _torch.SingleLevelFunction
     plain = vars(torch.autograd.Function)["apply"]
     if plain is APPLY:
         owner = torch.autograd.Function
@@ -329,7 +329,7 @@ def _calls_past_patch_refused() -> Iterator[None]:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             recording = _running()
-            if recording is not None and torch._C._len_torch_function_stack() and recording.is_ours((args, kwargs)):
+            if recording is not None and _torch.num_function_modes() and recording.is_ours((args, kwargs)):
                 raise NotImplementedError(
                     f"{users_line()} calls {cls.__name__}.apply by a name that was given to it before, as with "
                     f"`function = {cls.__name__}.apply`: from torch 2.14 on this goes past what a pipeline can see. "
@@ -353,7 +353,7 @@ _SEEN = applying(torch.autograd.Function).__code__
 @contextmanager
 def _scripted_seen() -> Iterator[None]:
     """While entered, modes see calls of functions that were scripted or traced."""
-    owner = torch._C.ScriptFunction
+    owner = _torch.ScriptFunction
     plain = owner.__call__
 
     def seen(self: Any, *args: Any, **kwargs: Any) -> Any:

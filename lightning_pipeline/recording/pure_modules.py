@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.overrides import HOOKS, hooks_of
 from lightning_pipeline.partition.ownership import HELD_BY
@@ -135,7 +136,7 @@ class PureModule:
         modules = list(module.modules())
         if any(not is_own(m) or m._buffers or any(hooks_of(m)) or is_compiled(m) for m in modules):
             raise Impure("a module with buffers, hooks, or a forward of its own")
-        if any(type(parameter) is not nn.Parameter for parameter in module.parameters()):
+        if any(type(parameter) not in (nn.Parameter, Placeholder) for parameter in module.parameters()):
             raise Impure("a parameter with methods of its own")
         facts = facts_of(modules, PURE)
         self._modules = modules
@@ -226,9 +227,9 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     is_grad_enabled, is_inference, is_autocast = (
         torch.is_grad_enabled,
         torch.is_inference_mode_enabled,
-        torch._C._is_any_autocast_enabled,
+        _torch.is_any_autocast_enabled,
     )
-    num_modes, unseen = torch._C._len_torch_function_stack, torch._C.DisableTorchFunction
+    num_modes, unseen = _torch.num_function_modes, _torch.DisableTorchFunction
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal state, fruitless

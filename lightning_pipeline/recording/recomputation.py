@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
+from lightning_pipeline import _torch
+
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -66,7 +68,7 @@ class Frame:
         except _AllThere:
             pass
         finally:
-            torch._C._set_grad_enabled(before)
+            _torch.set_grad_enabled(before)
         if self._num_computed != len(self._places):
             raise CheckpointError(
                 f"a checkpointed function saved {len(self._places)} tensors for backward, and {self._num_computed} "

@@ -1,23 +1,13 @@
-"""A backward in two parts: first the gradients of a stage's inputs, later those of its parameters.
+"""A backward in two halves: first the gradients of a stage's inputs, later those of its parameters.
 
-The first part runs backward for the inputs alone, and keeps what came to each junction (see `graph_walk`). The second
-runs the junctions once more, for their branches alone, and then the branches.
-
-What lies where in an autograd graph: on the way from its roots to its inputs, and beside it.
-
-    root --> * --> * --> * --> input
-             |     |
-             v     v
-            leaf   . --> leaf
-
-A `*` is on the way to an input. One with edges to what is not is a *junction*, and each of these edges a *branch*.
+The first half runs backward for the inputs alone, and keeps the gradients that arrive at each junction (`graph_walk`).
+The second runs the junctions once more, for their branches alone, and then the branches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import compress
 from typing import Any
@@ -25,249 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.autograd.variable import Variable
 
+from lightning_pipeline import _torch
+from lightning_pipeline.recording.graph_walk import LEAF, Branch, Walk
 from lightning_pipeline.recording.recomputation import Place
 
 
-def backward_from(
-    roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
-) -> None:
-    """What `torch.autograd.backward` comes to where each root has a gradient of its own shape and dtype.
-
-    It makes sure of that first, which takes as long as a small layer's backward; gradients that another stage sent are
-    what was asked for.
-    """
-    _engine_run_backward(
-        tuple(roots), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
-    )
-
-
-def backward_from_loss(loss: Tensor, *, retain_graph: bool = False) -> None:
-    """What ``loss.backward()`` comes to for a loss without dimensions."""
-    if type(loss) is Tensor and loss.is_floating_point():
-        backward_from((loss,), (torch.ones_like(loss),), retain_graph=retain_graph)
-    else:
-        loss.backward(retain_graph=retain_graph)
-
-
-class CaughtGradient:
-    """What comes to a leaf in backward instead of its `.grad`, which would have the leaf's strides: as it is.
-
-    Attributes:
-        gradient: the sum of it.
-    """
-
-    __slots__ = ("_cell", "_node")
-
-    def __init__(self, leaf: Tensor) -> None:
-        self._cell: list[Tensor | None] = [None]  # and not this object, which owns the node that owns the hook
-        self._node = get_gradient_edge(leaf).node
-        self._node.register_prehook(partial(_catch, self._cell))
-
-    @property
-    def gradient(self) -> Tensor | None:
-        return self._cell[0]
-
-    def clear(self) -> None:
-        """Forget what has come."""
-        self._cell[0] = None
-
-    @staticmethod
-    @contextmanager
-    def paused() -> Iterator[None]:
-        """While entered, gradients go on past where they are caught, as for `torch.autograd.grad`."""
-        _PAUSED.append(True)
-        try:
-            yield
-        finally:
-            _PAUSED.pop()
-
-
-@contextmanager
-def caught(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
-    """While entered, what comes to leaves in backward goes into the list that is given, as with `CaughtGradient`."""
-    nodes: list[Node] = [get_gradient_edge(leaf).node for leaf in leaves]
-    cells: list[list[Tensor | None]] = [[None] for _ in leaves]
-    hooks = [node.register_prehook(partial(_catch, cell)) for node, cell in zip(nodes, cells, strict=True)]
-    found: list[Tensor | None] = []
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-    found.extend(cell[0] for cell in cells)
-
-
-_PAUSED: list[bool] = []
-
-
-def _catch(cell: list[Tensor | None], gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
-    [gradient] = gradients
-    if _PAUSED:
-        return (gradient,)
-    if gradient is not None:
-        cell[0] = gradient if cell[0] is None else cell[0] + gradient
-    return (None,)
-
-
-LEAF = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
-"""The type of the node that adds to a leaf's `.grad`."""
-
-
-@dataclass(slots=True, eq=False)
-class Region:
-    """Nodes beside the way that lead to common leaves.
-
-    Attributes:
-        entered_from: a junction, or the root, that leads here.
-        shared: there are others.
-        mixed: a branch of several that end here begins at a node to which another node of the region leads, too. What
-            comes from both is then added up in another order, unless all of it runs at once.
-        leaves: the leaves.
-        part_of: the region that this one turned out to be a part of.
-    """
-
-    entered_from: Node
-    shared: bool = False
-    mixed: bool = False
-    leaves: list[GradientEdge] = field(default_factory=list)
-    part_of: Region | None = None
-
-    def whole(self) -> Region:
-        """The region that this one is now a part of."""
-        region = self
-        while region.part_of is not None:
-            region = region.part_of
-        return region
-
-    def absorb(self, other: Region) -> None:
-        """Make `other` a part of this one."""
-        self.shared |= other.shared or other.entered_from is not self.entered_from
-        self.leaves += other.leaves
-        other.part_of = self
-
-
-@dataclass(slots=True, eq=False)
-class Branch:
-    """The edge number `index` of a junction, into a region."""
-
-    index: int
-    edge: GradientEdge
-    region: Region
-
-
-class Walk:
-    """One walk over a graph.
-
-    Args:
-        roots: where backward starts.
-        inputs: where the walk ends, besides at leaves.
-    """
-
-    def __init__(self, roots: Sequence[Node], inputs: set[Node]) -> None:
-        self.leads: dict[Node, bool | None] = dict.fromkeys(inputs, True)
-        """Whether a node leads to an input."""
-        self.edges: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
-        """Edges of all nodes but the inputs'."""
-        self.junctions: dict[Node, list[Branch]] = {}
-        self.root_regions: dict[Node, Region] = {}
-        """Regions of the roots that lead to no input."""
-        self._regions: dict[Node, Region] = {}
-        self._parents: dict[Node, list[Node]] = {}
-        self._told: set[Node] = set()
-        for root in roots:
-            self._visit(root)
-        self._find_junctions()
-        for root in roots:
-            if not self.leads[root]:
-                self.root_regions[root] = self._enter(root, root)
-                self.root_regions[root].whole().shared = True
-        self._find_mixed()
-        for branch in (branch for branches in self.junctions.values() for branch in branches):
-            branch.region = branch.region.whole()
-        self.root_regions = {root: region.whole() for root, region in self.root_regions.items()}
-
-    def passed_before(self, node: Node) -> list[Node]:
-        """The nodes through which backward has to go before `node`; each is told once."""
-        found: list[Node] = []
-        stack = [node]
-        while stack:
-            for parent in self._parents.get(stack.pop(), ()):
-                if parent not in self._told:
-                    self._told.add(parent)
-                    found.append(parent)
-                    stack.append(parent)
-        return found
-
-    def passed_last(self) -> list[Node]:
-        """The other nodes on the way."""
-        return [node for node in self.edges if self.leads[node] and node not in self._told]
-
-    def _visit(self, root: Node) -> None:
-        leads, seen_edges = self.leads, self.edges
-        stack = [root]
-        while stack:
-            node = stack[-1]
-            if node not in leads:
-                leads[node] = None
-                edges = seen_edges[node] = node.next_functions
-                for child, _ in edges:
-                    if child is not None:
-                        self._parents.setdefault(child, []).append(node)
-                        if child not in leads:
-                            stack.append(child)
-            else:
-                stack.pop()
-                if leads[node] is None:
-                    leads[node] = any(leads[child] for child, _ in seen_edges[node] if child is not None)
-
-    def _find_junctions(self) -> None:
-        leads = self.leads
-        for node, edges in self.edges.items():
-            if leads[node]:
-                for index, (child, number) in enumerate(edges):
-                    if child is not None and not leads[child]:
-                        branch = Branch(index, GradientEdge(child, number), self._enter(node, child))
-                        self.junctions.setdefault(node, []).append(branch)
-
-    def _enter(self, source: Node, node: Node) -> Region:
-        """The region of `node`, to which `source` leads."""
-        regions = self._regions
-        region = Region(source)
-        stack = [node]
-        while stack:
-            node = stack.pop()
-            known = regions.get(node)
-            if known is None:
-                regions[node] = region
-                if type(node) is LEAF:
-                    region.leaves.append(GradientEdge(node, 0))
-                else:
-                    stack += [child for child, _ in self.edges[node] if child is not None]
-            elif known.whole() is not region:
-                known = known.whole()
-                known.absorb(region)
-                region = known
-        return region
-
-    def _find_mixed(self) -> None:
-        begins = {
-            branch.edge.node: branch
-            for branches in self.junctions.values()
-            for branch in branches
-            if branch.region.whole().shared
-        }
-        if begins:
-            for node in self._regions:
-                for child, _ in self.edges[node]:
-                    if child in begins:
-                        begins[child].region.whole().mixed = True
-
-
 def let_go(nodes: Iterable[Node]) -> None:
-    """Free what `nodes` have saved; they cannot run again."""
+    """Free the tensors that nodes have saved. The nodes cannot run again."""
     for node in nodes:
         for name in _names(type(node)):
             saved = getattr(node, name)
@@ -279,7 +36,7 @@ def _let_go(saved: Any) -> None:
     packed = getattr(saved, "data", None)
     if isinstance(packed, Place):
         packed.let_go()
-    elif isinstance(packed, Tensor) and saved.unpack_hook is None:  # one with hooks of the user's stays
+    elif isinstance(packed, Tensor) and saved.unpack_hook is None:  # with hooks of the user's, it stays
         saved.register_hooks(_nothing, _gone)
 
 
@@ -299,20 +56,20 @@ def _gone(_: None) -> Tensor:
 Gradients = tuple[Tensor | None, ...]
 
 _AT_ONCE = 4
-"""Junctions that the second part runs before it adds to `.grad`: as many as keep it quick, as few as memory wants."""
+"""Junctions that the second half runs at once: more are faster, fewer hold less memory."""
 
 
 class SplitBackward:
-    """Backward from `roots`, in two parts: what it adds to `.grad` is to the bit what one backward adds.
+    """Backward from `roots` in two halves, which add bit for bit what one backward adds to `.grad`.
 
-    Hooks run once: those on leaves and beside the way in the second part, those on the way in the first.
+    Hooks run once: those on the way to the inputs in the first half, the others in the second.
 
     Args:
         roots: where backward starts.
-        gradients: the gradient there, each; None for a scalar.
-        inputs: the received values, from `get_gradient_edge` when they entered the graph: leaves, or results of one
-            autograd.Function. Their nodes do not run, unless the graph cannot be split: then all of backward is in the
-            first part.
+        gradients: the gradient of each root; None for a scalar.
+        inputs: edges of the received values, taken when these entered the graph: leaves, or results of one
+            autograd.Function. Their nodes do not run. If the graph cannot be split, all of backward runs in the first
+            half.
     """
 
     def __init__(
@@ -329,7 +86,7 @@ class SplitBackward:
         self._junctions: list[_Junction] = []
 
     def input_gradients(self) -> Gradients:
-        """The first part: the gradient of each input, None where none comes to it."""
+        """The first half: the gradient of each input; None where there is none."""
         inputs, self._inputs = self._inputs, []
         roots, gradients = self._roots, self._gradients
         if not inputs:
@@ -363,7 +120,7 @@ class SplitBackward:
                 )
         finally:
             for junction in self._junctions:
-                junction.frees([])  # as these nodes own the hook by way of the graph
+                junction.frees([])  # to break the cycle: these nodes own the hook through the graph
         later = [not early for early in now]
         self._roots, self._gradients = list(compress(roots, later)), list(compress(gradients, later))
         for leaf, gradient in zip(leaves, found[len(inputs) :], strict=True):
@@ -374,10 +131,10 @@ class SplitBackward:
         return found[: len(inputs)]
 
     def weight_gradients(self) -> None:
-        """The second part: add the leaves' gradients to their `.grad`, and let go of the graph."""
+        """The second half: add the leaves' gradients to their `.grad`, and free the graph."""
         starts, gradients, junctions = self._roots, self._gradients, self._junctions
         self._roots, self._gradients, self._junctions = [], [], []
-        junctions.reverse()  # to take them off the end, and their memory with them
+        junctions.reverse()  # so that each is freed as it is popped
         while junctions:
             some = [junctions.pop() for _ in range(min(_AT_ONCE, len(junctions)))]
             own: list[GradientEdge] = []
@@ -401,28 +158,28 @@ def _one_for(root: Tensor | GradientEdge) -> Tensor:
 
 
 class _Junction:
-    """A junction, and the branches that are left to do."""
+    """A junction, with those of its branches that the second half runs."""
 
     def __init__(self, node: Node, branches: list[Branch]) -> None:
         self.node = node
         self.branches = branches
         self.is_function = isinstance(node, BackwardCFunction)
         self._visit = _Visit()
-        if self.is_function:  # it computes all of its gradients, whatever is asked for, so that it is not run again
+        if self.is_function:  # it always computes all of its gradients, so it need not run again
             self._hook = node.register_hook(self._visit.after)
         else:
             self._hook = node.register_prehook(self._visit.before)
 
     def frees(self, nodes: list[Node]) -> None:
-        """Have what `nodes` saved freed when the first part comes here."""
+        """Free what `nodes` saved once the first half has arrived here."""
         self._visit.done = nodes
 
     def run(self) -> Gradients:
-        """The gradients of the branches, in a backward for these."""
+        """Compute the gradients of the branches. Called in a backward for them."""
         self._hook.remove()
         kept, self._visit.gradients = self._visit.gradients, ()
         if not kept:
-            return (None,) * len(self.branches)  # the first part did not come here
+            return (None,) * len(self.branches)  # the first half did not arrive here
         found = kept
         if not self.is_function:
             found = self.node(*kept)  # type: ignore[operator]
@@ -433,28 +190,28 @@ class _Junction:
 
 
 class _Visit:
-    """What the first part does at a junction. It does not know the node, which owns it as a hook."""
+    """The hook of the first half at a junction. It must not refer to the node, which owns it."""
 
     def __init__(self) -> None:
         self.gradients: Gradients = ()
         self.done: list[Node] = []
 
     def before(self, gradients: Gradients) -> None:
-        """Keep what comes to the node."""
+        """Keep the gradients that arrive at the node."""
         self.gradients = gradients
         let_go(self.done)
 
     def after(self, gradients: Gradients, _: Gradients) -> None:
-        """Keep what comes out of the node."""
+        """Keep the gradients that leave the node."""
         self.before(gradients)
 
 
 def _through_junctions(junctions: list[_Junction]) -> list[tuple[Branch, Tensor]]:
     """The gradients of the junctions' branches.
 
-    A node computes the gradients of those of its edges that the present backward needs. A backward from a junction
-    would look at all of the graph below it; so this is one for the branches from somewhere else, and in a hook of it
-    the junctions run, by themselves.
+    A node computes the gradients of only those edges that the running backward needs. A backward from the junction
+    would walk all of the graph below it. So a backward for the branches starts at a tensor of its own, and the
+    junctions are called in a hook of that tensor.
     """
     found: list[tuple[Branch, Tensor]] = []
 
@@ -471,9 +228,9 @@ def _through_junctions(junctions: list[_Junction]) -> list[tuple[Branch, Tensor]
 
 
 def _run_branches(starts: list[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Backward from `starts`, where gradients are as nodes return them: of broadcast shapes, or another dtype.
+    """Backward from `starts`, with gradients as nodes return them, which may have to be expanded or cast.
 
-    `torch.autograd.backward` would refuse these; the engine makes them fit as it does between nodes.
+    `torch.autograd.backward` would refuse such gradients; the engine converts them, as it does between nodes.
     """
     if starts:
         Variable._execution_engine.run_backward(
@@ -483,7 +240,7 @@ def _run_branches(starts: list[GradientEdge], gradients: Sequence[Tensor]) -> No
 
 @contextmanager
 def _without_hooks(edges: list[GradientEdge]) -> Iterator[None]:
-    """While entered, no hooks are on the leaves among `edges`: theirs run when the gradients are added."""
+    """Remove the hooks of the leaves among `edges` while entered: they run when the gradients are added."""
     hooks = [edge.node.variable._backward_hooks for edge in edges if type(edge.node) is LEAF]  # type: ignore[attr-defined]
     registered = [(of_leaf, dict(of_leaf)) for of_leaf in hooks if of_leaf]
     for of_leaf, _ in registered:
@@ -496,7 +253,7 @@ def _without_hooks(edges: list[GradientEdge]) -> Iterator[None]:
 
 
 def _run_whole(roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[GradientEdge]) -> Gradients:
-    """All of backward; returns the gradients of `inputs`."""
+    """Run all of backward. Returns the gradients of `inputs`."""
     found: list[Tensor | None] = [None] * len(inputs)
 
     def stop_at(places: list[int], gradients: Gradients) -> Gradients:
@@ -517,10 +274,10 @@ def _run_whole(roots: Sequence[GradientEdge], gradients: Sequence[Tensor], input
 
 
 def _can_run_twice(node: Node) -> bool:
-    """Whether a node can run for some of its edges, and keep what it needs for the others."""
+    """Whether a node can run for some of its edges first, and for the others later."""
     name = type(node).__name__
-    if name == "CheckpointFunctionBackward":  # runs a backward inside, and only in a backward for all leaves
+    if name == "CheckpointFunctionBackward":  # runs a backward of its own, which needs one for all leaves
         return False
     if name == "CompiledFunctionBackward":  # may reuse the memory of what it saved
-        return not torch._functorch.config.donated_buffer
+        return not _torch.donates_buffers()
     return True

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C import _len_torch_function_stack
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
@@ -36,10 +36,6 @@ class SplitCall:
         self.__name__ = f"the call of {name}"
         self.module = module
         self.drawing: set[tuple[bool, ...]] = set()
-        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        self._splits = {
-            key: (tensor.device_mesh, tensor.placements) for key, tensor in own.items() if isinstance(tensor, DTensor)
-        }
 
     def __call__(
         self, tensors: Sequence[Tensor], training: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -49,8 +45,8 @@ class SplitCall:
             return self.module(*args, **kwargs)
         # On stand-ins, to learn what it gives.
         given = {
-            key: tensor if key not in self._splits else _split(tensor, *self._splits[key])
-            for key, tensor in zip(own, tensors, strict=True)
+            key: _split(tensor, split) if isinstance(split, DTensor) else tensor
+            for (key, split), tensor in zip(own.items(), tensors, strict=True)
         }
         with _Draws() as draws:
             found = functional_call(self.module, given, args, kwargs)
@@ -65,7 +61,7 @@ class SplitCall:
 
     def of(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, as a mode is to see it."""
-        if not _len_torch_function_stack():
+        if not _torch.num_function_modes():
             return type(self.module)._call_impl(self.module, *args, **kwargs)
         training = tuple(module.training for module in self.module.modules())
         return handle_torch_function(self, (), list(self._tensors().values()), training, args, kwargs)
@@ -113,8 +109,8 @@ def _is_split(module: nn.Module) -> bool:
     return any(str(getattr(hook, "__module__", "")).startswith(_OF_TORCH) for hook in hooks)
 
 
-def _split(tensor: Tensor, mesh: Any, placements: Any) -> Tensor:
-    split = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=None)
+def _split(tensor: Tensor, like: DTensor) -> Tensor:
+    split = distribute_tensor(tensor.detach(), like.device_mesh, like.placements, src_data_rank=None)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(split, requires_grad=tensor.requires_grad)
     return split

@@ -1,11 +1,14 @@
-"""The memory of this machine: how much there is, and the C library's allocator of it."""
+"""The memory of this machine: how much there is, how much was used, and the C library's allocator of it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 KEPT = 1 << 30
@@ -36,6 +39,20 @@ def available_bytes() -> int:
                 _left_to_group(places, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             )
     return min(found)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that tensors on a device took at once so far; of the CPU, that the process took. 0 if unknown."""
+    if device.type != "cpu":
+        try:
+            return torch.accelerator.max_memory_allocated(device)
+        except RuntimeError:  # of a device whose allocator does not count
+            return 0
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _left_to_group(places: Sequence[Path], limit: str, usage: str, cached: str) -> int:

@@ -10,6 +10,7 @@ from lightning_pipeline.schedules.builders import (
     build,
     build_for_batch,
     default_virtual_stages,
+    dualpipe_v,
     forward_only,
     gpipe,
     interleaved_1f1b,
@@ -17,16 +18,21 @@ from lightning_pipeline.schedules.builders import (
     interleaved_zero_bubble,
     one_f_one_b,
     placement_of,
+    v_half,
+    v_min,
     zbv,
     zero_bubble,
+    zero_bubble_h2,
 )
 from lightning_pipeline.schedules.checking import check
+from lightning_pipeline.schedules.chrome_trace import save_chrome_trace
 from lightning_pipeline.schedules.custom import as_schedule, load_csv, save_csv
 from lightning_pipeline.schedules.lowering import fuse, lower
+from lightning_pipeline.schedules.optimizing import Optimized, optimize
 from lightning_pipeline.schedules.recorded_costs import Costs, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
 from lightning_pipeline.schedules.simulation import Simulation, Span, render, simulate
-from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share, save_chrome_trace, save_picture
+from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share, save_picture
 from lightning_pipeline.schedules.validation import ScheduleError
 
 __all__ = [
@@ -34,6 +40,7 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "Optimized",
     "Schedule",
     "ScheduleError",
     "Simulation",
@@ -44,6 +51,7 @@ __all__ = [
     "build_for_batch",
     "check",
     "default_virtual_stages",
+    "dualpipe_v",
     "extent",
     "forward_only",
     "fuse",
@@ -56,6 +64,7 @@ __all__ = [
     "lower",
     "measured_costs",
     "one_f_one_b",
+    "optimize",
     "placement_of",
     "recorded_schedule",
     "render",
@@ -63,6 +72,9 @@ __all__ = [
     "save_csv",
     "save_picture",
     "simulate",
+    "v_half",
+    "v_min",
     "zbv",
     "zero_bubble",
+    "zero_bubble_h2",
 ]

@@ -1,4 +1,4 @@
-"""The named schedules.
+"""The named schedules; those in a V are in ``v_builders``.
 
 Drawings have a column for each slot of time, in which F, B, I and W take one slot each, and a dot where a rank is idle.
 Those with I and W split backwards into the gradients of inputs, which the stage before waits for, and the gradients of
@@ -7,14 +7,22 @@ weights, which nothing waits for and which fill what would be idle time.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import groupby, product
+from types import ModuleType
 
-from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, loop_placement, v_placement
-from lightning_pipeline.schedules.validation import ScheduleError, require_counts
+from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, loop_placement
+from lightning_pipeline.schedules.v_builders import dualpipe_v, v_half, v_min, zbv
+from lightning_pipeline.schedules.validation import (
+    MAX_LARGE_PASSES,
+    MAX_PASSES,
+    ScheduleError,
+    is_large,
+    require_counts,
+)
 
 
 def forward_only(
@@ -60,7 +68,7 @@ def gpipe(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) ->
     With several virtual stages a rank finishes one for all micro-batches before the next, forward in ascending and
     backward in descending order of stages. Micro-batches ascend in both.
     """
-    require_counts(num_ranks, num_microbatches, num_virtual_stages)
+    require_counts(num_ranks, num_microbatches, num_virtual_stages, most_passes=MAX_LARGE_PASSES)
     num_forwards = num_virtual_stages * num_microbatches
     return _looped("gpipe", num_ranks, num_microbatches, num_virtual_stages, num_microbatches, lambda _: num_forwards)
 
@@ -109,7 +117,7 @@ def interleaved_1f1b_low_memory(num_ranks: int, num_microbatches: int, num_virtu
 
 def _interleaved(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int, *, hop: int) -> Schedule:
     """Groups of `num_ranks` micro-batches, and `hop` forwards of warm-up for each rank behind."""
-    require_counts(num_ranks, num_microbatches, num_virtual_stages)
+    require_counts(num_ranks, num_microbatches, num_virtual_stages, most_passes=MAX_LARGE_PASSES)
     # The first group includes those that do not fill a group of their own.
     first = min(num_ranks + num_microbatches % num_ranks, num_microbatches)
     before_last = (num_virtual_stages - 1) * first  # forwards of earlier virtual stages on the same rank
@@ -132,6 +140,11 @@ def _looped(
         first: micro-batches of the first group; the others have `num_ranks`.
         warm_up_of: forwards of a rank before it alternates with backwards, by the number of ranks behind it.
     """
+    placement = loop_placement(num_ranks, num_virtual_stages)
+    if is_large(num_ranks, num_microbatches, num_virtual_stages):
+        groups = [first, *[num_ranks] * ((num_microbatches - first) // num_ranks)]
+        arrays = _compact().looped(num_ranks, groups, num_virtual_stages, warm_up_of)
+        return Schedule(name, arrays, num_microbatches, placement)
 
     def group(microbatch: int) -> int:
         return 0 if microbatch < first else 1 + (microbatch - first) // num_ranks
@@ -146,7 +159,15 @@ def _looped(
         warm_up = min(warm_up_of(num_ranks - rank - 1), len(f))
         steady = [action for pair in zip(f[warm_up:], b, strict=False) for action in pair]
         orders.append((*f[:warm_up], *steady, *b[len(f) - warm_up :]))
-    return Schedule(name, tuple(orders), num_microbatches, loop_placement(num_ranks, num_virtual_stages))
+    return Schedule(name, tuple(orders), num_microbatches, placement)
+
+
+def _compact() -> ModuleType:
+    try:
+        from lightning_pipeline.schedules import compact
+    except ModuleNotFoundError as error:
+        raise ScheduleError(f"a schedule of more than {MAX_PASSES:,} passes needs numpy ({error})") from error
+    return compact
 
 
 def zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
@@ -160,12 +181,26 @@ def zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_stages: int =
     Raises:
         ScheduleError: for more than one virtual stage on a rank.
     """
-    if num_virtual_stages > 1:
-        raise ScheduleError(
-            f"zero_bubble runs one virtual stage on each rank, got num_virtual_stages={num_virtual_stages}; "
-            f"for several use interleaved_zero_bubble, for two in a V zbv"
-        )
+    _require_one_virtual_stage("zero_bubble", num_virtual_stages)
     return replace(interleaved_zero_bubble(num_ranks, num_microbatches, num_virtual_stages), name="zero_bubble")
+
+
+def zero_bubble_h2(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
+    """Zero bubble with two forwards of warm-up for each rank behind instead of one (ZB-H2 of arXiv 2401.10241)::
+
+        rank 0  0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        rank 1   .  1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3
+
+    It holds about twice the activations of 1F1B, at most ``2 * num_ranks - 1`` micro-batches on every rank, so that no
+    rank waits between its first and last action where F, I and W take equal times: from that many micro-batches on a
+    rank is idle for ``(num_ranks - 1) * (F + max(0, I - 2 * W))``.
+
+    Raises:
+        ScheduleError: for more than one virtual stage on a rank.
+    """
+    _require_one_virtual_stage("zero_bubble_h2", num_virtual_stages)
+    whole = _interleaved("zero_bubble_h2", num_ranks, num_microbatches, num_virtual_stages, hop=2)
+    return _with_split_backwards(whole, lambda rank: 2 * rank)
 
 
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
@@ -177,59 +212,15 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_s
     Rank r is r weight gradients behind, so every rank holds as many activations as rank 0 does.
     """
     whole = interleaved_1f1b_low_memory(num_ranks, num_microbatches, num_virtual_stages)
-    orders = tuple(_split_backwards(order, behind=rank) for rank, order in enumerate(whole.orders))
-    return replace(whole, name="interleaved_zero_bubble", orders=orders)
+    return replace(_with_split_backwards(whole, lambda rank: rank), name="interleaved_zero_bubble")
 
 
-def zbv(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) -> Schedule:
-    """Two virtual stages on each rank, placed in a V: r on the way down, 2 * num_ranks - 1 - r back up::
-
-        rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
-        rank 1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 1W3 2W3
-
-    Every rank holds at most ``2 * num_ranks`` activations. From ``2 * num_ranks - 1`` micro-batches on no rank waits
-    between its first and last action where F, I and W take equal times. With fewer the order is the one for that many,
-    without those that are missing. The order is from arXiv 2405.15362.
-
-    Raises:
-        ScheduleError: unless there are two virtual stages on each rank.
-    """
-    require_counts(num_ranks, num_microbatches, num_virtual_stages)
-    if num_virtual_stages != 2:
-        raise ScheduleError(
-            f"zbv runs two virtual stages on each rank, got num_virtual_stages={num_virtual_stages}; "
-            f"use num_virtual_stages=2, or zero_bubble for one and interleaved_zero_bubble for any number"
-        )
-    full = max(num_microbatches, 2 * num_ranks - 1)
-    require_counts(num_ranks, full, num_virtual_stages)
-    orders = tuple(_zbv_order(num_ranks, full, rank) for rank in range(num_ranks))
-    return Schedule("zbv", orders, full, v_placement(num_ranks)).take(num_microbatches)
-
-
-def _zbv_order(num_ranks: int, num_microbatches: int, rank: int) -> tuple[Action, ...]:
-    """One rank's order; needs ``2 * num_ranks - 1`` micro-batches."""
-    behind = num_ranks - rank - 1
-    # How often, and which actions: 0 is the stage on the way down, 1 the one back up. Micro-batches ascend in each.
-    phases = [
-        (2 * behind, "F0"),
-        (rank + 1, "F0 F1"),
-        (behind, "I1 W1 F1"),
-        (num_microbatches - 2 * num_ranks + rank + 1, "I1 W1 F0 I0 W0 F1"),
-        (behind, "I1 W1 I0 W0 F1"),
-        (1, "I1 W1 I0"),
-        (rank, "I1 I0"),
-        (behind, "W0 I0"),
-        (rank + 1, "W0"),
-        (rank, "W1"),
-    ]
-    stages = {"0": rank, "1": 2 * num_ranks - 1 - rank}
-    done: Counter[str] = Counter()
-    order = []
-    for times, pattern in phases:
-        for step in pattern.split() * times:
-            order.append(Action(Kind(step[0]), stages[step[1]], done[step]))
-            done[step] += 1
-    return tuple(order)
+def _with_split_backwards(whole: Schedule, behind_of: Callable[[int], int]) -> Schedule:
+    """Each rank's backwards split; `behind_of` tells by how many its weight gradients are behind."""
+    if whole.is_large:
+        return replace(whole, orders=_compact().split_backwards(whole.orders, behind_of))
+    orders = (_split_backwards(order, behind=behind_of(rank)) for rank, order in enumerate(whole.orders))
+    return replace(whole, orders=tuple(orders))
 
 
 def _split_backwards(order: Sequence[Action], *, behind: int) -> tuple[Action, ...]:
@@ -247,6 +238,14 @@ def _split_backwards(order: Sequence[Action], *, behind: int) -> tuple[Action, .
     return (*split, *waiting)
 
 
+def _require_one_virtual_stage(name: str, num_virtual_stages: int) -> None:
+    if num_virtual_stages > 1:
+        raise ScheduleError(
+            f"{name} runs one virtual stage on each rank, got num_virtual_stages={num_virtual_stages}; "
+            f"for several use interleaved_zero_bubble, for two in a V zbv"
+        )
+
+
 # Builder, and virtual stages on a rank unless the user chooses.
 _SCHEDULES: dict[str, tuple[Callable[[int, int, int], Schedule], int]] = {
     "forward": (forward_only, 1),
@@ -256,10 +255,16 @@ _SCHEDULES: dict[str, tuple[Callable[[int, int, int], Schedule], int]] = {
     "interleaved_1f1b": (interleaved_1f1b, 2),
     "interleaved_1f1b_low_memory": (interleaved_1f1b_low_memory, 2),
     "zero_bubble": (zero_bubble, 1),
+    "zero_bubble_h2": (zero_bubble_h2, 1),
     "interleaved_zero_bubble": (interleaved_zero_bubble, 2),
     "zbv": (zbv, 2),
+    "v_half": (v_half, 2),
+    "v_min": (v_min, 2),
+    "dualpipe_v": (dualpipe_v, 2),
 }
 
+V_NAMES = ("zbv", "v_half", "v_min", "dualpipe_v")
+"""Those that lay two virtual stages on each rank in a V."""
 SCHEDULE_NAMES = tuple(_SCHEDULES)
 """The names that :func:`build` knows."""
 
@@ -271,7 +276,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: 
         name: one of :data:`SCHEDULE_NAMES`; "looped_bfs" is "gpipe" under the name it has with several virtual stages.
         num_ranks: ranks that work together on one copy of the model.
         num_microbatches: micro-batches in one step; for training at least ``num_ranks``.
-        num_virtual_stages: virtual stages on each rank; 1 for "1f1b" and "zero_bubble", 2 for "zbv".
+        num_virtual_stages: virtual stages on each rank; 1 for "1f1b" and "zero_bubble", 2 for those in a V.
 
     Raises:
         ScheduleError: for an unknown name or counts that the schedule cannot have.

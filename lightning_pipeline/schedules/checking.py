@@ -8,7 +8,7 @@ from itertools import product
 
 from lightning_pipeline.schedules.lowering import lower
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
-from lightning_pipeline.schedules.simulation import Message, message_of, needs, source_of, yields
+from lightning_pipeline.schedules.simulation import Message, as_arrays, message_of, needs, source_of, yields
 from lightning_pipeline.schedules.validation import ScheduleError
 
 
@@ -22,6 +22,16 @@ def check(schedule: Schedule) -> None:
     Raises:
         ScheduleError: with what is wrong in a sentence, and the grid with the faulty cells marked ``>1B2<``.
     """
+    if (arrays := as_arrays(schedule)) is not None:
+        from lightning_pipeline.schedules import compact
+
+        try:
+            compact.check(arrays)
+            return
+        except ScheduleError:
+            if schedule.is_large:
+                raise
+            # What is wrong is shown in the grid, below.
     compute = schedule.compute()
     _check_places(compute)
     _check_complete(compute)

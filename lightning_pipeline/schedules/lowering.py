@@ -27,6 +27,7 @@ def lower(schedule: Schedule) -> Schedule:
     """
     if schedule.lowered:
         return schedule
+    schedule.require_small("lowered")
     orders: list[list[Action]] = [[] for _ in schedule.orders]
     # A transfer at the end of an action goes before the actions that start at that same time and may use it.
     events: list[tuple[float, int, int, Action]] = []
@@ -51,6 +52,7 @@ def fuse(schedule: Schedule) -> Schedule:
     Nothing is put between such halves, and a backward in one goes takes less time than in two; the rank before gets
     its gradient later by the time of W.
     """
+    schedule.require_small("fused")
     orders = []
     for order in schedule.orders:
         fused: list[Action] = []

@@ -133,6 +133,12 @@ def v_placement(num_ranks: int) -> tuple[int, ...]:
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
+class LargeOrders(Sequence[Sequence[Action]]):
+    """Orders of more actions than objects can be made for; see ``compact``."""
+
+    has_backward: bool
+
+
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """One list of actions for each rank; iterates, indexes and compares as that.
@@ -141,7 +147,7 @@ class Schedule:
 
     Args:
         name: used in messages.
-        orders: for each rank, its actions in order.
+        orders: for each rank, its actions in order; tuples, but for a large schedule.
         num_microbatches: micro-batches in one step.
         placement: for each virtual stage, in the order of the data, its rank.
         lowered: whether the orders contain sends and receives.
@@ -151,17 +157,31 @@ class Schedule:
     """
 
     name: str = field(compare=False)
-    orders: tuple[tuple[Action, ...], ...]
+    orders: Sequence[Sequence[Action]]
     num_microbatches: int
     placement: tuple[int, ...]
     lowered: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
+        if not self.is_large:
+            object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
         object.__setattr__(self, "placement", tuple(self.placement))
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < self.num_ranks:
                 raise ScheduleError(f"stage {stage} is placed on rank {rank}, but there are {self.num_ranks} ranks")
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is beyond ``validation.MAX_PASSES``: it can be checked, simulated and summed up, nothing else."""
+        return isinstance(self.orders, LargeOrders)
+
+    def require_small(self, purpose: str) -> None:
+        """Raise a ScheduleError where it is large; `purpose` says what it is not for."""
+        if self.is_large:
+            raise ScheduleError(
+                f"schedule {self.name!r} has {self.num_stages * self.num_microbatches:,} passes of a micro-batch "
+                f"through a virtual stage; beyond {MAX_PASSES:,} it can be checked and simulated, not {purpose}"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -176,6 +196,8 @@ class Schedule:
     @property
     def has_backward(self) -> bool:
         """True for training, False for a forward-only schedule."""
+        if isinstance(self.orders, LargeOrders):
+            return self.orders.has_backward
         return any(action.kind in (Kind.B, Kind.I, Kind.W) for order in self.orders for action in order)
 
     def stages_on(self, rank: int) -> list[int]:

@@ -86,7 +86,7 @@ class Simulation:
     makespan: float
     bubble: float
     peak_live: list[int]
-    spans: list[list[Span]]
+    spans: Sequence[list[Span]]
 
 
 def simulate(
@@ -116,7 +116,17 @@ def simulate(
     )
     costs = {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: [a + b for a, b in zip(i, w, strict=True)]}
     between = transfer if isinstance(transfer, Sequence) else [transfer] * (schedule.num_stages - 1)
-    spans, ready = _spans(schedule, costs, _per_stage("transfer", [*between, 0.0], schedule.num_stages))
+    between = _per_stage("transfer", [*between, 0.0], schedule.num_stages)
+    if (arrays := as_arrays(schedule)) is not None:
+        from lightning_pipeline.schedules import compact
+
+        try:
+            return compact.simulate(arrays, costs, between)
+        except ScheduleError:
+            if schedule.is_large:
+                raise
+            # The deadlock is shown in the grid, below.
+    spans, ready = _spans(schedule, costs, between)
     stuck = {rank: len(done) for rank, done in enumerate(spans) if len(done) < len(schedule.orders[rank])}
     if stuck:
         raise _deadlock(schedule, stuck, ready)
@@ -125,6 +135,23 @@ def simulate(
     bubble = 1 - busy / (makespan * schedule.num_ranks) if makespan else 0.0
     peaks = [_peak_live(order, has_backward=schedule.has_backward) for order in schedule.orders]
     return Simulation(makespan, bubble, peaks, spans)
+
+
+_LONG = 8192  # passes, from which on arrays are worth it
+
+
+def as_arrays(schedule: Schedule) -> Schedule | None:
+    """A long schedule as arrays (``compact``), which are proved and simulated for all ranks at once.
+
+    None if it is short or lowered, cannot be arrays, or there is no numpy.
+    """
+    if schedule.lowered or schedule.num_stages * schedule.num_microbatches < _LONG:
+        return schedule if schedule.is_large else None
+    try:
+        from lightning_pipeline.schedules import compact
+    except ModuleNotFoundError:
+        return None
+    return compact.arrays_of(schedule)
 
 
 def _spans(
@@ -208,6 +235,7 @@ def time_slots(schedule: Schedule) -> list[list[Action | None]]:
     """
     has_split = any(action.kind is Kind.I for order in schedule.orders for action in order)
     half = 1.0 if has_split else 0.5
+    schedule.require_small("drawn or written")
     rows: list[list[Action | None]] = []
     for spans in simulate(schedule, input_grad=half, weight_grad=half).spans:
         row: list[Action | None] = []

@@ -1,23 +1,18 @@
-"""What each rank did when, simulated or recorded: as numbers, as a picture and as a Chrome trace."""
+"""What each rank did when, simulated or recorded: as numbers and as a picture."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_pipeline.schedules.schedule import Action, Kind
 from lightning_pipeline.schedules.validation import (
     MAX_PICTURE_RANKS,
-    MAX_PROCESSES,
-    MAX_TIME,
-    MAX_TRACE_BYTES,
     ScheduleError,
-    read_text,
-    shown,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +25,19 @@ Timeline = Sequence[Sequence[tuple[Action, float, float]]]
 
 Reductions = Sequence[Sequence[tuple[float, float]]]
 """For each rank, when the all-reduces of its gradients over replicas start and end, one for each bucket."""
+
+
+def replicas_of(timeline: Timeline) -> list[range]:
+    """The rows of each pipeline: one begins where a virtual stage comes again."""
+    begins: list[int] = []
+    seen: set[int] = set()
+    for rank, row in enumerate(timeline):
+        stages = {action.stage for action, _, _ in row}
+        if not begins or stages & seen:
+            begins.append(rank)
+            seen = set()
+        seen |= stages
+    return [range(*rows) for rows in pairwise([*begins, len(timeline)])]
 
 
 def extent(timeline: Timeline) -> tuple[float, float]:
@@ -81,100 +89,24 @@ def one_at_a_time(spans: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     return shares
 
 
-def load_chrome_trace(path: str | PathLike[str]) -> list[list[tuple[Action, float, float]]]:
-    """Read a timeline that :func:`save_chrome_trace` wrote, in seconds; all-reduces are left out.
-
-    Raises:
-        ScheduleError: the file is no such trace.
-        OSError: if it cannot be read.
-    """
-    try:
-        content = json.loads(read_text(path, kind="a trace of a pipeline", most=MAX_TRACE_BYTES))
-        spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
-        ranks = [int(_number(span, "tid", MAX_PROCESSES)) for span in spans]
-        rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(1 + max(ranks))]
-        for rank, span in zip(ranks, spans, strict=True):
-            start, length = (_number(span, name, MAX_TIME) / 1e6 for name in ("ts", "dur"))
-            rows[rank].append((Action.parse(span["name"]), start, start + length))
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ScheduleError(f"{path} is no trace of a pipeline ({type(error).__name__}: {error})") from None
-    return rows
-
-
-def _number(event: dict[str, Any], name: str, most: float) -> float:
-    value = event[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < most:
-        raise ValueError(f"{name} is {shown(value)}, and not a number from 0 to {most:g}")
-    return value
-
-
-def save_chrome_trace(
-    timeline: Timeline,
-    path: str | PathLike[str],
-    *,
-    unit: float = 1.0,
-    reductions: Reductions = (),
-    labels: Sequence[str] = (),
-) -> Path:
-    """Write every action, sends and receives too, as a complete event, one thread for each rank.
-
-    All-reduces, of which several may be under way at once, are asynchronous events, on a track of each rank's own.
-
-    Args:
-        timeline: for each rank, its actions with their times.
-        path: the file, usually ``*.json``.
-        unit: seconds in one unit of the timeline's times; the first action starts at 0 in the file.
-        reductions: for each rank, the start and end of the all-reduce of each bucket of gradients.
-        labels: the ranks' names; default: ``"rank 0"`` and so on.
-
-    Returns:
-        ``path``.
-
-    Raises:
-        ScheduleError: if there are no actions.
-    """
-    begin, _ = extent(timeline)
-
-    def event(rank: int, name: str, phase: str, time: float, **others: object) -> dict[str, object]:
-        microseconds = (time - begin) * unit * 1e6
-        return {"name": name, "ph": phase, "pid": 0, "tid": rank, "ts": microseconds, **others}
-
-    events: list[dict[str, object]] = []
-    for rank, row in enumerate(timeline):
-        label = labels[rank] if labels else f"rank {rank}"
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": label}})
-        for action, start, stop in row:
-            where = {"stage": action.stage, "microbatch": action.microbatch}
-            length = (stop - start) * unit * 1e6
-            events.append(event(rank, str(action), "X", start, dur=length, cat=action.kind.value, args=where))
-        for bucket, span in enumerate(reductions[rank] if reductions else ()):
-            for phase, time in zip("be", span, strict=True):
-                of_bucket = {"cat": "all-reduce", "id": f"{rank}.{bucket}", "args": {"bucket": bucket}}
-                events.append(event(rank, f"all-reduce, {label}", phase, time, **of_bucket))
-    path = Path(path)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-    return path
-
-
-Colour = tuple[float, float, float]
-
-# Kind, what the legend calls it, and its colour on a rank's first virtual stage; on later ones it is paler.
-_LEGEND: dict[Kind, tuple[str, Colour]] = {
-    Kind.F: ("forward", (0.18, 0.40, 0.66)),
-    Kind.B: ("backward", (0.85, 0.42, 0.08)),
-    Kind.I: ("input gradients", (0.74, 0.20, 0.29)),
-    Kind.W: ("weight gradients", (0.20, 0.53, 0.31)),
+# Kind, what the legend calls it, and its hues on a rank's virtual stages, in turn. The colours of Okabe and Ito (2008),
+# which colour-blind people tell apart, and two of the same kind for the gradients.
+LEGEND: dict[Kind, tuple[str, tuple[str, str]]] = {
+    Kind.F: ("forward", ("#0072b2", "#56b4e9")),
+    Kind.B: ("backward", ("#d55e00", "#e69f00")),
+    Kind.I: ("input gradients", ("#cc79a7", "#882255")),
+    Kind.W: ("weight gradients", ("#009e73", "#b3c833")),
 }
-_REDUCTION: Colour = (0.48, 0.32, 0.64)
-_IDLE: Colour = (0.93, 0.93, 0.93)
-_GREY: Colour = (0.35, 0.35, 0.35)
-_PALEST = 0.65
-_MOST_SHADES = 16  # that the legend lists; more cannot be told apart
+_DARK = frozenset(("#0072b2", "#d55e00", "#882255", "#009e73"))
+_HATCHES = ("", "///", "\\\\\\", "xxx", "|||", "---", "+++")
+_REDUCTION, IDLE_COLOUR, _GREYS = "#7a529f", "#ededed", ("#bdbdbd", "#8c8c8c")
+_MOST_STAGES = 16  # that the legend lists
 _BOX_HEIGHT, _STRIP_HEIGHT = 0.84, 0.18  # of a row; the strip of the all-reduces is below the boxes
 
 _INCHES_PER_ROW, _INCHES_PER_STRIP = 0.36, 0.1
-_INCHES_PER_BOX, _MIN_INCHES, _MAX_INCHES = 0.24, 9.0, 30.0
-_MAX_POINTS, _MIN_POINTS = 9.0, 4.5
+_INCHES_PER_BOX, _MIN_INCHES, _MAX_INCHES = 0.24, 9.0, {".svg": 60.0}
+_MAX_POINTS, _READABLE_POINTS, _MIN_POINTS = 9.0, 6.0, 4.5
+_GAP = 0.1  # of a box: a smaller one is not seen where boxes merge
 # A digit's width and the margin beside a number, in font sizes.
 _DIGIT, _MARGIN = 0.64, 0.5
 
@@ -190,9 +122,10 @@ def save_picture(
 ) -> Path:
     """Draw the compute actions as boxes with their micro-batch's number; needs matplotlib.
 
-    The colour tells forward, backward, input and weight gradients, the shade tells the virtual stage on the rank, and
-    idle time is grey. The title ends with the bubble. All-reduces of gradients are a strip below a rank's boxes, which
-    may go on after the last action.
+    The colour tells forward, backward, input and weight gradients, hue and hatching tell the virtual stage on the rank,
+    and idle time is grey. Where numbers would be too small to read, boxes that follow one another merge: ``0–15``. The
+    title ends with the bubble. All-reduces of gradients are a strip below a rank's boxes, which may go on after the
+    last action.
 
     Args:
         timeline: for each rank, its actions with their times; times count from the first start.
@@ -209,14 +142,12 @@ def save_picture(
         ScheduleError: if there are no actions, or more ranks than a picture has room for.
         ModuleNotFoundError: where matplotlib cannot be imported.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"a picture needs matplotlib, which cannot be imported ({error}): pip install lightning-pipeline[plot]"
-        ) from error
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if len(timeline) > MAX_PICTURE_RANKS:
         raise ScheduleError(
             f"a picture has room for {MAX_PICTURE_RANKS} ranks, got {len(timeline)}; write a trace (.json) instead, "
@@ -224,7 +155,7 @@ def save_picture(
         )
     begin, end = extent(timeline)
     duration = max([end, *(stop for row in reductions for _, stop in row)]) - begin or 1
-    inches = _width(timeline, duration)
+    inches = _width(timeline, duration, _MAX_INCHES.get(path.suffix.lower(), 30.0))
     inches_per_row = _INCHES_PER_ROW + _INCHES_PER_STRIP * any(reductions)
     # Text stays text in an SVG, and the same timeline gives the same file.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-pipeline"}):
@@ -240,45 +171,99 @@ def save_picture(
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.set_xlabel(time_label)
         axes.set_title(f"{title}{', ' * bool(title)}bubble {idle_share(timeline):.1%}", loc="left", fontsize=11)
-        _draw_legend(figure, timeline, reductions)
+        draw_legend(figure, timeline, reductions)
         figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     return path
 
 
-def _width(timeline: Timeline, duration: float) -> float:
+def require_matplotlib() -> None:
+    """Raise a ModuleNotFoundError that says what to install, where pictures cannot be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"a picture needs matplotlib, which cannot be imported ({error}): pip install lightning-pipeline[plot]"
+        ) from error
+
+
+def _width(timeline: Timeline, duration: float, most: float) -> float:
     """Inches: enough for a number in a usual box, within reason."""
     lengths = [stop - start for row in timeline for action, start, stop in row if action.kind.is_compute]
     usual = median(lengths) if lengths else 0.0
-    return min(max(_MIN_INCHES, 1 + _INCHES_PER_BOX * duration / usual), _MAX_INCHES) if usual else _MIN_INCHES
+    return min(max(_MIN_INCHES, 1 + _INCHES_PER_BOX * duration / usual), most) if usual else _MIN_INCHES
 
 
 def _draw_boxes(axes: Axes, timeline: Timeline, *, points_per_unit: float, height: float) -> None:
     begin, end = extent(timeline)
     top = -_BOX_HEIGHT / 2
-    boxes: dict[tuple[int, Colour], list[tuple[float, float]]] = {}
-    numbers: list[tuple[float, int, str, float, Colour]] = []
-    for rank, row in enumerate(timeline):
-        boxes[rank, _IDLE] = [(0.0, end - begin)]
-        local = _local_stages(row)
-        for action, start, stop in row:
-            if not action.kind.is_compute:
+    rows = [[_Box.of(span) for span in row if span[0].kind.is_compute] for row in timeline]
+    if _size_of_numbers([box for row in rows for box in row], points_per_unit) < _READABLE_POINTS:
+        rows = [_merged(row) for row in rows]
+    boxes: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
+    for rank, row in enumerate(rows):
+        axes.broken_barh([(0.0, end - begin)], (rank + top, height), facecolor=IDLE_COLOUR, edgecolor="none")
+        local = _local_stages(timeline[rank])
+        for box in row:
+            colour, hatch = _look(box.kind, local[box.stage])
+            boxes.setdefault((rank, colour, hatch), []).append((box.start - begin, box.end - box.start))
+    for (rank, colour, hatch), spans in boxes.items():
+        where = rank + top, height
+        axes.broken_barh(spans, where, facecolor=colour, edgecolor="white", linewidth=0.6, hatch=hatch)
+    size = max(_size_of_numbers([box for row in rows for box in row], points_per_unit), _MIN_POINTS)
+    for rank, row in enumerate(rows):
+        local = _local_stages(timeline[rank])
+        for box in row:
+            if box.points(points_per_unit) < size:
                 continue
-            colour = _shade(_LEGEND[action.kind][1], local[action.stage], len(local))
-            boxes.setdefault((rank, colour), []).append((start - begin, stop - start))
-            text = str(action.microbatch)
-            points = (stop - start) * points_per_unit / (_DIGIT * len(text) + _MARGIN)
-            numbers.append(((start + stop) / 2 - begin, rank, text, points, colour))
-    for (rank, colour), spans in boxes.items():
-        edge = "none" if colour == _IDLE else "white"
-        axes.broken_barh(spans, (rank + top, height), facecolor=colour, edgecolor=edge, linewidth=0.6)
-    # One size for all: such that only numbers in the narrowest tenth of the boxes may have to be left out.
-    fitting = sorted(points for *_, points, _ in numbers)
-    size = min(max(fitting[len(fitting) // 10], _MIN_POINTS), _MAX_POINTS) if fitting else _MAX_POINTS
-    for x, rank, text, points, colour in numbers:
-        if points >= size:
-            ink = "black" if _is_pale(colour) else "white"
-            middle = rank + top + height / 2
-            axes.text(x, middle, text, ha="center", va="center_baseline", fontsize=size, color=ink)
+            colour, hatch = _look(box.kind, local[box.stage])
+            behind = {"facecolor": colour, "edgecolor": "none", "pad": 0.6} if hatch else None
+            x, middle = (box.start + box.end) / 2 - begin, rank + top + height / 2
+            ink = "white" if colour in _DARK else "black"
+            axes.text(x, middle, box.text, ha="center", va="center_baseline", fontsize=size, color=ink, bbox=behind)
+
+
+class _Box(NamedTuple):
+    """What is drawn for an action, or for several in a row."""
+
+    kind: Kind
+    stage: int
+    text: str
+    start: float
+    end: float
+    last: int
+
+    @classmethod
+    def of(cls, span: tuple[Action, float, float]) -> _Box:
+        action, start, end = span
+        return cls(action.kind, action.stage, str(action.microbatch), start, end, action.microbatch)
+
+    def points(self, points_per_unit: float) -> float:
+        """The largest size of its text that fits."""
+        return (self.end - self.start) * points_per_unit / (_DIGIT * len(self.text) + _MARGIN)
+
+
+def _size_of_numbers(boxes: Sequence[_Box], points_per_unit: float) -> float:
+    """One size for all: such that only numbers in the narrowest tenth of the boxes may have to be left out."""
+    fitting = sorted(box.points(points_per_unit) for box in boxes)
+    return min(fitting[len(fitting) // 10], _MAX_POINTS) if fitting else _MAX_POINTS
+
+
+def _merged(row: Sequence[_Box]) -> list[_Box]:
+    """Micro-batches that follow one another in the same way, without a gap worth seeing, as one box: ``0–15``."""
+    found: list[_Box] = []
+    for box in sorted(row, key=lambda box: box.start):
+        before = found[-1] if found else None
+        gap = box.start - before.end if before else 0.0
+        if (
+            before is not None
+            and (before.kind, before.stage, before.last + 1) == (box.kind, box.stage, box.last)
+            and gap < _GAP * (box.end - box.start)
+        ):
+            text = f"{before.text.partition('–')[0]}–{box.text}"
+            found[-1] = before._replace(text=text, end=box.end, last=box.last)
+        else:
+            found.append(box)
+    return found
 
 
 def _draw_strips(axes: Axes, reductions: Reductions, begin: float) -> None:
@@ -288,20 +273,22 @@ def _draw_strips(axes: Axes, reductions: Reductions, begin: float) -> None:
         axes.broken_barh(bars, (rank + top, _STRIP_HEIGHT), facecolor=_REDUCTION, edgecolor="white", linewidth=0.6)
 
 
-def _draw_legend(figure: Figure, timeline: Timeline, reductions: Reductions) -> None:
+def draw_legend(figure: Figure, timeline: Timeline, reductions: Reductions = ()) -> None:
+    """Say below a figure what the colours of this timeline's actions mean."""
     from matplotlib.patches import Patch
 
     present = {action.kind for row in timeline for action, _, _ in row}
-    patches = [Patch(color=colour, label=label) for kind, (label, colour) in _LEGEND.items() if kind in present]
+    patches = [Patch(color=colours[0], label=label) for kind, (label, colours) in LEGEND.items() if kind in present]
     most = max(len(_local_stages(row)) for row in timeline)
-    if 1 < most <= _MOST_SHADES:
-        patches += [
-            Patch(color=_shade(_GREY, index, most), label=f"virtual stage {index} of a rank") for index in range(most)
-        ]
-    patches.append(Patch(color=_IDLE, label="idle"))
+    if 1 < most <= _MOST_STAGES:
+        for index in range(most):
+            _, hatch = _look(Kind.F, index)
+            label, grey = f"virtual stage {index} of a rank", _GREYS[index % 2]
+            patches.append(Patch(facecolor=grey, edgecolor="white", hatch=hatch, label=label))
+    patches.append(Patch(color=IDLE_COLOUR, label="idle"))
     if any(reductions):
         patches.append(Patch(color=_REDUCTION, label="all-reduce of gradients"))
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 8), frameon=False, fontsize=9)
 
 
 def _local_stages(row: Sequence[tuple[Action, float, float]]) -> dict[int, int]:
@@ -309,12 +296,6 @@ def _local_stages(row: Sequence[tuple[Action, float, float]]) -> dict[int, int]:
     return {stage: index for index, stage in enumerate(sorted({action.stage for action, _, _ in row}))}
 
 
-def _shade(colour: Colour, index: int, count: int) -> Colour:
-    white = _PALEST * index / (count - 1) if count > 1 else 0.0
-    red, green, blue = (part + (1 - part) * white for part in colour)
-    return red, green, blue
-
-
-def _is_pale(colour: Colour) -> bool:
-    red, green, blue = colour
-    return 0.30 * red + 0.59 * green + 0.11 * blue > 0.6
+def _look(kind: Kind, index: int) -> tuple[str, str]:
+    """Colour and hatching of a rank's virtual stage, which is told by both."""
+    return LEGEND[kind][1][index % 2], _HATCHES[index % len(_HATCHES)]

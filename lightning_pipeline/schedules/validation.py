@@ -3,8 +3,8 @@
 Numbers that users type or that stand in a file are compared with these limits before anything of that size is
 allocated, so that a typo or an untrusted file gives a short error and does not fill the machine's memory.
 
-The largest schedule takes half a minute and 600 MB to build and check; the largest that is known to have been used for
-training (some 128 ranks and 1000 micro-batches) is a quarter of it.
+The largest schedule of actions as objects takes half a minute and 600 MB to build and check; the largest that is known
+to have been used for training (some 128 ranks and 1000 micro-batches) is a quarter of it. Larger ones are arrays.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ MAX_RANKS = 4096
 """Ranks that hold one copy of a model."""
 MAX_PASSES = 2**18
 """Virtual stages times micro-batches, so a limit of each as well; a pass is a forward and one or two backwards."""
+MAX_LARGE_PASSES = 2**24
+"""Likewise, of those that can be built as arrays (``compact``)."""
 MAX_ACTIONS = 3 * MAX_PASSES
 """Of all ranks together, in a file."""
 MAX_CSV_BYTES = 16 * 2**20
@@ -53,7 +55,14 @@ MAX_TIME = 1e12
 """Of an action, in any unit, so that sums stay finite. In a trace's microseconds it is eleven days."""
 
 
-def require_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int) -> None:
+def is_large(num_ranks: int, num_microbatches: int, num_virtual_stages: int) -> bool:
+    """Whether a schedule has more passes than objects can be made for."""
+    return num_ranks * num_microbatches * num_virtual_stages > MAX_PASSES
+
+
+def require_counts(
+    num_ranks: int, num_microbatches: int, num_virtual_stages: int, *, most_passes: int = MAX_PASSES
+) -> None:
     """Raise a ScheduleError for a count below one, or a schedule that is too large."""
     counts = (
         f"num_ranks={shown(num_ranks)}, num_microbatches={shown(num_microbatches)}, "
@@ -61,10 +70,10 @@ def require_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: in
     )
     if min(num_ranks, num_microbatches, num_virtual_stages) < 1:
         raise ScheduleError(f"a schedule needs at least one rank, micro-batch and virtual stage, got {counts}")
-    if num_ranks > MAX_RANKS or num_ranks * num_virtual_stages * num_microbatches > MAX_PASSES:
+    if num_ranks > MAX_RANKS or num_ranks * num_virtual_stages * num_microbatches > most_passes:
         raise ScheduleError(
-            f"a schedule has at most {MAX_RANKS:,} ranks, and {MAX_PASSES:,} passes of a micro-batch through a virtual "
-            f"stage, got {counts}; use fewer"
+            f"a schedule has at most {MAX_RANKS:,} ranks, and {most_passes:,} passes of a micro-batch through a "
+            f"virtual stage, got {counts}; use fewer"
         )
 
 

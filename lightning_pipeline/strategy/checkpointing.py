@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.rng import add_random_state, free_memory, restore_random_state
 from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.log import logger
@@ -138,7 +139,7 @@ class Checkpoints:
             ownership=session.ownership,
             parameter_names=[layout.names for layout in session.optimizers],
             is_writer=self._is_writer,
-            group=host_group(dist.distributed_c10d._get_default_group(), strategy.timeout, own=in_background),
+            group=host_group(_torch.default_group(), strategy.timeout, own=in_background),
             background=self.background if in_background else None,
         )
         writer.save(checkpoint, path)

@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeline.engine.fully_sharded import FullySharded
+from lightning_pipeline.engine.fully_sharded import FullySharded, is_sharded
 from lightning_pipeline.engine.parameter_map import ParameterMap
 from lightning_pipeline.engine.shared_parameters import spread_from_owner
+from lightning_pipeline.engine.slices import local_part
 from lightning_pipeline.partition.leaves import certain_stages, find_leaves
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.ownership import (
     guard_state_dict,
+    holders_of,
     lift_guards,
     named_tensors,
     note_holders,
@@ -143,11 +145,11 @@ class LocalModule:
         self._move(self._device)
         held = {id(t): (t, self.ownership.holders[n]) for n, t in named_tensors(self._module) if n in self.ownership}
         spread_from_owner([item for item in held.values() if len(item[1]) > 1], self._transport, self.ownership.stage)
-        here = [tensor for tensor, _ in held.values() if not tensor.is_meta and not isinstance(tensor, DTensor)]
-        if self._replicas is not None:
-            self._replicas.spread(here)
+        here = [tensor for tensor, _ in held.values() if not tensor.is_meta]
+        if self._replicas is not None:  # which have the same slices of what tensor parallelism alone has split
+            self._replicas.spread(local_part(tensor) for tensor in here if not is_sharded(tensor))
         if self._tensor_group is not None:
-            self._tensor_group.spread(here)
+            self._tensor_group.spread(tensor for tensor in here if not isinstance(tensor, DTensor))
 
     def to_cpu(self) -> None:
         """Move the module back to the CPU at the end of a run."""
@@ -213,7 +215,10 @@ class LocalModule:
         for _, tensor in named_tensors(self._module):
             if type(tensor) is Placeholder and tensor.device != device:  # which shows the device that it stands for
                 become(tensor, placeholder(tensor.spec.but(device=device), tensor.what))
+        held = [holders_of(tensor) for _, tensor in named_tensors(self._module)]
         self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
+        for (_, tensor), stages in zip(named_tensors(self._module), held, strict=True):
+            note_holders(tensor, stages)  # again, as torch gives DTensors new attributes
         note_device(self._module, device)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from lightning_pipeline.engine.fully_sharded import FullySharded
 from lightning_pipeline.engine.gradients import Gradients
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.slices import place_gradients
 from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.topology import stage_term
@@ -17,7 +20,6 @@ from .._lightning import rank_zero_warn
 from .local_module import LocalModule
 from .partitioner import Cut
 from .schedule_choice import Schedules
-from .tensor_parallel import place_gradients
 
 if TYPE_CHECKING:
     from .session import Session
@@ -45,7 +47,10 @@ class LocalStages:
         # Before the local module, which hands over to it what an earlier run has sharded.
         self._sharded: FullySharded | None = None
         if strategy.data_parallel == "fsdp" and replicas is not None:
-            self._sharded = FullySharded(replicas, device.type, gradients_mean=strategy.gradients_mean)
+            mesh = DeviceMesh.from_group(replicas.group, device.type, mesh_dim_names=("data",))
+            if session.tensor_group is not None:  # replicas are to be a dimension of the mesh that splits tensors
+                mesh = session.tensor_group.mesh["data_parallel"]
+            self._sharded = FullySharded(replicas, mesh, gradients_mean=strategy.gradients_mean)
         self.local: LocalModule = LocalModule(session, cut, schedules.placement, self._sharded)
         self.pipeline = Pipeline(
             rank=session.topology.stage_rank,

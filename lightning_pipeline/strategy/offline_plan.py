@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,27 +64,35 @@ def plan_on_paper(
     schedules: Sequence[str],
     speed: DeviceSpeed,
     machine: Machine,
+    progress: Callable[[str], None] = lambda what: None,
 ) -> OfflinePlans:
     """Estimate the training step of a script and search the best cut for each schedule.
+
+    Args:
+        progress: told what is done next.
 
     Raises:
         ValueError: there is no step to estimate, or the model fits with none of the schedules; the message is about
             the last one.
         NothingToCutError: the step has too few places to cut.
     """
+    progress(f"running {script} until it calls Trainer.fit")
     made = rehearse_script(script, arguments)
     module, own = made.module, made.strategy
     asked = own.num_microbatches if own is not None else None
     count = num_microbatches or (asked if isinstance(asked, int) else 4 * num_stages)
     batch = made.first_batch()
     microbatch = microbatches_of(batch, count, module)[0]
+    progress(f"estimating the step of {type(module).__name__} on a micro-batch")
     costs = estimate_step(module, _step_of(made), microbatch, speed)
     state_bytes = bytes_with_state(module, _optimizers(made))
     numbers = sum(parameter.numel() for parameter in module.parameters())
     found = OfflinePlans(type(module).__name__, numbers, batch_size(batch) or 1)
     failure: ValueError | None = None
     seen: list[Schedule] = []
-    for name in schedules or TRAINING_SCHEDULES:
+    names = list(schedules or TRAINING_SCHEDULES)
+    for number, name in enumerate(names, 1):
+        progress(f"searching the best cut for {name} ({number} of {len(names)})")
         try:
             choice = ScheduleChoice(name)
             virtual = choice.usual_virtual_stages

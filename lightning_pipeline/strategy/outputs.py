@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.recording.split_backward import backward_from_loss
+from lightning_pipeline.recording.backward_calls import backward_from_loss
 
 from .._lightning import LightningModule, MisconfigurationException
 

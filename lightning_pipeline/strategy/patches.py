@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_pipeline.engine.fully_sharded import plain
+from lightning_pipeline import _torch
+from lightning_pipeline.engine.slices import plain
 from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
@@ -116,7 +116,7 @@ def shared_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[
     with overridden() as override:
         for layer in _layers(module, None):
             if replicas is None:
-                override(layer, "forward", MethodType(_BatchNorm.forward, layer))
+                override(layer, "forward", MethodType(_torch.BatchNorm.forward, layer))
             else:
                 override(layer, "process_group", replicas.group)
         yield
@@ -127,7 +127,7 @@ def own_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[Non
     """While entered, SyncBatchNorm layers that synchronise over replicas, or would, are ordinary batch norms."""
     with overridden() as override:
         for layer in _layers(module, None, replicas.group if replicas is not None else None):
-            override(layer, "forward", MethodType(_BatchNorm.forward, layer))
+            override(layer, "forward", MethodType(_torch.BatchNorm.forward, layer))
         yield
 
 

@@ -48,18 +48,20 @@ class PipelineStrategy(SessionStrategy):
         num_microbatches: micro-batches a step, at least ``num_stages``; default: ``4 * num_stages``, or the number that
             a schedule from a file is made for. "auto" chooses it along with an automatic cut, and is the default
             elsewhere.
-        schedule: "1f1b", "gpipe", "zero_bubble"; with several virtual stages on a device "interleaved_1f1b",
-            "interleaved_1f1b_low_memory", "looped_bfs", "interleaved_zero_bubble", "zbv"; the path of a ``.csv`` file
-            in torch.distributed.pipelining's compute-only format; a ``Schedule``; or a function
-            ``(num_stages, num_microbatches) -> schedule`` (see ``ScheduleChoice``). "auto" measures the first steps
-            and then uses the fastest schedule (see ``Advisor``).
-        max_live_microbatches: with "auto", the most micro-batches whose activations a device may hold.
+        schedule: "1f1b", "gpipe", "zero_bubble", "zero_bubble_h2"; with several virtual stages on a device
+            "interleaved_1f1b", "interleaved_1f1b_low_memory", "looped_bfs", "interleaved_zero_bubble", or in a V "zbv",
+            "v_half", "v_min", "dualpipe_v"; the path of a ``.csv`` file in torch.distributed.pipelining's compute-only
+            format; a ``Schedule``; or a function ``(num_stages, num_microbatches) -> schedule`` (see
+            ``ScheduleChoice``). "auto" measures the first steps and then uses the fastest schedule (see
+            ``Advisor``); "optimized" searches for a faster order then, and writes it to ``optimized.csv`` in the
+            trainer's ``default_root_dir`` (see ``schedules.optimize``).
+        max_live_microbatches: with "auto" and "optimized", the most micro-batches whose activations a device may hold.
         gradients_mean: gradients are averaged over replicas; else summed.
         data_parallel: "replicate" keeps a stage's parameters and optimizer state whole on each of its replicas; "zero1"
             shards the optimizer state and the update (see ``OptimizerShards``); "fsdp" also shards parameters and
             gradients, from the first training step on (see ``FullySharded``). Checkpoints are the same files.
         opt_shard: MindSpore's name: True is ``data_parallel="zero1"``.
-        tensor_parallel_size: ranks among which `configure_model` splits each stage's tensors, by
+        tensor_parallel_size: ranks among which `configure_model` splits the tensors of each replica of a stage, by
             ``parallelize_module(..., self.device_mesh["tensor_parallel"], ...)``; needs ``num_stages``.
         weights: files of weights to start from, of which each rank reads what it holds (see ``load_weights``).
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum", for
@@ -181,10 +183,8 @@ class PipelineStrategy(SessionStrategy):
         if self.tensor_parallel_size > 1:
             assert self.num_stages is not None  # or `check_arguments` has refused it
             topology = self.topology_of(self.num_stages)
-            validation.check_one_replica(topology)
-            mesh = topology.mesh(self.root_device.type)
-            note_mesh(self.module, mesh)
-            self.tensor_group = TensorGroup(mesh["tensor_parallel"].get_group())
+            self.tensor_group = TensorGroup.shared(topology, self.root_device.type, self.timeout)
+            note_mesh(self.module, self.tensor_group.mesh)
 
     @override
     def settings(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.placeholder import in_hook
 from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.failure import waiting_for
@@ -216,7 +217,7 @@ class ProcessStrategy(ParallelStrategy):
     def _meet(self) -> BoundedStore:
         """The store that all processes share, once all of them have come."""
         if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
+            store = _torch.default_store()
             return BoundedStore(store, rank=self.global_rank, limit=self.timeout)
         environment = self.environment
         os.environ["MASTER_ADDR"] = environment.main_address

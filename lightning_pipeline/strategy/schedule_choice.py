@@ -19,6 +19,7 @@ from lightning_pipeline.engine.recorded_times import gather_spans
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import (
     SCHEDULE_NAMES,
+    Costs,
     Kind,
     Schedule,
     ScheduleError,
@@ -31,9 +32,15 @@ from lightning_pipeline.schedules import (
     fuse,
     load_csv,
     measured_costs,
+    optimize,
+    save_csv,
     simulate,
 )
+from lightning_pipeline.schedules.builders import V_NAMES
+from lightning_pipeline.schedules.optimizing import OPTIMIZED
+from lightning_pipeline.schedules.recorded_costs import equal_costs
 from lightning_pipeline.schedules.schedule import loop_placement
+from lightning_pipeline.schedules.validation import require_counts
 
 from .._lightning import rank_zero_info
 
@@ -47,7 +54,7 @@ class ScheduleChoice:
     """The schedule of training steps, as far as it is known before the module is cut.
 
     Args:
-        schedule: a name, "auto", the path of a ``.csv`` file, a :class:`Schedule`, or a function
+        schedule: a name, "auto", "optimized", the path of a ``.csv`` file, a :class:`Schedule`, or a function
             ``(num_stages, num_microbatches) -> schedule`` that may also take ``num_virtual_stages`` and returns a
             :class:`Schedule` or, for each rank, a list such as ``["0F0", "0B0"]``.
 
@@ -68,19 +75,24 @@ class ScheduleChoice:
             self.fixed = load_csv(schedule)
         elif callable(schedule):
             self.function = schedule
-        elif schedule == AUTO or schedule in TRAINING_SCHEDULES:
+        elif schedule in (AUTO, OPTIMIZED) or schedule in TRAINING_SCHEDULES:
             self.name = str(schedule)
         else:
             raise ValueError(
-                f"schedule is one of {', '.join(map(repr, (*TRAINING_SCHEDULES, AUTO)))}, the path of a .csv file, a "
-                f"Schedule or a function (num_stages, num_microbatches) -> schedule; got {schedule!r}"
+                f"schedule is one of {', '.join(map(repr, (*TRAINING_SCHEDULES, AUTO, OPTIMIZED)))}, the path of a "
+                f".csv file, a Schedule or a function (num_stages, num_microbatches) -> schedule; got {schedule!r}"
             )
         self.label = self.name or (self.fixed.name if self.fixed else getattr(schedule, "__name__", repr(schedule)))
 
     @property
     def is_auto(self) -> bool:
         """Whether the first steps are to decide."""
-        return self.name == AUTO
+        return self.name in (AUTO, OPTIMIZED)
+
+    @property
+    def optimizes(self) -> bool:
+        """Whether they are to be followed by a search for an order of its own."""
+        return self.name == OPTIMIZED
 
     @property
     def has_virtual_stages(self) -> bool:
@@ -120,12 +132,13 @@ class ScheduleChoice:
             return self.fixed
         if self.function is not None:
             return self._called(self.function, num_stages, num_virtual_stages, num_microbatches)
-        if self.name == "zbv" and num_virtual_stages != 2 and num_stages > 1:
+        if self.name in V_NAMES and num_virtual_stages != 2 and num_stages > 1:
             raise ScheduleError(
-                f"zbv lays 2 virtual stages on each device, so {num_stages} devices take {2 * num_stages}, and "
+                f"{self.name} lays 2 virtual stages on each device, so {num_stages} devices take {2 * num_stages}, and "
                 f"stage_config makes {num_stages * num_virtual_stages}; cut the model into {2 * num_stages}, or choose "
                 f"interleaved_zero_bubble"
             )
+        require_counts(num_stages, num_microbatches, num_virtual_stages)  # larger ones can be simulated, not run
         # On one device nothing is cut, and every schedule is the same.
         name = self.name if num_stages > 1 else "1f1b"
         return build(name, num_stages, num_microbatches, num_virtual_stages)
@@ -214,29 +227,33 @@ class Advice:
         step_seconds: expected time from one training step to the next.
         bubble: expected idle share of all ranks' time within the schedule.
         considered: expected seconds of a step under each schedule that fits.
+        order: the schedule itself, which :func:`save_csv` writes.
     """
 
     schedule: str
     step_seconds: float
     bubble: float
     considered: dict[str, float]
+    order: Schedule | None = None
 
     def __str__(self) -> str:
         others = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in self.considered.items())
         return (
-            f'schedule="auto" chose {self.schedule!r}: expects {self.step_seconds * 1e3:.1f} ms a step and a bubble of '
-            f"{self.bubble:.1%} (ms a step: {others})"
+            f'schedule="{OPTIMIZED if self.schedule == OPTIMIZED else AUTO}" chose {self.schedule!r}: expects '
+            f"{self.step_seconds * 1e3:.1f} ms a step and a bubble of {self.bubble:.1%} (ms a step: {others})"
         )
 
 
 class Advisor:
     """Chooses among the schedules that fit the placement of the stages, the micro-batches and the memory.
 
-    Stages stay on their ranks, so only schedules with a looped placement are considered, which leaves out "zbv".
+    Stages stay on their ranks, so only schedules with a looped placement are considered, which leaves out those in a V.
 
     Args:
         num_stages: device groups, with `num_virtual_stages` each.
         max_live_microbatches: the most micro-batches whose activations a rank may hold; None for no bound.
+        optimizes: search for an order besides (see `optimize`), and use that.
+        csv: where to write the order that was found; None: nowhere.
 
     Raises:
         ValueError: no schedule holds as few.
@@ -249,8 +266,13 @@ class Advisor:
         num_virtual_stages: int,
         num_microbatches: int,
         max_live_microbatches: float | None,
+        optimizes: bool = False,
+        csv: Path | None = None,
     ) -> None:
         self.advice: Advice | None = None
+        self._optimizes = optimizes
+        self._most_live = max_live_microbatches
+        self._csv = csv
         self._peaks: dict[str, float] = {}
         self._candidates: dict[str, Schedules] = {}
         sizes = {
@@ -270,18 +292,33 @@ class Advisor:
                 self._peaks[name] = max(simulate(schedules.full).peak_live) / num_virtual_stages
         if max_live_microbatches is not None:
             least = min(self._peaks, key=self._peaks.__getitem__)
-            if self._peaks[least] > max_live_microbatches:
+            if self._peaks[least] > max_live_microbatches and not optimizes:
                 raise ValueError(
                     f"max_live_microbatches={max_live_microbatches} is less than any schedule holds; {least!r} holds "
                     f"{self._peaks[least]:g}: raise it, or use more stages or smaller micro-batches"
                 )
             self._candidates = {n: s for n, s in self._candidates.items() if self._peaks[n] <= max_live_microbatches}
+        if not self._candidates:
+            # Nothing that has a name holds as few: costs are measured with an order for equal ones.
+            placement = loop_placement(num_stages, num_virtual_stages)
+            self._take(
+                optimize(
+                    equal_costs(len(placement)), placement, num_microbatches, max_live_microbatches=self._most_live
+                ).schedule
+            )
         self._probes = [name for splits in (False, True) if (name := self._leanest(splits=splits))]
         self._started = 0.0
         self._done = 0
         self._steps: list[list[Span]] = []
         self._intervals: list[float] = []
         self._recording = False
+
+    def _take(self, schedule: Schedule) -> None:
+        """Make a candidate of an order that was found."""
+        num_ranks = schedule.num_ranks
+        virtual = schedule.num_stages // num_ranks
+        self._candidates[OPTIMIZED] = Schedules(schedule, "", num_ranks, virtual)
+        self._peaks[OPTIMIZED] = max(simulate(schedule).peak_live) / virtual
 
     @property
     def first(self) -> Schedules:
@@ -322,14 +359,30 @@ class Advisor:
         if transport is not None:
             around = transport.broadcast_object(around, 0, "time outside of the schedule")
         costs = measured_costs(timelines, pipeline.placement)
+        if self._optimizes:
+            self._take(self._found(costs, transport))
         simulated = {name: costs.simulate(schedules.full) for name, schedules in self._candidates.items()}
         considered = {name: simulation.makespan + around for name, simulation in simulated.items()}
         fastest = min(considered.values())
         close = [name for name, seconds in considered.items() if seconds <= fastest * (1 + TIE)]
         chosen = min(close, key=lambda name: (self._peaks[name], considered[name]))
+        chosen = OPTIMIZED if self._optimizes else chosen
+        order = self._candidates[chosen].full
         pipeline.use(self._candidates[chosen])
-        self.advice = Advice(chosen, considered[chosen], simulated[chosen].bubble, considered)
+        self.advice = Advice(chosen, considered[chosen], simulated[chosen].bubble, considered, order)
         rank_zero_info(str(self.advice))
+        if self._optimizes and self._csv is not None:
+            self._csv.parent.mkdir(parents=True, exist_ok=True)
+            save_csv(order, self._csv)
+            rank_zero_info(f"schedule={str(self._csv)!r} runs this order again, without a search")
+
+    def _found(self, costs: Costs, transport: Transport | None) -> Schedule:
+        """The order that the first rank finds."""
+        full = self.first.full
+        if transport is not None and transport.stage > 0:
+            return transport.recv_object(0, "the order that was found")
+        found = optimize(costs, full.placement, full.num_microbatches, max_live_microbatches=self._most_live).schedule
+        return found if transport is None else transport.broadcast_object(found, 0, "the order that was found")
 
     def _leanest(self, *, splits: bool) -> str:
         """Of the schedules with split backwards, or with whole ones, the one that holds the fewest activations."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.hooks.first_rank import Lending
@@ -23,6 +24,7 @@ from lightning_pipeline.runtime.log import is_logging, logger
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.schedules.optimizing import OPTIMIZED
 
 from .._lightning import LightningModule, TrainerFn
 from ..accelerators.rank_table_environment import warn_of_placement
@@ -133,7 +135,13 @@ class Session:
         # First the schedule: it places the virtual stages, and the routes of the transport follow from that.
         self.advisor = None
         if strategy.schedule_choice.is_auto:
-            self.advisor = Advisor(**sizes, max_live_microbatches=strategy.max_live_microbatches)
+            trainer = self.module.trainer
+            self.advisor = Advisor(
+                **sizes,
+                max_live_microbatches=strategy.max_live_microbatches,
+                optimizes=strategy.schedule_choice.optimizes,
+                csv=Path(trainer.default_root_dir) / f"{OPTIMIZED}.csv" if trainer.is_global_zero else None,
+            )
         schedules = self.advisor.first if self.advisor is not None else strategy.schedule_choice.bind(**sizes)
         self.topology = strategy.topology_of(self.num_stages).along(schedules.placement)
         if not self.is_single_process:
@@ -143,7 +151,7 @@ class Session:
         # Connections belong to the process: an earlier session with the same topology has left them open.
         self.transport = None
         if self.num_stages > 1:
-            store = dist.distributed_c10d._get_default_store()
+            store = _torch.default_store()
             self.transport = Transport.shared(
                 self.topology, self.device, strategy.timeout, store, strategy.peers.notice
             )

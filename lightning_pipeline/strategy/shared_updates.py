@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeline.engine.fully_sharded import local_part, slice_like, whole
+from lightning_pipeline import _torch
+from lightning_pipeline.engine.slices import local_part, whole, write
 from lightning_pipeline.runtime.direct import recv_tree, send_tree
 from lightning_pipeline.runtime.replicas import Replicas
 
@@ -25,7 +26,8 @@ class OptimizerShards:
     replica puts aside the gradients of the parameters that other replicas update; afterwards it broadcasts its updated
     parameters. The optimizer, its groups and schedulers stay as they are. (torch's ZeroRedundancyOptimizer would build
     an optimizer of its own from a class. It could neither drop parameters that turn out to belong to another stage nor
-    give checkpoints the plain layout.)
+    give checkpoints the plain layout.) What tensor parallelism has split is updated by all ranks of one replica, each
+    its slice.
     """
 
     def __init__(self, layout: OptimizerLayout, replicas: Replicas) -> None:
@@ -52,12 +54,13 @@ class OptimizerShards:
         parts: list[list[Tensor]] = [[] for _ in self._loads]
         for name, parameter in self.layout.local_parameters():
             if parameter.grad is not None:
-                parts[self._updaters[name]].append(parameter.detach())
+                parts[self._updaters[name]].append(local_part(parameter.detach()))
+                increment_version(parameter)  # which that of a slice does not do
         ranks = self._replicas.topology.data_ranks
         for replica, part in enumerate(parts):
             if part:
                 source = dist.get_group_rank(self._replicas.group, ranks[replica])
-                dist._broadcast_coalesced(self._replicas.group, part, BUCKET_BYTES, source)
+                _torch.broadcast_coalesced(self._replicas.group, part, BUCKET_BYTES, source)
 
     def is_kept(self, name: str) -> bool:
         """Whether this replica keeps the optimizer state of a parameter."""
@@ -116,9 +119,8 @@ class WholeUpdates:
 
     def after_update(self) -> None:
         """Copy the updated values back into this replica's slices."""
-        with torch.no_grad():
-            for parameter, gathered in self._gathered.items():
-                local_part(parameter).copy_(local_part(slice_like(parameter, gathered)))
+        for parameter, gathered in self._gathered.items():
+            write(parameter, gathered)
         self._exchange({gathered: parameter for parameter, gathered in self._gathered.items()})
         self._gathered = {}
 

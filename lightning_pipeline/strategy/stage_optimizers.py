@@ -8,13 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.fully_sharded import local_part, plain, whole
+from lightning_pipeline.engine.slices import local_part, plain, whole
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.backends import all_reduce
 from lightning_pipeline.runtime.direct import to_cpu
@@ -60,7 +58,7 @@ class StageOptimizers:
         self._transport = transport
         self._shards_over = shards_over
         self._has_slices = has_slices
-        self._updates: dict[Optimizer, OptimizerShards | WholeUpdates] = {}
+        self._updates: dict[Optimizer, list[OptimizerShards | WholeUpdates]] = {}
         self._set_layouts(layouts)
         self.settle(ownership)
 
@@ -71,10 +69,11 @@ class StageOptimizers:
             self._layouts[layout.optimizer] = layout
             if self.are_shared_out:
                 _check_can_be_shared_out(layout, by_parameter=self._shards_over is not None)
+            updates = self._updates.setdefault(layout.optimizer, [])
             if self._shards_over is not None:
-                self._updates[layout.optimizer] = OptimizerShards(layout, self._shards_over)
-            elif self._has_slices and not layout.is_elementwise:
-                self._updates[layout.optimizer] = WholeUpdates(layout)
+                updates.append(OptimizerShards(layout, self._shards_over))
+            if self._has_slices and not layout.is_elementwise:
+                updates.append(WholeUpdates(layout))
 
     def __iter__(self) -> Iterator[OptimizerLayout]:
         return iter(self._layouts.values())
@@ -136,12 +135,12 @@ class StageOptimizers:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Called when an optimizer's gradients are final and clipped."""
-        if (update := self._updates.get(inner(optimizer))) is not None:
+        for update in self._updates.get(inner(optimizer), ()):
             update.before_update()
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Called when the optimizer has updated, or skipped the update."""
-        if (update := self._updates.get(inner(optimizer))) is not None:
+        for update in reversed(self._updates.get(inner(optimizer), ())):
             update.after_update()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -159,13 +158,16 @@ class StageOptimizers:
     def load_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Load this rank's parts of full state dicts, one of each optimizer."""
         for layout, state in zip(self, states, strict=False):
-            update = self._updates.get(layout.optimizer)
-            layout.load_state(state, update.is_kept if isinstance(update, OptimizerShards) else lambda name: True)
+            shards = self._shards_of(layout.optimizer)
+            layout.load_state(state, shards.is_kept if shards is not None else lambda name: True)
 
     def _collector(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """A function from a parameter's state on this rank to that of the whole parameter, on the writer."""
-        update = self._updates.get(optimizer)
-        return update.collect if isinstance(update, OptimizerShards) else _whole
+        shards = self._shards_of(optimizer)
+        return _whole if shards is None else lambda state: shards.collect(_whole(state))
+
+    def _shards_of(self, optimizer: Optimizer) -> OptimizerShards | None:
+        return next((one for one in self._updates[optimizer] if isinstance(one, OptimizerShards)), None)
 
 
 def _check_can_be_shared_out(layout: OptimizerLayout, *, by_parameter: bool) -> None:
@@ -259,7 +261,10 @@ def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
 
     Ranks that hold slices of the gradients must all call it.
     """
-    slices = {i: grad for i, grad in enumerate(grads) if isinstance(grad, DTensor) and not _is_replicated(grad)}
+    slices: dict[dist.ProcessGroup, list[int]] = {}  # by the ranks that have them
+    for index, grad in enumerate(grads):
+        for ranks in _split_over(grad):
+            slices.setdefault(ranks, []).append(index)
     # A parameter with fewer rows than replicas leaves some ranks an empty slice, of which torch takes no norm.
     parts = (local_part(grad) for grad in grads)
     grads = [part if part.numel() else part.new_zeros(1) for part in parts]
@@ -269,27 +274,30 @@ def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
         kinds.setdefault((grad.device, grad.dtype), []).append(index)
     for (device, _), indices in kinds.items():
         group = [grads[index] for index in indices]
-        if _has_foreach_support(group, device):
-            norms = list(torch._foreach_norm(group, norm_type))
+        if _torch.has_foreach_support(group, device):
+            norms = list(_torch.foreach_norm(group, norm_type))
         else:
             norms = [torch.linalg.vector_norm(grad, norm_type) for grad in group]
         result[indices] = torch.stack(norms).to(result)
-    if slices:
-        mesh = next(iter(slices.values())).device_mesh
-        result[list(slices)] = _over_slices(result[list(slices)], norm_type, mesh)
+    for ranks, indices in slices.items():
+        result[indices] = _over_slices(result[indices], norm_type, ranks)
     return result
 
 
-def _is_replicated(tensor: DTensor) -> bool:
-    return all(placement.is_replicate() for placement in tensor.placements)
+def _split_over(tensor: Tensor) -> list[dist.ProcessGroup]:
+    """The groups of ranks of which each has a slice, one for each dimension of a mesh along which a tensor is split."""
+    if not isinstance(tensor, DTensor):
+        return []
+    groups = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
+    return [group for group, placement in groups if not placement.is_replicate()]
 
 
-def _over_slices(norms: Tensor, norm_type: float, mesh: DeviceMesh) -> Tensor:
+def _over_slices(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
     """The norms of whole gradients from those of this rank's slices, by one message."""
     is_maximum = norm_type == float("inf")
     powers = norms.pow(norm_type) if norm_type and not is_maximum else norms  # of order 0 it is a count
     with waiting_for("the norms of other ranks' slices of gradients"):
-        all_reduce(powers, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=mesh.get_group()).wait()
+        all_reduce(powers, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=group).wait()
     if is_maximum:
         return powers
     return powers.pow(1 / norm_type) if norm_type else powers
@@ -305,7 +313,7 @@ def _norm_of_norms(
     if len({dtypes[name] for name in order}) > 1:
         # torch groups the norms by dtype; only its own grouping knows in which order.
         samples: list[Tensor | None] = [torch.empty(0, dtype=dtypes[name], device=device) for name in order]
-        groups = _group_tensors_by_device_and_dtype([samples], True).values()
+        groups = _torch.group_by_device_and_dtype([samples], True).values()
         order = [order[index] for _, indices in groups for index in indices]
     dtype = dtypes[order[0]].to_real()
     for name in order:

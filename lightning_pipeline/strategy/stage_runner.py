@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.draws import Draws
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.work import StepTask
@@ -311,14 +312,14 @@ def _token(value: Any, state: Microbatch) -> Any:
     number = state.recording.value_of(value) if state.recording is not None else None
     if number is not None:
         return number
-    with torch._C.DisableTorchFunction():
+    with _torch.DisableTorchFunction():
         return value.data_ptr(), value.dtype, value._version
 
 
 def _is_same(token: Any, other: Any, state: Microbatch) -> bool:
     if isinstance(token, int) and isinstance(other, int):
         assert state.recording is not None
-        return state.recording.origin(token) == state.recording.origin(other)
+        return state.recording.event.origin(token) == state.recording.event.origin(other)
     return bool(token == other)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_pipeline import _torch
 from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.runtime.topology import Topology
 
@@ -40,7 +40,7 @@ def summary_of(topology: Topology, sizes: Sequence[int] | None, accumulate: int)
 
 def batch_norms_of(module: nn.Module, sizes: Sequence[int]) -> str | None:
     """A line on batch norms, which see micro-batches of these sizes; None where there are none, or one micro-batch."""
-    names = [name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training]
+    names = [name for name, layer in module.named_modules() if isinstance(layer, _torch.BatchNorm) and layer.training]
     if not names or len(sizes) == 1:
         return None
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

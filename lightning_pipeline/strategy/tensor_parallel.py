@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.runtime.backends import broadcast, warm_up
 from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.runtime.topology import Topology
 
 
 class TensorGroup:
-    """The ranks among which a replica of a stage is split. They see the same data and draw the same random numbers."""
+    """The ranks among which a replica of a stage is split. They see the same data and draw the same random numbers.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        warm_up(group)
-        self._source = dist.get_global_rank(group, 0)
+    Every rank of the world makes it at the same point, after ``init_process_group``.
+
+    Attributes:
+        mesh: of all ranks, with dimensions ``("stage", "data_parallel", "tensor_parallel")``.
+        group: these ranks.
+    """
+
+    # Modules keep the mesh by which their tensors are split, and DTensor's caches the first one that is equal to it: so
+    # later runs have the same one, and a failure does not close its groups.
+    _shared: ClassVar[dict[tuple[Topology, str], TensorGroup]] = {}
+
+    def __init__(self, topology: Topology, device_type: str) -> None:
+        self.mesh = topology.mesh(device_type)
+        self.group = self.mesh["tensor_parallel"].get_group()
+        for group in self.mesh.get_all_groups():
+            warm_up(group)
+        self._source = dist.get_global_rank(self.group, 0)
+
+    @classmethod
+    def shared(cls, topology: Topology, device_type: str, timeout: timedelta) -> TensorGroup:
+        """This process's, or a new one. `timeout`: the longest that a collective may take from now on."""
+        known = topology, device_type
+        if known not in cls._shared or not _torch.is_open(cls._shared[known].group):
+            cls._shared[known] = cls(*known)
+        for group in cls._shared[known].mesh.get_all_groups():
+            _torch.set_group_timeout(timeout, group)
+        return cls._shared[known]
 
     def same(self, value: Any) -> Any:
         """The first rank's value, on all of them."""
@@ -33,13 +57,4 @@ class TensorGroup:
         """Broadcast the first rank's values of tensors that are not split."""
         with waiting_for("the first tensor-parallel rank's values"):
             for tensor in tensors:
-                if not isinstance(tensor, DTensor):
-                    broadcast(tensor, self._source, self.group)
-
-
-def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Redistribute gradients as their parameters are: that of a replicated parameter may be a partial sum."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+                broadcast(tensor, self._source, self.group)

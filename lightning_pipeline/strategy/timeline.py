@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -10,20 +11,20 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_pipeline.engine.executor import Span
-from lightning_pipeline.engine.recorded_times import RecordedStep, gather_recordings
+from lightning_pipeline.engine.recorded_times import gather_recordings, sent_bytes
+from lightning_pipeline.runtime.host_memory import peak_memory
 from lightning_pipeline.schedules import idle_share, measured_costs, recorded_schedule
-from lightning_pipeline.schedules.timeline import overlapped_share, save_chrome_trace, save_picture
+from lightning_pipeline.schedules.records import RecordedStep
+from lightning_pipeline.schedules.timeline import extent, overlapped_share
 
-from .._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
-from .pipeline import pipeline_of
-from .session import Session
-
-MAX_ROWS = 32
-"""Ranks in a picture: as many replicas as that allows, and at least one."""
+from .._lightning import Callback, LightningModule, Trainer, rank_zero_info
+from .pipeline import PipelineStrategy, pipeline_of
+from .timeline_files import TimelineFiles, first_microbatch
+from .timeline_loggers import log_report
 
 
 class PipelineTimeline(Callback):
-    """Records the start and end of every action on every rank, logs metrics of them, and draws the last step.
+    """Records the start and end of every action on every rank, logs metrics of them, and writes a report.
 
     All-reduces of gradients over replicas are recorded as well, one for each bucket. Every `every_n_steps` training
     steps the ranks exchange their recordings, on one clock, and log on every rank:
@@ -36,11 +37,24 @@ class PipelineTimeline(Callback):
     - ``pipeline/reduction_overlap``, with replicas (that hold their parameters whole): the share of the time of
       all-reduces that passes before the last action ends on any rank; the rest makes the step longer;
     - ``pipeline/live_activations/rank0`` and so on: the most activations of virtual stages that the rank held at once;
-    - ``pipeline/live_activations_simulated/rank0`` and so on: the same, by the schedule.
+    - ``pipeline/live_activations_simulated/rank0`` and so on: the same, by the schedule;
+    - ``pipeline/busy/rank0`` and so on: the share of the step in which the rank computes;
+    - ``pipeline/slowest_stage``: the virtual stage that computes for the longest time.
 
-    When training ends, rank 0 writes ``timeline.png`` and ``timeline.json`` (Chrome's trace format: open it in
-    chrome://tracing or Perfetto) of the last step and prints their paths. They have a row for each stage of the first
-    replica, then of the second, and so on: the trace of all replicas, the picture of as many as fit into 32 rows.
+    The bubble and the slowest stage are on the progress bar. At the same steps rank 0 appends the recordings to
+    ``timeline.jsonl``, from which ``lightning-pipeline report`` and ``watch`` read, of a run that was killed, too.
+
+    When training ends, rank 0 writes and prints the paths of:
+
+    - ``report.html``, which any browser shows without a network: each recorded step under a slider, the simulated
+      schedule under the measured one, why ranks wait, live activations, and what moving a module would gain. For that
+      the first rank runs one micro-batch's step once more, on tensors without data, and undoes what it changes;
+    - ``timeline.png`` (with matplotlib) and ``timeline.json`` (Chrome's trace format: open it in chrome://tracing or
+      Perfetto) of the last step. They have a row for each stage of the first replica, then of the second, and so on:
+      the trace of all replicas, the picture of as many as fit into 32 rows.
+
+    The loggers get the metrics, and the picture and the report as far as they can take them: TensorBoard, W&B, MLflow
+    and Comet the picture, the last three the report.
 
     Without this callback nothing is recorded, at no cost. With it, an action takes half a microsecond longer, and each
     logging exchanges messages, half of them to align the clocks: 5 to 10 ms between two processes on CPU, up to 60 ms
@@ -48,21 +62,34 @@ class PipelineTimeline(Callback):
 
     Args:
         dirpath: folder for the files; default: the Trainer's log folder.
-        filename: their name without extension.
+        filename: the name of all but the report, without extension.
         every_n_steps: optimizer steps between logs; default: the Trainer's ``log_every_n_steps``.
+        picture_every_n_steps: optimizer steps between pictures in the loggers, which take half a second each to draw,
+            and are drawn at steps that are logged; default: only the last step's.
 
     Raises:
-        ValueError: `every_n_steps` is not a whole number from 1.
+        ValueError: one of them is not a whole number from 1, or there are no pictures at steps that are logged.
     """
 
     def __init__(
-        self, dirpath: str | Path | None = None, filename: str = "timeline", every_n_steps: int | None = None
+        self,
+        dirpath: str | Path | None = None,
+        filename: str = "timeline",
+        every_n_steps: int | None = None,
+        picture_every_n_steps: int | None = None,
     ) -> None:
         if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 1):
             raise ValueError(
                 f"every_n_steps is a whole number from 1, or None for the Trainer's log_every_n_steps; "
                 f"got {every_n_steps!r}"
             )
+        pictures = picture_every_n_steps
+        if pictures is not None and (not isinstance(pictures, int) or pictures < 1 or pictures % (every_n_steps or 1)):
+            raise ValueError(
+                f"picture_every_n_steps is a whole number from 1 and a multiple of every_n_steps, or None for the last "
+                f"step alone; got {pictures!r} with every_n_steps={every_n_steps}"
+            )
+        self.picture_every_n_steps = picture_every_n_steps
         self.dirpath = dirpath
         self.filename = filename
         self.every_n_steps = every_n_steps
@@ -72,10 +99,16 @@ class PipelineTimeline(Callback):
         """This rank's recording of the last step, on its own clock."""
         self._last_step = 0
         self._recording = RecordedStep(0)
+        self._files: TimelineFiles | None = None
+        self._folder: Path | None = None
+        self._has_begun = False
+        self._microbatch: Any = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = trainer.global_step
+        self._files = self._folder = self._microbatch = None
+        self._has_begun = False
         strategy = pipeline_of(trainer)
         if strategy is not None:
             strategy.observers.add(self._note_action)
@@ -93,14 +126,24 @@ class PipelineTimeline(Callback):
         if strategy is None:
             return
         self.recorded = self._recording
+        if not self._has_begun:  # a copy: a batch that is kept would be sent to all ranks
+            self._has_begun = True
+            with strategy.session.stages.aside():  # on all ranks, as it may be a meeting
+                self._microbatch = first_microbatch(strategy.session, pl_module, batch)
         self.recorded.peak_live = strategy.session.pipeline.peak_live
         # Batches within an accumulation window are no optimizer steps.
         step, is_step = trainer.global_step, trainer.global_step != self._last_step
         self._last_step = step
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if is_step and every and step % every == 0 and self.recorded.actions:
-            _, metrics = self._exchange(strategy.session, self.recorded)
+            recorded, metrics = self._exchange(trainer, strategy, pl_module)
+            if self.picture_every_n_steps is not None and step % self.picture_every_n_steps == 0:
+                with strategy.session.stages.aside():
+                    if self._files is not None:
+                        self._files.show(recorded, trainer.loggers, step)
+            shown = {name: metrics.pop(name) for name in ("pipeline/bubble", "pipeline/slowest_stage")}
             pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log_dict(shown, on_step=True, on_epoch=False, batch_size=1, prog_bar=True)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,12 +153,20 @@ class PipelineTimeline(Callback):
             return
         strategy.observers.discard(self._note_action)
         strategy.observe_buckets = None
-        dirpath = Path(strategy.broadcast(self.dirpath or trainer.log_dir or trainer.default_root_dir))
         if self.recorded is None or not self.recorded.actions:
             return
-        recorded, metrics = self._exchange(strategy.session, self.recorded)
-        if trainer.is_global_zero:
-            self._write(recorded, dirpath, metrics["pipeline/bubble_simulated"])
+        recorded, metrics = self._exchange(trainer, strategy, pl_module)
+        told = ""
+        with strategy.session.stages.aside():
+            if self._files is not None:
+                paths = self._files.finish(recorded, strategy.session, pl_module)
+                self._files.show(recorded, trainer.loggers, trainer.global_step, is_drawn=True)
+                log_report(trainer.loggers, paths[0])
+                told = ", ".join(map(str, paths))
+        rank_zero_info(
+            f"Timeline of the last training step (bubble {self.bubble:.1%}, simulated "
+            f"{metrics['pipeline/bubble_simulated']:.1%}): {told}"
+        )
 
     def _note_action(self, span: Span) -> None:
         self._recording.actions.append(span)
@@ -123,22 +174,25 @@ class PipelineTimeline(Callback):
     def _note_reduction(self, bucket: int, start: float, end: float) -> None:
         self._recording.note_reduction(bucket, start, end)
 
-    def _exchange(self, session: Session, own: RecordedStep) -> tuple[list[list[RecordedStep]], dict[str, float]]:
-        """All ranks' recordings, by replica and stage, and the metrics. All ranks must call it."""
+    def _exchange(
+        self, trainer: Trainer, strategy: PipelineStrategy, module: LightningModule
+    ) -> tuple[list[list[RecordedStep]], dict[str, float]]:
+        """All ranks' recordings of the last step, by replica and stage, and the metrics. All ranks must call it."""
+        session, own = strategy.session, self.recorded
+        assert own is not None
+        own.sent, own.memory = sent_bytes(session.pipeline), peak_memory(session.device)
         # All ranks log: metrics that callbacks monitor have to be the same everywhere.
         recorded = gather_recordings(own, session.transport, session.replicas)
         metrics = timeline_metrics(recorded, session.pipeline.placement)
         self.bubble = metrics["pipeline/bubble"]
+        if self._folder is None:
+            self._folder = Path(strategy.broadcast(self.dirpath or trainer.log_dir or trainer.default_root_dir))
+        with session.stages.aside():
+            if session.topology.rank == 0:
+                if self._files is None:
+                    self._files = TimelineFiles(self._folder, self.filename, session, module, self._microbatch)
+                self._files.add(trainer.global_step, recorded)
         return recorded, metrics
-
-    def _write(self, recorded: Sequence[Sequence[RecordedStep]], dirpath: Path, simulated: float) -> None:
-        dirpath.mkdir(parents=True, exist_ok=True)
-        trace = write_chrome_trace(recorded, dirpath / f"{self.filename}.json")
-        picture = draw_timeline(recorded, dirpath / f"{self.filename}.png")
-        rank_zero_info(
-            f"Timeline of the last training step (bubble {self.bubble:.1%}, simulated {simulated:.1%}): {picture} "
-            f"and, for chrome://tracing, {trace}"
-        )
 
 
 def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequence[int]) -> dict[str, float]:
@@ -150,6 +204,8 @@ def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequ
     """
     pipelines = [[rank.actions for rank in pipeline] for pipeline in recorded]
     timeline = [row for pipeline in pipelines for row in pipeline]
+    begin, end = extent(timeline)
+    duration = end - begin
     reductions = [rank.reductions for pipeline in recorded for rank in pipeline]
     # Replicas may differ in speed, and in the schedule that "auto" has chosen.
     simulations = [
@@ -159,59 +215,16 @@ def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequ
         "pipeline/bubble": idle_share(timeline),
         "pipeline/bubble_simulated": fmean(simulation.bubble for simulation in simulations),
     }
+    busy: dict[int, float] = defaultdict(float)
+    for action, start, end in (span for row in timeline for span in row if span[0].kind.is_compute):
+        busy[action.stage] += end - start
+    metrics["pipeline/slowest_stage"] = float(max(busy, key=busy.__getitem__))
     if any(reductions):
         metrics["pipeline/reduction_overlap"] = overlapped_share(timeline, reductions)
     for pipeline, simulation in zip(recorded, simulations, strict=True):
         for rank, simulated in zip(pipeline, simulation.peak_live, strict=True):
             metrics[f"pipeline/live_activations/rank{rank.rank}"] = float(rank.peak_live)
             metrics[f"pipeline/live_activations_simulated/rank{rank.rank}"] = float(simulated)
+            computing = sum(end - start for action, start, end in rank.actions if action.kind.is_compute)
+            metrics[f"pipeline/busy/rank{rank.rank}"] = computing / duration if duration else 0.0
     return metrics
-
-
-def write_chrome_trace(recorded: Sequence[Sequence[RecordedStep]], path: Path) -> Path:
-    """Write a trace of all ranks' recordings. Returns `path`."""
-    ranks = [rank for pipeline in recorded for rank in pipeline]
-    return save_chrome_trace(
-        [rank.actions for rank in ranks],
-        path,
-        reductions=[rank.reductions for rank in ranks],
-        labels=_labels(recorded),
-    )
-
-
-def draw_timeline(recorded: Sequence[Sequence[RecordedStep]], path: Path) -> Path | None:
-    """Draw the recordings of the first replicas. Returns `path`, or None where matplotlib is not installed."""
-    num_shown = max(1, MAX_ROWS // len(recorded[0]))
-    shown = [rank for pipeline in recorded[:num_shown] for rank in pipeline]
-    title = "last training step"
-    if num_shown < len(recorded):
-        title += f", {num_shown} of {len(recorded)} replicas"
-    try:
-        return save_picture(
-            [[(action, start * 1e3, end * 1e3) for action, start, end in rank.actions] for rank in shown],
-            path,
-            title=title,
-            time_label="milliseconds",
-            reductions=[[(start * 1e3, end * 1e3) for start, end in rank.reductions] for rank in shown],
-            labels=_labels(recorded)[: len(shown)],
-        )
-    except ModuleNotFoundError as error:
-        rank_zero_warn(f"the timeline is not drawn: {error}")
-        return None
-
-
-def _labels(recorded: Sequence[Sequence[RecordedStep]]) -> list[str]:
-    """The names of the rows."""
-    if len(recorded) == 1:
-        return [f"rank {rank.rank}" for rank in recorded[0]]
-    return [
-        f"rank {rank.rank} (replica {replica}, {_stages(rank)})"
-        for replica, pipeline in enumerate(recorded)
-        for rank in pipeline
-    ]
-
-
-def _stages(rank: RecordedStep) -> str:
-    """``"stage 1"``, or ``"stages 1, 3"`` of a rank with several virtual stages."""
-    stages = sorted({action.stage for action, _, _ in rank.actions})
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"

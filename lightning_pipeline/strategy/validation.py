@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline.engine.fully_sharded import is_sharded, sharded_elsewhere
 from lightning_pipeline.partition.stage_config import AUTO
-from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.schedules.validation import MAX_PASSES, MAX_PROCESSES, MAX_RANKS, shown
 
 from .._lightning import (
@@ -73,8 +73,8 @@ def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
         _check_count("num_microbatches", asked.num_microbatches, MAX_PASSES)
     if asked.max_live_microbatches is not None and not choice.is_auto:
         raise ValueError(
-            f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto", which chooses; '
-            f"with {choice.label!r} it is given"
+            f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto" or "optimized", which '
+            f"choose; with {choice.label!r} it is given"
         )
 
 
@@ -114,17 +114,6 @@ def check_tensors_are_whole(module: LightningModule, tensor_parallel_size: int) 
         )
 
 
-def check_one_replica(topology: Topology) -> None:
-    """Raise a ValueError if there are several replicas, which tensor parallelism does not support."""
-    if topology.data_parallel_size > 1:
-        size, stages = topology.tensor_parallel_size, topology.num_stages
-        raise ValueError(
-            f"tensor_parallel_size={size} and num_stages={stages} on {topology.world_size} devices make "
-            f"{topology.data_parallel_size} replicas, but tensor parallelism supports one only: use "
-            f"devices={stages * size}, or tensor_parallel_size=1"
-        )
-
-
 def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tensor_parallel: bool) -> None:
     """Raise a ValueError where a callback or an option does not go with parameters in slices."""
     if fsdp and (copy := next(copies_of(module, trainer), None)) is not None:
@@ -132,8 +121,14 @@ def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tenso
             f'a callback keeps a copy of {type(copy).__name__} for averaging, and data_parallel="fsdp" leaves no whole '
             f"weights to average: use data_parallel='zero1', which shards the optimizer state only, or drop it"
         )
-    sliced = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
-    if sliced is not None and not (tensor_parallel or fsdp):
+    for name in sharded_elsewhere(module):
+        raise ValueError(
+            f"{name or 'the module'} of {type(module).__name__} is sharded by fully_shard, which would gather it for "
+            f'each micro-batch: leave fully_shard out of configure_model, and set data_parallel="fsdp"'
+        )
+    slices = ((name, p) for name, p in module.named_parameters() if isinstance(p, DTensor) and not fsdp)
+    sliced = next((name for name, p in slices if is_sharded(p) or not tensor_parallel), None)
+    if sliced is not None:
         raise ValueError(
             f"{sliced} of {type(module).__name__} is a DTensor: if configure_model split it, set "
             f'tensor_parallel_size; if an earlier run with data_parallel="fsdp" did, use that again, or make a new '

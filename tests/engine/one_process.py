@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.one_rank import OneRankStep
 from lightning_pipeline.engine.pipeline import Pipeline
-from lightning_pipeline.engine.work import StepTask
+from lightning_pipeline.engine.step import PipelineStep
+from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.stage_config import resolve
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
@@ -44,12 +46,16 @@ class Came:
 
 
 class _OnOneRank(Pipeline):
-    def _run_alone(self, work: StepTask, states: list[Microbatch]) -> None:
-        with self.recorder.patched(), self.recorder.installed():
-            self._run_in_stages(work, states)
+    def _run_alone(self, step: OneRankStep, work: StepTask, states: list[Microbatch], extra: Any) -> list[list[float]]:
+        stages = PipelineStep(self._shared, work, states, LiveCount(), None)
+        program = self.program(training=True, num_microbatches=len(states))
+        with self._around(), self.recorder.patched(), self.recorder.installed():
+            stages.run_micro_batches(program)
+        return []
 
-    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.detach() for tensor in tensors]
+
+def _as_they_are(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach() for tensor in tensors]
 
 
 def one_after_the_other(num_stages: int, num_microbatches: int, *, splits: bool = False, ahead: int = 2) -> Schedule:
@@ -97,6 +103,7 @@ def on_stages(
         schedule=lambda count: one_after_the_other(num_stages, count, splits=splits),
         num_microbatches=len(batches),
     )
+    pipeline._shared.spread_module_tensors = _as_they_are  # type: ignore[method-assign]
     came = Came(pipeline=pipeline)
 
     def run(state: Microbatch, batch: Any) -> tuple[Any, Any]:

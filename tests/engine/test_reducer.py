@@ -408,11 +408,11 @@ def test_refused_arguments() -> None:
     PipelineGradReducer([own], 1.0, False)
     with pytest.raises(ValueError, match="of 2 parameters only 1 are different"):
         PipelineGradReducer([own, own])
-    with pytest.raises(ValueError, match="scale_sense has to be positive and finite, got 0"):
+    with pytest.raises(ValueError, match="scale_sense must be positive and finite, got 0"):
         PipelineGradReducer([own], 0.0)
     with pytest.raises(ValueError, match=r"one element, got a tensor of shape \(2,\)"):
         PipelineGradReducer([own], torch.ones(2))
-    with pytest.raises(ValueError, match="bucket_bytes has to be positive, got 0"):
+    with pytest.raises(ValueError, match="bucket_bytes must be positive, got 0"):
         PipelineGradReducer([own], bucket_bytes=0)
     with pytest.raises(ValueError, match="2 names for 1 parameters"):
         PipelineGradReducer([own], names=["a", "b"])

@@ -33,7 +33,7 @@ from lightning_pipeline.schedules import (
     save_csv,
     simulate,
 )
-from lightning_pipeline.schedules.timeline import load_chrome_trace
+from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
 from tests.accelerators.tables import group_list, v1_0, v1_2
 from tests.fuzz.outcomes import DIGITS, NUMBERS, SCALARS, TEXTS, VALUES, damaged, mutated, taken
 

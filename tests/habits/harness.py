@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.partition.microbatch import microbatches_of
+from lightning_pipeline.schedules.builders import V_NAMES
 from lightning_pipeline.strategy import partitioner
 from tests.habits.table import HABITS, Habit, load
 
@@ -62,7 +63,7 @@ class Configuration:
     @property
     def parts(self) -> int:
         """Into how many stages a module is cut, with virtual ones."""
-        return self.stages * (2 if self.schedule in ("looped_bfs", "zbv") or "interleaved" in self.schedule else 1)
+        return self.stages * (2 if self.schedule in ("looped_bfs", *V_NAMES) or "interleaved" in self.schedule else 1)
 
 
 CONFIGURATIONS = ("2-1f1b", "2-interleaved_1f1b", "2-zero_bubble", "3-1f1b", "4-1f1b", "2-auto")

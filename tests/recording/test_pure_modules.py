@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_pipeline.partition.placeholder import become_absent
 from lightning_pipeline.recording.pure_modules import state_of
 
 SCALE = 2.0
@@ -73,6 +74,16 @@ class Block(nn.Module):
 
 def test_a_block_only_computes() -> None:
     assert state_of(Block()) is not None
+
+
+def test_a_block_that_another_rank_holds_only_computes() -> None:
+    block = Block()
+    for parameter in block.parameters():
+        become_absent(parameter, "a parameter of another rank")
+    state = state_of(block)
+    assert state is not None and state.is_unchanged()
+    block.norm.requires_grad_(False)
+    assert not state.is_unchanged()
 
 
 def _body(function: Callable[..., Tensor]) -> type[nn.Module]:

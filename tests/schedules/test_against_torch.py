@@ -8,7 +8,8 @@ Equal, action by action, for all p, m and v below:
   ranks divide micro-batches or there are fewer than two for each rank, also fewer micro-batches than ranks;
 - "zero_bubble" and ScheduleInterleavedZeroBubble with one stage a rank, for every m that theirs takes;
 - "zbv" and ScheduleZBVZeroBubble up to the last weight gradients: behind all else theirs does those of the stage on
-  the way up first, ours those of the stage on the way down. Nothing waits for either.
+  the way up first, ours those of the stage on the way down. Nothing waits for either;
+- "dualpipe_v" and ScheduleDualPipeV, whose overlapping pairs are a forward and then a backward here.
 
 Not equal, on purpose:
 
@@ -26,6 +27,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import (
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -129,6 +131,14 @@ def test_zbv(p: int, m: int) -> None:
         tail = max(place for place, action in enumerate(order) if action.kind is not Kind.W) + 1
         assert texts(order)[:tail] == expected[:tail]
         assert texts(order)[tail:] == sorted(expected[tail:], key=lambda text: text.split("W")[0] != str(rank))
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (2 * p, 2 * p + 1, 5 * p)])
+def test_dualpipe_v(p: int, m: int) -> None:
+    theirs = bare(ScheduleDualPipeV, pp_group_size=p, num_stages=2 * p, _num_stages=2 * p, _n_microbatches=m)
+    for rank, order in enumerate(build("dualpipe_v", p, m, 2)):
+        pairs = [action.sub_actions or [action] for action in theirs._calculate_single_rank_operations(rank)]
+        assert texts(order) == [str(action) for pair in pairs for action in pair]
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zbv"])

@@ -7,6 +7,7 @@ import pytest
 from lightning_pipeline.schedules import (
     Simulation,
     build,
+    build_for_batch,
     forward_only,
     interleaved_1f1b,
     interleaved_1f1b_low_memory,
@@ -88,6 +89,41 @@ def test_zbv(p: int, m: int) -> None:
         assert result.peak_live == [2 * p] * p
     else:
         assert max(result.peak_live) <= 2 * p
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (1, 2, 3, 5, 8) for m in (2 * p - 1, 2 * p, 5 * p)])
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 3, 1), (1, 1.5, 0.75), (1, 1, 2), (3, 1, 1)])
+def test_zero_bubble_h2(p: int, m: int, f: float, i: float, w: float) -> None:
+    result = simulate(build("zero_bubble_h2", p, m), f, i, w)
+    assert idle_times(result) == pytest.approx([(p - 1) * (f + max(0, i - 2 * w))] * p)
+    assert result.peak_live == [2 * p - 1] * p
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16])
+def test_v_half(p: int) -> None:
+    """Half of 1F1B's activations on the fullest rank, as 2405.15362 says, whatever the micro-batches."""
+    for m in (p, p + 1, 2 * p, 5 * p):
+        result = simulate(build("v_half", p, m, 2))
+        assert max(result.peak_live) == min(2 * (p // 2 + 1), 2 * m)
+        assert idle_times(result) == [3 * p - (4 if p % 2 else 3) if p > 1 else 0] * p
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16])
+def test_v_min(p: int) -> None:
+    """A third of 1F1B's activations on the fullest rank, as 2405.15362 says, whatever the micro-batches."""
+    for m in (p, p + 1, 2 * p, 5 * p):
+        result = simulate(build("v_min", p, m, 2))
+        assert max(result.peak_live) == min(2 * ((p + 4) // 3), 2 * m)
+        assert idle_times(result) == [4 * p - (5 if p % 3 else 3) if p > 1 else 0] * p
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (1, 2, 3, 5, 8) for m in (2 * p, 2 * p + 1, 5 * p)])
+def test_dualpipe_v(p: int, m: int) -> None:
+    result = simulate(build("dualpipe_v", p, m, 2))
+    assert idle_times(result) == [p - 1] * p
+    assert result.peak_live == [2 * p + 1] * p
+    for fewer in range(1, 2 * p):
+        assert max(simulate(build_for_batch("dualpipe_v", p, fewer, 2)).peak_live) <= 2 * p + 1
 
 
 def idle_times(result: Simulation) -> list[float]:

@@ -17,7 +17,9 @@ def test_only_neighbours_of_one_micro_batch_are_fused() -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "v"), [("zero_bubble", 1), ("interleaved_zero_bubble", 2), ("zbv", 2), ("1f1b", 1)])
+@pytest.mark.parametrize(
+    ("name", "v"), [("zero_bubble", 1), ("interleaved_zero_bubble", 2), ("zbv", 2), ("v_half", 2), ("1f1b", 1)]
+)
 def test_a_fused_schedule_is_sound_and_holds_as_much(name: str, v: int) -> None:
     for num_ranks, num_microbatches in ((2, 4), (4, 8), (4, 11)):
         schedule = build(name, num_ranks, num_microbatches, v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,28 @@ def test_the_legend_names_what_is_there(tmp_path: Path) -> None:
     assert few & many == {"forward", "backward", "idle"}
 
 
-def test_the_shade_tells_the_virtual_stage(tmp_path: Path) -> None:
-    def colours(stages: int) -> set[str]:
+def test_hue_and_hatching_tell_the_virtual_stage(tmp_path: Path) -> None:
+    def looks(stages: int) -> tuple[set[str], int]:
         orders = [[(Action("F", stage, 0), float(stage), stage + 1.0) for stage in range(stages)]]
-        path = save_picture(orders, tmp_path / f"{stages}.svg")
-        # Boxes are the shapes with white edges, drawn by reference.
-        styles = [use.get("style", "") for use in ElementTree.parse(path).iter(f"{SVG}use")]
-        return {style.split(";")[0] for style in styles if style.startswith("fill") and "stroke: #ffffff" in style}
+        text = save_picture(orders, tmp_path / f"{stages}.svg").read_text()
+        return set(re.findall("#0072b2|#56b4e9", text)), len(re.findall("<pattern ", text))
 
-    assert len(colours(1)) == 1
-    assert len(colours(3)) == 3
-    assert colours(1) < colours(3)
+    assert looks(1) == ({"#0072b2"}, 0)
+    hues, patterns = looks(3)
+    assert hues == {"#0072b2", "#56b4e9"}
+    assert patterns >= 2  # the third has the first one's hue, and a hatching of its own
+
+
+def test_a_large_schedule_stays_legible(tmp_path: Path) -> None:
+    """In an SVG, which may be wide, all numbers are there; where they would be too small, boxes merge."""
+
+    spans = simulate(build("1f1b", 16, 64)).spans
+    found = texts(spans, tmp_path / "wide.svg")
+    assert found.count("63") == 2 * 16
+    sizes = re.findall(r"font-size: ([0-9.]+)px", (tmp_path / "wide.svg").read_text())
+    assert min(map(float, sizes)) >= 6
+    many = simulate(build("gpipe", 2, 400)).spans
+    assert texts(many, tmp_path / "many.svg").count("0–399") == 2 * 2
 
 
 def test_all_reduces_are_a_strip_that_may_go_on(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from lightning_pipeline.schedules import (
     build_for_batch,
     check,
     default_virtual_stages,
+    dualpipe_v,
     forward_only,
     gpipe,
     interleaved_1f1b,
@@ -16,8 +17,11 @@ from lightning_pipeline.schedules import (
     interleaved_zero_bubble,
     one_f_one_b,
     placement_of,
+    v_half,
+    v_min,
     zbv,
     zero_bubble,
+    zero_bubble_h2,
 )
 
 TRAINING = [name for name in SCHEDULE_NAMES if name != "forward"]
@@ -32,7 +36,11 @@ def test_build_finds_every_builder() -> None:
     assert build("interleaved_1f1b_low_memory", 2, 4, 2) == interleaved_1f1b_low_memory(2, 4, 2)
     assert build("zero_bubble", 2, 4) == zero_bubble(2, 4)
     assert build("interleaved_zero_bubble", 2, 4, 2) == interleaved_zero_bubble(2, 4, 2)
+    assert build("zero_bubble_h2", 2, 4) == zero_bubble_h2(2, 4)
     assert build("zbv", 2, 4, 2) == zbv(2, 4)
+    assert build("v_half", 2, 4, 2) == v_half(2, 4)
+    assert build("v_min", 2, 4, 2) == v_min(2, 4)
+    assert build("dualpipe_v", 2, 4, 2) == dualpipe_v(2, 4)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
@@ -46,6 +54,7 @@ def test_default_virtual_stages() -> None:
         "gpipe",
         "1f1b",
         "zero_bubble",
+        "zero_bubble_h2",
     }
     assert {default_virtual_stages(name) for name in SCHEDULE_NAMES} == {1, 2}
 
@@ -58,7 +67,8 @@ def test_placement_is_that_of_the_schedule(name: str) -> None:
 
 def test_placements() -> None:
     assert placement_of("interleaved_1f1b", 2, 3) == (0, 1, 0, 1, 0, 1)
-    assert placement_of("zbv", 3, 2) == (0, 1, 2, 2, 1, 0)
+    for name in ("zbv", "v_half", "v_min", "dualpipe_v"):
+        assert placement_of(name, 3, 2) == (0, 1, 2, 2, 1, 0)
     with pytest.raises(ScheduleError, match="1f1b runs one virtual stage on each rank"):
         placement_of("1f1b", 2, 2)
     with pytest.raises(ScheduleError, match="zbv runs two virtual stages on each rank"):

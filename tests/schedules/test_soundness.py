@@ -16,7 +16,7 @@ from lightning_pipeline.schedules import (
     lower,
 )
 
-FIXED = ("1f1b", "zero_bubble", "zbv")
+FIXED = ("1f1b", "zero_bubble", "zero_bubble_h2", "zbv", "v_half", "v_min", "dualpipe_v")
 # Ranks, micro-batches and virtual stages: as many as there are ranks, not a multiple of them, about two for each rank
 # and many more.
 LARGE = [
@@ -37,8 +37,9 @@ def prove(schedule: Schedule) -> None:
     check(lower(schedule))
     seen = defaultdict(list)
     for action in (action for order in schedule for action in order):
-        # One row for I, alone or as a part of B.
-        seen[Kind.I if action.kind is Kind.B else action.kind, action.stage].append(action.microbatch)
+        # B is both halves, as a stage may run some backwards whole and others split.
+        for kind in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):
+            seen[kind, action.stage].append(action.microbatch)
     for kind, stage in seen:
         assert seen[kind, stage] == list(range(schedule.num_microbatches)), f"{kind} of stage {stage}"
 

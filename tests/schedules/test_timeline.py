@@ -16,6 +16,7 @@ from lightning_pipeline.schedules import (
     save_chrome_trace,
     simulate,
 )
+from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
 from lightning_pipeline.schedules.timeline import one_at_a_time, overlapped_share
 
 # Two ranks from 10 to 14 seconds: 3 + 1 of 8 seconds compute.
@@ -93,3 +94,20 @@ def test_chrome_trace_of_other_units(tmp_path: Path) -> None:
     path = save_chrome_trace(RECORDED, tmp_path / "trace.json", unit=1e-3)
     ends = [e["ts"] + e["dur"] for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     assert max(ends) == pytest.approx(4e3)
+
+
+def test_chrome_trace_has_arrows_from_sends_to_their_users_and_counters(tmp_path: Path) -> None:
+    """Each replica's own: the second one's rows are those of ranks 2 and 3."""
+    twice = [*RECORDED, *RECORDED]
+    path = save_chrome_trace(twice, tmp_path / "t.json", kept={0: 100.0, 1: 50.0})
+    events = json.loads(path.read_text())["traceEvents"]
+    flows = [(e["id"], e["ph"], e["tid"], e["ts"]) for e in events if e.get("cat") == "transfer"]
+    assert flows == [(0, "s", 0, 1.25e6), (0, "f", 1, 1.5e6), (1, "s", 2, 1.25e6), (1, "f", 3, 1.5e6)]
+    counters = [(e["name"], e["ts"], e["args"]) for e in events if e["ph"] == "C" and "rank 0" in e["name"]]
+    assert counters == [
+        ("live activations, rank 0", 0.0, {"count": 1}),
+        ("bytes of live activations, rank 0", 0.0, {"bytes": 100.0}),
+        ("live activations, rank 0", 4e6, {"count": 0}),
+        ("bytes of live activations, rank 0", 4e6, {"bytes": 0.0}),
+    ]
+    assert [len(row) for row in load_chrome_trace(path)] == [3, 2, 3, 2]

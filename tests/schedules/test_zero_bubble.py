@@ -1,6 +1,7 @@
-"""Each zero-bubble builder's order is its drawing."""
+"""Each builder of split backwards's order is its drawing."""
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from textwrap import dedent
 
@@ -11,12 +12,16 @@ from lightning_pipeline.schedules import (
     Kind,
     Schedule,
     ScheduleError,
+    dualpipe_v,
     interleaved_1f1b_low_memory,
     interleaved_zero_bubble,
     render,
     simulate,
+    v_half,
+    v_min,
     zbv,
     zero_bubble,
+    zero_bubble_h2,
 )
 
 ZERO_BUBBLE_2X4 = """
@@ -45,6 +50,29 @@ ZBV_2X2 = """
     rank 0  0F0 0F1  .  3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0  .  0I1 0W1
     rank 1   .  1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
 """
+H2_2X4 = """
+    rank 0  0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    rank 1   .  1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3
+"""
+H2_3X5 = """
+    rank 0  0F0 0F1 0F2 0F3 0F4 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4
+    rank 1   .  1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4
+    rank 2   .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
+"""
+V_HALF_3X3 = """
+    rank 0  0F0 0F1  .   .   .  5F0 5I0 0F2 5W0 5F1 5I1 5W1 0I0 0W0  .  5F2 5I2 0I1 5W2 0W1  .  0I2 0W2
+    rank 1   .  1F0  .   .  4F0 1F1  .  4I0 4F1 4W0 1F2 1I0 4I1 1W0 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2
+    rank 2   .   .  2F0 3F0  .   .  2F1 3F1 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
+"""
+V_MIN_3X2 = """
+    rank 0  0F0  .   .   .   .  5F0 0F1 5I0 5W0  .   .  5F1  .  0I0 5I1 0W0 5W1  .   .  0I1 0W1
+    rank 1   .  1F0  .   .  4F0  .   .  1F1 4I0 4W0 4F1  .  1I0 1W0  .  4I1 4W1  .  1I1 1W1
+    rank 2   .   .  2F0 3F0  .   .   .   .  2F1 3F1 3I0 2I0 3W0 2W0  .   .  3I1 2I1 3W1 2W1
+"""
+DUALPIPE_V_2X4 = """
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3B1 3F2 0B0 0B0 3B2 3B2 3F3  .  0B1 0B1 3B3 3B3 0I2 0W2 0I3 0W3
+    rank 1   .  1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 1F3 2B1 2B1 2F3 1B1 1B1 2B2 2B2 1B2 1B2 2I3 1I3 2W3 1W3
+"""
 # Columns carry no time below; a and b are the first and second virtual stage of a rank.
 ZBV_4X8 = """
 r0 F0a F1a F2a F3a F4a F5a F6a F0b I0b W0b F1b I1b W1b F2b I2b W2b F3b I3b W3b F7a I0a W0a F4b I4b W4b I1a W1a F5b I5b W5b I2a W2a F6b I6b W6b I3a W3a F7b I7b W7b I4a W4a I5a W5a I6a W6a I7a W7a
@@ -69,6 +97,11 @@ r3 F0a F1a F2a F3a F0b I0b F1b I1b F2b I2b F3b I3b W0b F4a I0a W1b F5a I1a W2b F
         (interleaved_zero_bubble(2, 3, 2), INTERLEAVED_2X3),
         (zbv(2, 4), ZBV_2X4),
         (zbv(2, 2), ZBV_2X2),
+        (zero_bubble_h2(2, 4), H2_2X4),
+        (zero_bubble_h2(3, 5), H2_3X5),
+        (v_half(3, 3), V_HALF_3X3),
+        (v_min(3, 2), V_MIN_3X2),
+        (dualpipe_v(2, 4), DUALPIPE_V_2X4),
     ],
     ids=str,
 )
@@ -78,7 +111,15 @@ def test_drawing(schedule: Schedule, drawing: str) -> None:
 
 @pytest.mark.parametrize(
     ("builder", "drawing"),
-    [(zero_bubble, ZERO_BUBBLE_2X4), (interleaved_zero_bubble, INTERLEAVED_2X4), (zbv, ZBV_2X4)],
+    [
+        (zero_bubble, ZERO_BUBBLE_2X4),
+        (zero_bubble_h2, H2_2X4),
+        (interleaved_zero_bubble, INTERLEAVED_2X4),
+        (zbv, ZBV_2X4),
+        (v_half, V_HALF_3X3),
+        (v_min, V_MIN_3X2),
+        (dualpipe_v, DUALPIPE_V_2X4),
+    ],
 )
 def test_docstring_shows_the_drawing(builder: object, drawing: str) -> None:
     assert drawing.strip() in re.sub(r"\n +", "\n    ", builder.__doc__ or "")
@@ -117,20 +158,22 @@ def test_zbv_waits_only_at_its_ends(p: int, m: int) -> None:
         assert all(before.end == after.start for before, after in pairwise(spans))
 
 
-def test_zero_bubble_takes_one_virtual_stage() -> None:
+@pytest.mark.parametrize("builder", [zero_bubble, zero_bubble_h2])
+def test_zero_bubble_takes_one_virtual_stage(builder: Callable[..., Schedule]) -> None:
     with pytest.raises(ScheduleError, match="num_virtual_stages=2; for several use interleaved_zero_bubble"):
-        zero_bubble(2, 4, 2)
+        builder(2, 4, 2)
 
 
 @pytest.mark.parametrize("v", [1, 3])
-def test_zbv_takes_two_virtual_stages(v: int) -> None:
+@pytest.mark.parametrize("builder", [zbv, v_half, v_min, dualpipe_v])
+def test_a_v_takes_two_virtual_stages(builder: Callable[..., Schedule], v: int) -> None:
     with pytest.raises(ScheduleError, match=f"num_virtual_stages={v}; use num_virtual_stages=2, or zero_bubble"):
-        zbv(2, 4, v)
+        builder(2, 4, v)
 
 
 @pytest.mark.parametrize("counts", [(0, 4, 2), (2, 0, 2), (2, 4, 0)])
-@pytest.mark.parametrize("builder", [zero_bubble, interleaved_zero_bubble, zbv])
+@pytest.mark.parametrize("builder", [zero_bubble, zero_bubble_h2, interleaved_zero_bubble, zbv, v_half, dualpipe_v])
 def test_counts_below_one(builder: object, counts: tuple[int, int, int]) -> None:
-    counts = (*counts[:2], min(counts[2], 1)) if builder is zero_bubble else counts
+    counts = (*counts[:2], min(counts[2], 1)) if builder in (zero_bubble, zero_bubble_h2) else counts
     with pytest.raises(ScheduleError, match="at least one rank, micro-batch and virtual stage"):
         builder(*counts)  # type: ignore[operator]

@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pipeline import PipelineTimeline
-from lightning_pipeline.schedules import build, simulate
+from lightning_pipeline.schedules import Action, build, simulate
+from lightning_pipeline.schedules.records import read_records
 from tests.launching import launch
 from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import pipeline_trainer, plain_trainer
@@ -84,7 +85,11 @@ class TestSchedules:
         first, second = (rank[name]["metrics"] for rank in two_ranks)
         assert first == second
         live = [f"pipeline/live_activations{which}/rank{rank}" for which in ("", "_simulated") for rank in range(2)]
-        assert sorted(first) == sorted(["pipeline/bubble", "pipeline/bubble_simulated", *live])
+        busy = [f"pipeline/busy/rank{rank}" for rank in range(2)]
+        others = [f"pipeline/{what}" for what in ("bubble", "bubble_simulated", "slowest_stage")]
+        assert sorted(first) == sorted([*others, *busy, *live])
+        assert first["pipeline/bubble"] == pytest.approx(1 - sum(map(first.get, busy)) / 2)  # type: ignore[arg-type]
+        assert first["pipeline/slowest_stage"] in range(2 * VIRTUAL_STAGES[name])
 
     def test_bubbles_are_shares(self, two_ranks: list[dict[str, Any]], name: str) -> None:
         metrics = two_ranks[0][name]["metrics"]
@@ -105,6 +110,19 @@ class TestSchedules:
         forwards = [event["tid"] for event in spans if "F" in event["name"] and "_" not in event["name"]]
         each = NUM_MICROBATCHES * VIRTUAL_STAGES[name]
         assert [forwards.count(rank) for rank in sorted(set(forwards))] == [each, each]
+
+    def test_the_records_and_the_report(self, two_ranks: list[dict[str, Any]], name: str, folder: Path) -> None:
+        """Steps 2 and 4, with what was sent; and what is known of the stages, though the run has a step of its own."""
+        found = read_records(folder / name / "timeline.jsonl")
+        assert [number for number, _, _ in found.steps] == [2, 4]
+        sent = found.steps[-1][2][0][0].sent
+        samples, length, width, four_bytes = 8 // NUM_MICROBATCHES, 16, 6, 4
+        assert sent[Action.parse("0SEND_F0")] == samples * length * width * four_bytes
+        assert found.steps[-1][2][0][0].memory > 2**24
+        assert len(found.advice["stages"]) == 2 * VIRTUAL_STAGES[name]
+        assert all(stage["kept_bytes"] > 0 and stage["parameter_bytes"] > 0 for stage in found.advice["stages"])
+        assert found.advice["moves"] and not found.advice.get("notes")
+        assert '"LitTokens, schedule ' in (folder / name / "report.html").read_text()
 
     def test_validation_is_not_recorded(self, two_ranks: list[dict[str, Any]], name: str) -> None:
         assert two_ranks[0][name]["observed"] == [False, False]

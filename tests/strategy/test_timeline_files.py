@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_pipeline.engine.recorded_times import RecordedStep
 from lightning_pipeline.schedules import Action
-from lightning_pipeline.strategy.timeline import MAX_ROWS, draw_timeline, write_chrome_trace
+from lightning_pipeline.schedules.records import RecordedStep
+from lightning_pipeline.strategy.timeline_files import MAX_ROWS, draw_timeline, write_chrome_trace
 
 RECORDED = [
     [

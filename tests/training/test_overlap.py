@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy, PipelineTimeline
 from lightning_pipeline.engine import recorded_times
-from lightning_pipeline.engine.recorded_times import RecordedStep, gather_recordings
+from lightning_pipeline.engine.recorded_times import gather_recordings
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.schedules import build, simulate
+from lightning_pipeline.schedules.records import RecordedStep
 from tests.launching import PATIENCE_S, launch
 from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import QUIET

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_pipeline import PipelineStrategy, sync_pipeline_shared_parameters
-from lightning_pipeline.engine.fully_sharded import local_part
+from lightning_pipeline.engine.slices import local_part
 from tests.launching import PATIENCE_S, launch
 from tests.training.measured import LitLayers, LitMeasured, measured_stages, point_loader
 from tests.training.models import NUM_BLOCKS, LitTokens, gpt_stages, tokens

@@ -7,10 +7,11 @@ from typing import Any
 
 import lightning as L
 import pytest
+from torch import nn
 
 from lightning_pipeline.schedules import Schedule, build, save_csv, simulate
 from tests.launching import launch
-from tests.training.models import NUM_BLOCKS, LitTokens, token_loader
+from tests.training.models import NUM_BLOCKS, Block, LitTokens, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -43,7 +44,11 @@ CASES: dict[str, tuple[Any, dict[str, int]]] = {
     "looped_bfs": ("looped_bfs", BY_GROUP),
     "zero_bubble": ("zero_bubble", HALVES),
     "interleaved_zero_bubble": ("interleaved_zero_bubble", BY_GROUP),
+    "zero_bubble_h2": ("zero_bubble_h2", HALVES),
     "zbv": ("zbv", ALONG),
+    "v_half": ("v_half", ALONG),
+    "v_min": ("v_min", ALONG),
+    "dualpipe_v": ("dualpipe_v", ALONG),
     "a schedule": (ready("interleaved_1f1b"), ALONG),
     "a function": (own, HALVES),
 }
@@ -60,14 +65,29 @@ def often(names: list[str], more: set[str]) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in more)) for name in names]
 
 
-def run(schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool) -> dict[str, Any]:
+# On four ranks, of a model of eight blocks.
+QUARTERS = {f"net.blocks.{2 * stage}": stage for stage in range(1, 4)}
+EIGHTHS = {f"net.blocks.{stage}": stage for stage in range(1, 8)}
+ON_FOUR = {"zero_bubble_h2": QUARTERS, "v_half": EIGHTHS, "v_min": EIGHTHS, "dualpipe_v": EIGHTHS}
+
+
+class Deep(LitTokens):
+    def make_net(self, **arguments: Any) -> nn.Module:
+        net = super().make_net(**arguments)
+        net.blocks.extend(Block(arguments["dropout"]) for _ in range(NUM_BLOCKS))
+        return net
+
+
+def run(
+    schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool, kind: type[LitTokens] = LitTokens
+) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     losses = Losses()
     strategy = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES}
     trainer = pipeline_trainer(
         stage_config, world=world, strategy=strategy, callbacks=[losses], max_epochs=1, gradient_clip_val=0.5
     )
-    module = LitTokens(dropout=0.1, tied=tied)
+    module = kind(dropout=0.1, tied=tied)
     loader = token_loader(SAMPLES, BATCH_SIZE, shuffle=True)
     trainer.fit(module, loader)
     found = {"losses": losses.values, "weights": weights(trainer), "live": trainer.strategy.peak_live}
@@ -79,6 +99,10 @@ def run(schedule: Any, stage_config: dict[str, int], world: int, *, tied: bool) 
 def run_cases(world: int, csv: str, runs: list[tuple[str, bool]]) -> dict[tuple[str, bool], Any]:
     cases = {**CASES, "a file": (csv, ALONG)}
     return {(name, tied): run(*cases[name], world, tied=tied) for name, tied in runs}
+
+
+def run_deep(world: int) -> dict[str, Any]:
+    return {name: run(name, cut, world, tied=False, kind=Deep) for name, cut in ON_FOUR.items()}
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +145,17 @@ def test_live_activations_are_as_many_as_simulated(name: str, two_ranks: Any) ->
     num_virtual_stages = len(stage_config) // 2 + 1
     expected = simulate(build(schedule, WORLD, NUM_MICROBATCHES, num_virtual_stages)).peak_live
     assert [rank[name, False]["live"] for rank in two_ranks] == expected
+
+
+def test_four_ranks_give_the_bits_of_one_process_too() -> None:
+    expected = launch(run_deep, 1, world=1)[0]["v_half"]
+    ranks = launch(run_deep, 4, world=4)
+    for name, cut in ON_FOUR.items():
+        assert ranks[0][name]["losses"] == expected["losses"]
+        assert not differing(ranks[0][name]["weights"], expected["weights"])
+        assert ranks[0][name]["loss"] == expected["loss"]
+        simulated = simulate(build(name, 4, NUM_MICROBATCHES, len(cut) // 4 + 1))
+        assert [rank[name]["live"] for rank in ranks] == simulated.peak_live
 
 
 def test_the_low_memory_order_holds_fewer(two_ranks: Any) -> None:

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
@@ -122,18 +123,6 @@ CASES = {"adamw": "1f1b", "adafactor": "zbv"}
 ADAFACTOR = pytest.param("adafactor", marks=pytest.mark.slow)
 
 
-class LitTied(LitSplit):
-    """Uses the split embedding as the head, on the last stage."""
-
-    def __init__(self) -> None:
-        super().__init__("adamw")
-        self.net.head.weight = self.net.tokens.weight
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.net.head.weight = self.net.tokens.weight
-
-
 class LitOpen(LitSplit):
     """Takes what the head gives as a DTensor."""
 
@@ -145,6 +134,17 @@ class LitOpen(LitSplit):
         plan = {"head": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)}
         self.net.head = nn.Linear(WIDTH, VOCABULARY)
         parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+
+
+class LitSharded(LitSplit):
+    """Shards a block by itself."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        fully_shard(self.net.blocks[1], mesh=self.device_mesh["data_parallel"])
 
 
 def train_refused(module: LitSplit, world: int) -> str:
@@ -167,15 +167,12 @@ def train_uncut(world: int) -> str:
     return str(error.value)
 
 
-def train_tied(world: int) -> str:
-    return train_refused(LitTied(), world)
-
-
 def train_all(world: int, folder: Path, optimizers: list[str]) -> dict[str, Any]:
     found = {optimizer: train(world, optimizer, CASES[optimizer], folder) for optimizer in optimizers}
     found["resumed"] = train(world, "adamw", "1f1b", folder, resume=True)
     if world == 4:
         found["uncut"] = train_uncut(world)
+        found["sharded"] = train_refused(LitSharded(), world)
         found["open"] = train_refused(LitOpen(), world)
     return found
 
@@ -232,17 +229,16 @@ def test_each_rank_holds_half_of_the_split_parameters(results: Any) -> None:
         assert rank["adamw"]["held"] == whole // 4 + NUM_BLOCKS // 2 * WIDTH
 
 
-def test_a_split_parameter_of_two_stages_is_refused() -> None:
-    # In processes of its own: torch 2.10 has one mask for embeddings that look alike, which a run leaves to the next.
-    errors = launch(train_tied, 4, world=4)
-    assert all("net.tokens.weight" in error or "failed" in error for error in errors)
-    assert any("is used on several stages and split by tensor parallelism" in error for error in errors)
-
-
 def test_what_leaves_a_split_module_is_not_split(results: Any) -> None:
     for rank in results[4]:
         assert "the call of net.head gives a DTensor" in rank["open"] or "failed" in rank["open"]
     assert any("use_local_output=True" in rank["open"] for rank in results[4])
+
+
+def test_modules_that_shard_themselves_are_refused(results: Any) -> None:
+    for rank in results[4]:
+        assert "net.blocks.1 of LitSharded is sharded by fully_shard" in rank["sharded"]
+        assert 'set data_parallel="fsdp"' in rank["sharded"]
 
 
 def test_split_tensors_are_not_cut_automatically(results: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_pipeline.recording.split_backward import backward_from, backward_from_loss
+from lightning_pipeline.recording.backward_calls import backward_from, backward_from_loss
 
 
 def gradients(module: nn.Module) -> list[Tensor]:

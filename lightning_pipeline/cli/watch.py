@@ -1,0 +1,108 @@
+"""`lightning-pipeline watch`: a run's stages in the terminal, from what it writes as it goes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lightning_pipeline.cli.common import bare_table, errors_without_traceback, wide_console
+from lightning_pipeline.cli.report import file_of
+from lightning_pipeline.schedules import ScheduleError
+from lightning_pipeline.schedules.records import RecordedStep, Records, read_last
+from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share
+from lightning_pipeline.schedules.waits import Cause, Wait, shares, waits
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WIDTH = 30  # of the bar
+
+
+def watch(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A folder of PipelineTimeline's files, which may be a shared one.")
+    ],
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+) -> None:
+    """Show the stages of a run: busy, waiting for whom, live micro-batches, memory, and the time of a step.
+
+    It shows the last recorded step; PipelineTimeline(every_n_steps=...) says how often there is one.
+    """
+    from rich.live import Live
+
+    with errors_without_traceback():
+        console = wide_console()
+        if once:
+            console.print(_table(read_last(file_of(run))))
+            return
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                try:
+                    live.update(_table(read_last(file_of(run))), refresh=True)
+                except ScheduleError as error:  # nothing is recorded yet
+                    live.update(str(error), refresh=True)
+                try:
+                    time.sleep(every)
+                except KeyboardInterrupt:
+                    return
+
+
+def _table(records: Records) -> Table:
+    number, ended, pipelines = records.steps[-1]
+    rows = [rank.actions for pipeline in pipelines for rank in pipeline]
+    begin, end = extent(rows)
+    ago = max(0.0, time.time() - ended)
+    table = bare_table("rank", "stages", "busy", "waits most for", right=("", "live", "memory"))
+    table.title = (
+        f"{records.run.get('module', '')}, step {number}, {ago:.0f} s ago: {(end - begin) * 1e3:.4g} ms, bubble "
+        f"{idle_share(rows):.1%}, slowest stage {_slowest(rows)}"
+    )
+    table.title_justify = "left"
+    for pipeline in pipelines:
+        reductions = [rank.reductions for rank in pipeline]
+        found = waits([rank.actions for rank in pipeline], reductions if any(reductions) else ())
+        for rank, own in zip(pipeline, found, strict=True):
+            table.add_row(*_cells(rank, own, end - begin))
+    return table
+
+
+def _cells(rank: RecordedStep, own: list[Wait], duration: float) -> tuple[str, ...]:
+    idle = shares(own, duration)
+    busy = 1 - sum(idle.values())
+    stages = sorted({action.stage for action, _, _ in rank.actions})
+    bar = "█" * round(busy * _WIDTH)
+    return (
+        str(rank.rank),
+        " ".join(map(str, stages)),
+        bar + "·" * (_WIDTH - len(bar)),
+        _most(own, idle),
+        f"{busy:.0%}",
+        str(rank.peak_live),
+        f"{rank.memory / 2**20:.0f} MiB",
+    )
+
+
+def _most(own: list[Wait], idle: dict[str, float]) -> str:
+    """The greatest cause, and of a peer the stage."""
+    cause = max(idle, key=idle.__getitem__)
+    if idle[cause] < 0.005:
+        return "nothing"
+    by_stage: dict[int, float] = defaultdict(float)
+    for wait in own:
+        if wait.cause is Cause.PEER and wait.on is not None:
+            by_stage[wait.on.stage] += wait.end - wait.start
+    name = f"stage {max(by_stage, key=by_stage.__getitem__)}" if cause == Cause.PEER and by_stage else cause
+    return f"{name}, {idle[cause]:.0%}"
+
+
+def _slowest(rows: Timeline) -> int:
+    busy: dict[int, float] = defaultdict(float)
+    for row in rows:
+        for action, start, end in row:
+            busy[action.stage] += (end - start) if action.kind.is_compute else 0.0
+    return max(busy, key=busy.__getitem__)

@@ -1,0 +1,102 @@
+"""One step of a pipeline with one rank: the user's step runs on data, without recording."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from lightning_pipeline.engine.draws import CountedDraws
+from lightning_pipeline.engine.executor import RankProgram, Span
+from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.rank_resources import RankResources
+from lightning_pipeline.engine.suspended import BACKWARD, STEP_ENDS, MeetingOf, Suspended
+from lightning_pipeline.engine.work import LiveCount, StepTask
+from lightning_pipeline.partition import tree
+from lightning_pipeline.schedules import Kind
+
+
+class OneRankStep:
+    """A step whose micro-batches run one after another, as in one process that accumulates gradients."""
+
+    def __init__(
+        self,
+        shared: RankResources,
+        work: StepTask,
+        states: list[Microbatch],
+        live: LiveCount,
+        observe: Callable[[Span], None] | None,
+    ) -> None:
+        self._shared, self._work, self._states, self._live = shared, work, states, live
+        self._observe = observe
+
+    def run_micro_batches(self, program: RankProgram) -> None:
+        """Run forward and backward of each micro-batch in turn.
+
+        Args:
+            program: the actions to report.
+        """
+        work, draws = self._work, self._shared.draws
+        for state in self._states:
+            began = time.perf_counter()
+            counted = CountedDraws(draws, state.seed)
+            with counted.running():
+                state.result, state.loss = work.step(state, _batch_of(state))
+            self._live.add()
+            began = self._report(state, began, program, is_forward=True)
+            if work.loss_of is not None:
+                if state.loss is not None:
+                    loss, state.loss = state.loss, state.loss.detach()
+                    draws.seed(state.seed, counted.number)  # hooks in backward may draw random numbers
+                    work.run_backward(work.loss_of(state, loss))
+                    del loss
+                self._note_backward(state)
+                self._report(state, began, program, is_forward=False)
+            self._live.now -= 1
+            state.result = tree.replace(state.result, Tensor.detach)
+
+    def suspended(self, state: Microbatch) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
+        """A hand-optimized step of a micro-batch, and what to enter around each of its parts."""
+        counted = CountedDraws(self._shared.draws, state.seed)
+        batch = _batch_of(state)
+
+        def run() -> None:
+            with counted:
+                state.result, _ = self._work.step(state, batch)
+
+        return Suspended(run, lambda meeting: None, self._shared.device), counted.resumed
+
+    def run_part(self, meeting_of: MeetingOf) -> None:
+        """Do what a hand-optimized step asks for at a synchronization point."""
+        work = self._work
+        for state in self._states:
+            meeting = meeting_of(state)
+            if meeting.what == BACKWARD:
+                assert meeting.loss is not None and work.loss_of is not None
+                given = {"retain_graph": True} if meeting.retain_graph else {}
+                work.run_backward(work.loss_of(state, meeting.loss), **given)
+                self._note_backward(state)
+            if meeting.loss is not None:
+                meeting.loss = meeting.loss.detach()
+            if meeting.what == STEP_ENDS:
+                state.result = tree.replace(state.result, Tensor.detach)
+
+    def _note_backward(self, state: Microbatch) -> None:
+        for stage in self._shared.stages:
+            self._work.after_backward(stage, state)
+
+    def _report(self, state: Microbatch, began: float, program: RankProgram, *, is_forward: bool) -> float:
+        """Report actions that ran as one call: the first is given all of the time. Returns the current time."""
+        now = time.perf_counter()
+        if self._observe is not None:
+            for action in program.actions:
+                if action.microbatch == state.index and (action.kind is Kind.F) is is_forward:
+                    self._observe((action, began, now))
+                    began = now
+        return now
+
+
+def _batch_of(state: Microbatch) -> object:
+    return tree.rebuild(state.layout, state.structure.joined(state.everywhere, state.given))

@@ -1,0 +1,90 @@
+"""Brings the data that a running step's Python asks for to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_pipeline.engine.draws import set_aside
+from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.recording.recording import Recording
+
+if TYPE_CHECKING:
+    from lightning_pipeline.engine.step import PipelineStep
+
+
+class StepReads:
+    """The reads of one step: `Reads` of its recordings.
+
+    A value of a micro-batch that runs ahead of its Python is on its way already. For any other, the schedule is left:
+    the micro-batches before it finish, and its events so far run in order.
+    """
+
+    def __init__(self, step: PipelineStep) -> None:
+        self._step = step
+        self._shared = step.shared
+
+    def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
+        step, state = self._step, self._state_of(recording)
+        is_earlier = recording is not self._shared.recorder.current
+        with set_aside():  # the user's modes and autocast must not affect what runs here
+            if step.ahead is not None and state.is_open and not is_earlier:
+                found = step.ahead.values(state, recording, values)
+                if found is not None:
+                    return found
+            self._warn()
+            if is_earlier and (state.is_done or state.program is not None):
+                if not state.is_done:
+                    assert step.run is not None
+                    step.run.go_on(below=state.index + 1)
+                return [self._shared.spread_kept(state, value) for value in values]
+            run = step.begin_in_order(state)
+            if not state.is_done:
+                run.run_up_to(recording.event)
+            return run.data_of(values)
+
+    def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        ahead = self._step.ahead
+        with set_aside():
+            known = ahead.values_of_module(tensors) if ahead is not None else None
+            return self._shared.spread_module_tensors(tensors) if known is None else known
+
+    def finish_before(self, recording: Recording, *, with_own: bool) -> None:
+        state = self._state_of(recording)
+        with set_aside():
+            if with_own:
+                self._step.begin_in_order(state).run_up_to(recording.event)
+            else:
+                assert self._step.run is not None
+                self._step.run.go_on(below=state.index)
+
+    def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
+        state, shared = self._state_of(recording), self._shared
+        with set_aside():
+            run = self._step.begin_in_order(state)
+            run.run_up_to(recording.event)
+            tensor: Tensor | None
+            if value < 0:
+                owner, tensor = shared.holders(-1 - value)[0], shared.tensors.tensors[-1 - value]
+            else:
+                owner, tensor = shared.rank_of(run.homes[value]), run.value(value)
+            assert shared.direct is not None
+            if owner != shared.rank:
+                return shared.direct.hear(owner, "the text of a tensor")
+            assert tensor is not None
+            text = show(tensor)
+            shared.direct.tell(text)
+            return text
+
+    def _state_of(self, recording: Recording) -> Microbatch:
+        return next(state for state in self._step.states if state.recording is recording)
+
+    def _warn(self) -> None:
+        """Warn once that reading values in training_step makes stages wait for one another."""
+        work, states = self._step.work, self._step.states
+        if self._shared.warnings.has_noted_read or work.loss_of is None or len(states) == 1:
+            return
+        if self._shared.expectations.has_given_up(self._shared.beginning(states[0], work)):
+            self._shared.warnings.note_read()

@@ -1,0 +1,109 @@
+"""Tensors of which each rank has a slice, as DTensors: over replicas (FSDP2), by tensor parallelism, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_pipeline.runtime.failure import waiting_for
+
+
+def slice_like(sharded: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's slice of `tensor`, which is equal on all ranks, sharded like `sharded`."""
+    assert isinstance(sharded, DTensor)
+    return distribute_tensor(tensor.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def as_slice(sharded: Tensor, part: Tensor) -> Tensor:
+    """`part`, which is this rank's slice, as the whole that it belongs to: a DTensor where `sharded` is one."""
+    if not isinstance(sharded, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+
+
+def own_rows(sharded: Tensor, tensor: Tensor) -> Tensor:
+    """A view of this replica's rows of what its rank holds of `tensor`: all of it, or what tensor parallelism leaves.
+
+    Replicas are the first dimension of the mesh of `sharded`, and divide the rows as FSDP2 does.
+    """
+    assert isinstance(sharded, DTensor)
+    mesh, part = sharded.device_mesh, local_part(tensor.detach())
+    chunks, replica = part.chunk(mesh.size(0)), mesh.get_local_rank(0)
+    return chunks[replica] if replica < len(chunks) else part[:0]
+
+
+def sliced_further(sharded: Tensor, tensor: Tensor) -> Tensor:
+    """This replica's slice of what its rank holds of `tensor`, sharded like `sharded`."""
+    return as_slice(sharded, own_rows(sharded, tensor).clone())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, or the tensor itself. All ranks that hold its parts must call it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with waiting_for("other ranks' slices of a tensor"):
+        return tensor.full_tensor().detach()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's slice of a sharded tensor, in the same memory, or the tensor itself."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def write(sharded: Tensor, tensor: Tensor) -> None:
+    """Copy this rank's slice of `tensor`, which is equal on all ranks, into that of `sharded`."""
+    local_part(sharded).copy_(local_part(slice_like(sharded, tensor)))
+    increment_version(sharded)  # or a backward from before would take the new data without a word
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """A parameter's gradient, or the slice of it that belongs to this rank's slice of the parameter.
+
+    Where tensor parallelism leaves a partial sum as the gradient of a replicated parameter, the ranks add it up: all
+    that hold slices of the parameter must call it.
+    """
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor)
+    if gradient.placements != parameter.placements:
+        with waiting_for("other ranks' parts of a gradient"):
+            gradient = gradient.redistribute(placements=parameter.placements)
+    return local_part(gradient)
+
+
+def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Redistribute gradients as their parameters are. All ranks that hold slices must call it."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            part = local_gradient(parameter)
+            assert part is not None
+            parameter.grad = as_slice(parameter, part)
+
+
+def plain(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters, each sharded one as this rank's slice with that of its gradient, in the same memory.
+
+    For torch's kernels over lists of gradients, which take no mixture of sharded and whole ones.
+    """
+    return [_plain(parameter) if isinstance(parameter, DTensor) else parameter for parameter in parameters]
+
+
+def _plain(parameter: DTensor) -> Tensor:
+    part = local_part(parameter)
+    if parameter.grad is not None:
+        part.grad = local_part(parameter.grad)
+    return part

@@ -1,0 +1,81 @@
+"""Calls on what every rank has: they are computed on every rank, and are no events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.memory import memory_of
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.operation import tensors_in
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.recording import Recording
+
+
+def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a function on what every rank has."""
+    if kind is FunctionKind.HOOKS and args[0].requires_grad and function_name(func) != "retain_grad":
+        raise NotImplementedError(
+            f"a hook is registered on the gradient of a tensor that every rank has, which one stage computes "
+            f"({users_line()}): register it on what the first module gives, or read the tensor's grad after it"
+        )
+    if (
+        kind in (FunctionKind.WRITES, FunctionKind.CALLS)
+        or "out" in kwargs
+        or (kind is FunctionKind.DRAWS and function_name(func).endswith("_"))
+    ):
+        if recording.provenance is not None:
+            recording.provenance.is_known = False
+        _before_write(recording, [*tensors_in(args[0] if args else ()), *tensors_in(kwargs.get("out"))])
+    draw = None
+    if kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs):
+        recording.seed_draw(recording.num_draws)
+        draw = recording.num_draws
+        recording.num_draws += 1
+    elif kind is FunctionKind.DRAWS:
+        recording.seeds.append(kwargs["generator"].initial_seed())
+    elif kind is FunctionKind.READS and function_name(func) in (
+        "numpy",
+        "__array__",
+        "untyped_storage",
+        "data_ptr",
+    ):
+        _before_write(recording, args[:1])
+        recording.memory.exposed.add(memory_of(args[0]))
+    found = func(*args, **kwargs)
+    if recording.provenance is not None:
+        recording.provenance.note_call(func, args, kwargs, found, draw)
+    if isinstance(found, Tensor) and args and isinstance(args[0], Tensor) and found is not args[0]:
+        memory = memory_of(found)
+        if memory == memory_of(args[0]):
+            recording.memory.note_views(memory, (found, args[0]))
+    return found
+
+
+def _before_write(recording: Recording, tensors: Sequence[Tensor]) -> None:
+    """Prepare for every rank to write into tensors that stages may have yet to use as they are now."""
+    for tensor in tensors:
+        memory = memory_of(tensor)
+        if memory in recording.memory.copied:
+            continue
+        earlier = [one for one in recording.recorder.recordings if one is not recording]
+        number = recording.recorder.used.get(memory)
+        is_buffer = number is not None and memory_of(recording.tensors.tensors[number]) == memory
+        if is_buffer or any(one.memory.places_of(memory, one.captured) for one in earlier):
+            recording.recorder.note_changing(memory, tensor)
+            is_used = is_buffer and any(-1 - number in event.inputs for event in recording.event.path())  # type: ignore[operator]
+            recording.is_simple &= not is_used
+            recording.data_source.finish_before(recording, with_own=is_used)
+            recording.recorder.recordings[:] = [recording]
+            recording.memory.copied |= {memory}
+            recording.event.children.clear()  # they use the buffer as it was
+            recording.event.shortcuts = None
+        for place in recording.memory.places_of(memory, recording.captured):
+            with _torch.DisableTorchFunction():
+                recording.captured[place] = recording.captured[place].clone()
+        recording.memory.forget_places(memory)

@@ -1,0 +1,225 @@
+"""Calls that a recorded path has not had at this point: each becomes a new event, on the visit that can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.gradient_hooks import REGISTERING
+from lightning_pipeline.partition.memory import memory_of, views_of
+from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.compiled_calls import CompiledCall
+from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.inference import NOTHING, Result, written_by_array
+from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor, never, torch_state
+from lightning_pipeline.recording.operation import Call, take_apart
+from lightning_pipeline.recording.python_state import Unclear
+from lightning_pipeline.recording.reading import result_on_data
+from lightning_pipeline.recording.split_modules import SplitCall
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.recording import Recording
+
+
+def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Add an event for a call that the path has not had here. Returns the call's result."""
+    _refuse(func, kwargs)
+    call, inputs, specs, state = inspect(recording, func, args, kwargs)
+    result = recording.recorder.result(func, call, specs, state)
+    depends = result is None  # on data
+    if result is None:
+        _refuse_dependence(func)
+        result = result_on_data(recording, func, call, specs)
+    elif result.writes and type(func) is CompiledCall:
+        raise Unclear("it writes into its arguments")
+    for slot, _ in result.writes:
+        if inputs[slot] is CAPTURED and (number := recording.tensors.number_of(call.tensors[slot])) is not None:
+            inputs[slot] = -1 - number
+    if depends:
+        for child in recording.event.children:
+            if child.result == result:
+                found = child.matcher.match(func, args, kwargs, recording)
+                if found is not UNLIKE:
+                    recording.event = child
+                    return found
+    refuse_graph_of_earlier(call, inputs, specs, result)
+    visit = _visit_for(recording, func, inputs, specs, result)
+    if type(func) is SplitCall:
+        draws = args[1] in func.drawing
+    else:
+        draws = result.draws > 0 or (kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs))
+    event = follow(recording, func, call, inputs, specs, state, result, visit=visit, draws=draws)
+    recording.num_aside -= 1
+    if depends:
+        event.match = never
+    return answer(recording, event, func, args, kwargs)
+
+
+def _refuse(func: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse what cannot equal one process.
+
+    Raises:
+        NotImplementedError: for these.
+    """
+    if is_drawing_of_own(kwargs):
+        raise NotImplementedError(
+            f"{function_name(func)} draws from a generator of the user's for what a stage computes, where the other "
+            f"ranks' generators would not advance ({users_line()}): draw with torch.rand or torch.randn of that shape "
+            f"and generator, which all ranks do alike, and compute with it, or use the global generator"
+        )
+    if isinstance(func, _torch.HigherOrderOperator):
+        raise NotImplementedError(
+            f"{function_name(func)} on what a stage computes is not supported within a step, as what it calls cannot "
+            f"be told from outside ({users_line()}): write it with torch.where, or plain Python"
+        )
+
+
+def _refuse_dependence(func: Any) -> None:
+    """Refuse calls that cannot be inferred on data, either.
+
+    Raises:
+        Unclear, NotImplementedError: for these.
+    """
+    if type(func) is CompiledCall:
+        raise Unclear("its result depends on data")
+    if type(func) is SplitCall:
+        raise NotImplementedError(
+            f"what {func.__name__} gives cannot be known before it runs ({users_line()}): give modules that "
+            f"parallelize_module has split no data that the shapes of their results depend on"
+        )
+
+
+def refuse_graph_of_earlier(
+    call: Call, inputs: Sequence[Any], specs: Sequence[TensorSpec], result: Result | None = None
+) -> None:
+    """Refuse a call that would continue the graph of an earlier micro-batch, or run backward through it.
+
+    Args:
+        result: of the call; None for one that runs backward.
+
+    Raises:
+        RuntimeError: for such a call.
+    """
+    if result is not None:
+        made = (one for one in result.tensors if isinstance(one, TensorSpec))
+        if not any(spec.requires_grad for spec in (*made, *(spec for _, spec in result.writes))):
+            return
+    if not torch.is_grad_enabled():
+        return
+    for tensor, value, spec in zip(call.tensors, inputs, specs, strict=True):
+        if type(value) is EarlierValue and spec.requires_grad:
+            raise RuntimeError(
+                f"{getattr(tensor, 'what', 'a value')} belongs to an earlier micro-batch, whose graph is gone when its "
+                f"backward has run, and is used in another one ({users_line()}): keep it detached, as in value.detach()"
+            )
+
+
+def _visit_for(
+    recording: Recording, func: Any, inputs: Sequence[Any], specs: Sequence[TensorSpec], result: Result
+) -> int:
+    """The visit that a call runs on."""
+    placing = recording.placing
+    if func in REGISTERING or func is written_by_array:
+        visit = placing.home(inputs[0])
+        if func is written_by_array and placing.last_read(inputs[0]) > visit:
+            raise NotImplementedError(
+                f"an array that shares its memory with what a stage computes is written into, when a later stage "
+                f"has used that already (before {users_line()}): write into .numpy().copy()"
+            )
+    else:
+        visit = placing.visit_of(inputs, result, recording.recorder.calls.stage, recording.floor)
+    for value, spec in zip(inputs, specs, strict=True):
+        if spec.stride is None and type(value) is int and value >= 0 and placing.home(value) != visit:
+            raise NotImplementedError(
+                f"a sparse tensor would go from one stage to another, for {function_name(func)} ({users_line()}): "
+                f"make it dense with to_dense() where it is made, or keep both on one stage"
+            )
+    return visit
+
+
+def mark(recording: Recording, function: Any, *args: Any) -> None:
+    """Add a mark to the path: an event that is no call and runs nowhere."""
+    for child in recording.event.children:
+        if child.match(function, args, None, recording) is not UNLIKE:
+            recording.event = child
+            return
+    call = take_apart(function, args, {})
+    event = recording.event.followed_by(
+        function, call, (), (), torch_state(), NOTHING, visit=-1, draws=False, line=users_line(), module_tensors=()
+    )
+    recording.placing.note(event)
+    recording.event = event
+
+
+def inspect(
+    recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]
+) -> tuple[Call, list[int | HookTensor | EarlierValue | None], list[TensorSpec], tuple[bool, bool, Any]]:
+    """Take a call apart. Returns it, what each of its tensors stands for, their specs, and the `torch_state`."""
+    call = take_apart(func, args, kwargs)
+    inputs = [recording.input_of(tensor) for tensor in call.tensors]
+    return call, inputs, [TensorSpec.of(tensor) for tensor in call.tensors], torch_state()
+
+
+def follow(
+    recording: Recording, func: Any, call: Call, inputs: Any, specs: Any, state: Any, result: Result, **how: Any
+) -> Event:
+    """Add a new event after the last one."""
+    call_tensors = call.tensors
+    for slot, _ in result.writes:
+        _check_written(recording, inputs[slot])
+        if inputs[slot] is CAPTURED and memory_of(call.tensors[slot]) not in recording.memory.batch:
+            recording.memory.note_views(memory_of(call.tensors[slot]), views_of(call.tensors[slot]))
+    event = recording.event.followed_by(
+        func, call, inputs, specs, state, result, line=users_line(), module_tensors=recording.tensors.tensors, **how
+    )
+    recording.placing.note(event)
+    if recording.beginning in recording.recorder.num_events:
+        recording.recorder.num_events[recording.beginning] += 1
+    for value, tensor in zip(inputs, call_tensors, strict=True):
+        if _is_module_tensor(value) and recording.tensors.is_replicated(-1 - value):
+            recording.recorder.used[memory_of(tensor)] = -1 - value
+    written = {-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot])}
+    if not written <= recording.tensors.written:
+        recording.tensors.written |= written
+        recording.recorder.forget_paths()
+    return event
+
+
+def _check_written(recording: Recording, value: Any) -> None:
+    """Refuse writes into what was made in a hook, also through a view: a step may be over on one rank before others.
+
+    Raises:
+        NotImplementedError: for such a write.
+    """
+    if type(value) is int and value >= 0:
+        maker = next((one for one in recording.event.path() if value in one.made()), None)
+        if maker is None:
+            return
+        if value in maker.outputs:
+            slots: Sequence[int] = maker.result.shares[maker.outputs.index(value)]
+        else:
+            slots = [slot for slot, _, number in maker.writes if number == value]
+        for slot in slots:
+            _check_written(recording, maker.inputs[slot])
+    elif isinstance(value, HookTensor):
+        raise NotImplementedError(
+            f"a tensor that was made in a hook of what one stage holds is written into in a step ({users_line()}): "
+            f"make it a buffer of the module, or write into it in a hook"
+        )
+
+
+def answer(recording: Recording, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
+    """Go on to an event with the call that it was made of. Returns the call's result."""
+    found = event.matcher.match(func, args, kwargs, recording)
+    assert found is not UNLIKE, event.name
+    recording.event = event
+    return found
+
+
+def _is_module_tensor(value: Any) -> bool:
+    return type(value) is int and value < 0
