@@ -269,8 +269,8 @@ def _starts(schedule: Schedule, costs: dict[Kind, list[float]], transfer: Sequen
     num_cells = len(orders.kinds) * num_stages
     durations = np.concatenate([*(np.asarray(costs[kind], float) for kind in orders.kinds), [0.0]])
     crossing = np.asarray(transfer, float) * (num_ranks > 1)
-    # What the rank itself has to have done, F before I before W, and what another stage has to. The cell behind the last
-    # is always done, at the beginning.
+    # What the rank itself has to have done, F before I before W, and what another stage has to. The cell behind the
+    # last is always done, at the beginning.
     own, sources = np.full((2, num_cells), num_cells)
     delays = np.zeros(num_cells)
     own[num_stages:] = np.arange(num_cells - num_stages)
