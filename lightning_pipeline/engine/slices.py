@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_pipeline.runtime.failure import waiting_for
@@ -57,6 +59,13 @@ def whole(tensor: Tensor) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's slice of a sharded tensor, in the same memory, or the tensor itself."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def write(sharded: Tensor, tensor: Tensor) -> None:
+    """Copy this rank's slice of `tensor`, which is equal on all ranks, into that of `sharded`."""
+    local_part(sharded).copy_(local_part(slice_like(sharded, tensor)))
+    increment_version(sharded)  # or a backward from before would take the new data without a word
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.ownership import holders_of, note_holders
@@ -158,7 +159,7 @@ def reduced(data: Tensor, spec: TensorSpec, protocol: Any) -> Any:
 
 
 def is_partial(values: Iterable[Any], depth: int = 0) -> bool:
-    """Whether there is a tensor among some arguments that not every rank holds."""
+    """Whether there is a tensor among some arguments that not every rank holds, or not as a whole."""
     for value in values:
         kind = type(value)
         if kind is Placeholder:
@@ -169,7 +170,7 @@ def is_partial(values: Iterable[Any], depth: int = 0) -> bool:
         elif kind is dict:
             if depth < 3 and is_partial(value.values(), depth + 1):
                 return True
-        elif isinstance(value, Tensor) and holders_of(value) is not None:
+        elif isinstance(value, Tensor) and (holders_of(value) is not None or isinstance(value, DTensor)):
             return True
     return False
 

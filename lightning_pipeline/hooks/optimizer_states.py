@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.hooks.operands import Exchanges, Operands, TensorKeys
 from lightning_pipeline.partition.ownership import holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, is_absent, placeholder
 from lightning_pipeline.partition.users_line import users_line
 
 
@@ -185,16 +185,17 @@ class ParameterGradients:
         layout = self._layout_of(tensor)
         if layout is None:
             return None
-        if type(tensor) is not Placeholder:
+        if not is_absent(tensor):
             gradient = tensor.grad
             assert gradient is not None
             return self._keys.note(gradient, held)
-        spec = tensor.spec.detached()
+        spec = TensorSpec.of(tensor).detached()
         if layout is not torch.strided:
             spec = spec.but(stride=None, layout=layout)
         kept = tensor.__dict__.get("_gradient")
         if kept is None or kept.spec is not spec:
-            kept = tensor.__dict__["_gradient"] = placeholder(spec, f"the gradient of {tensor.what}")
+            what = getattr(tensor, "what", "a parameter")
+            kept = tensor.__dict__["_gradient"] = placeholder(spec, f"the gradient of {what}")
         return self._keys.note(kept, held)
 
     def set(self, tensor: Tensor, gradient: Tensor | None) -> None:
@@ -213,7 +214,7 @@ class ParameterGradients:
         """The layout of a gradient; None if there is none. The holders of all parameters are asked once in a hook."""
         if self._layouts is None:
             parameters = [p for p in self._module.parameters() if holders_of(p) is not None]
-            own = [None if type(p) is Placeholder or p.grad is None else p.grad.layout for p in parameters]
+            own = [None if is_absent(p) or p.grad is None else p.grad.layout for p in parameters]
             layouts_of = self._exchanges.share("grad", own)
             self._layouts = {
                 id(parameter): layouts_of[(holders_of(parameter) or (0,))[0]][index]

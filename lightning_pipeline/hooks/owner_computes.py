@@ -208,7 +208,7 @@ class OwnerComputes(TorchFunctionMode):
         if name in ("grad.__get__", "_grad.__get__"):
             return self._gradients.of(args[0])
         if any(isinstance(tensor, DTensor) for tensor in call.tensors):
-            return on_whole_tensors(self._meet, func, args, kwargs, name)
+            return on_whole_tensors(self.__torch_function__, func, args, kwargs, name)
         if name == "data.__set__":
             return self._set_data(*args)
         if kind is FunctionKind.HOOKS:

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.slices import local_part, slice_like, whole
+from lightning_pipeline.engine.slices import whole, write
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Placeholder, in_hook, is_absent, placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, in_hook, is_absent, placeholder
 from lightning_pipeline.partition.users_line import users_line
 
 
@@ -59,46 +59,55 @@ _IS_VIEW = "_of_slices"
 
 
 def on_whole_tensors(
-    run: Callable[[Any, Any, Any], Any], func: Any, args: Any, kwargs: dict[str, Any], name: str
+    run: Callable[[Any, Any, Any, Any], Any], func: Any, args: Any, kwargs: dict[str, Any], name: str
 ) -> Any:
     """Run a call on whole tensors in place of sharded ones, and copy what it writes back into these.
 
-    All replicas must call it.
-
-    Raises:
-        NotImplementedError: a tensor is sharded by tensor parallelism.
+    All ranks must call it. Those whose stage does not hold a tensor that tensor parallelism has split run it on a
+    placeholder.
     """
     gathered: dict[int, tuple[DTensor, Tensor, int]] = {}
 
     def gather(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        if is_absent(tensor):
-            raise NotImplementedError(
-                f"{name} is given a parameter that tensor parallelism has split, outside of steps ({users_line()}): "
-                f"leave such parameters out, or leave them whole"
-            )
         if id(tensor) not in gathered:
-            found = whole(tensor)
+            found: Tensor
+            if is_absent(tensor):
+                found = placeholder(TensorSpec.of(tensor).but(is_parameter=False), name)
+            else:
+                found = whole(tensor).requires_grad_(tensor.requires_grad)
             note_holders(found, holders_of(tensor))
-            gathered[id(tensor)] = tensor, found.requires_grad_(tensor.requires_grad), found._version
+            gathered[id(tensor)] = tensor, found, found._version
         return gathered[id(tensor)][1]
 
-    with _torch.DisableTorchFunction():
+    with _by_the_package():
         given = tree.replace((args, kwargs), gather)
-    result = run(func, *given)
-    with _torch.DisableTorchFunction(), torch.no_grad():
+    result = run(func, (), *given)
+    with _by_the_package(), torch.no_grad():
         slices = {id(found): part for part, found, _ in gathered.values()}
-        memories = {found.untyped_storage().data_ptr() for _, found, _ in gathered.values()}
-        for part, found, version in gathered.values():
+        here = [item for item in gathered.values() if not is_absent(item[0])]
+        memories = {found.untyped_storage().data_ptr() for _, found, _ in here}
+        for part, found, version in here:
             if found._version > version:
-                local_part(part).copy_(local_part(slice_like(part, found)))
+                write(part, found)
         for made in tree.leaves(result):
             if type(made) is Placeholder or id(made) in slices or made.layout is not torch.strided:
                 continue
             if made.untyped_storage().data_ptr() in memories:
                 made.__dict__[_IS_VIEW] = True
         return tree.replace(result, lambda made: slices.get(id(made), made))
+
+
+@contextmanager
+def _by_the_package() -> Iterator[None]:
+    """While entered, nothing counts as the user's: torch asks for the rank where it puts slices together."""
+    before, in_hook.on = in_hook.on, False
+    try:
+        with _torch.DisableTorchFunction():
+            yield
+    finally:
+        in_hook.on = before
 
 
 def refuse_writing(tensor: Tensor, name: str) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pipeline.planning.cost_model import Plan, state_of
+from lightning_pipeline.planning.large_module import LargeModule
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class StagePlan:
         is_measured: the stages' times are measured, not estimated.
         is_best: no other cut at these places is faster.
         is_tried: steps have run in these stages, and `step_seconds` is what they took; else it is simulated.
+        large_module: a module that makes every cut uneven; None if there is none.
         reduction_seconds: of `step_seconds`, what sums of gradients over replicas add, which is always simulated.
     """
 
@@ -72,6 +74,7 @@ class StagePlan:
     is_best: bool
     is_tried: bool = False
     reduction_seconds: float = 0.0
+    large_module: LargeModule | None = None
 
     @property
     def has_virtual_stages(self) -> bool:
@@ -103,7 +106,7 @@ class StagePlan:
         return f"stage_config = {self.stage_config}"
 
 
-def describe(plan: Plan, *, is_measured: bool) -> StagePlan:
+def describe(plan: Plan, *, is_measured: bool, large_module: LargeModule | None = None) -> StagePlan:
     """A simulated cut with the names of modules."""
     stages = [
         PlannedStage(
@@ -131,6 +134,7 @@ def describe(plan: Plan, *, is_measured: bool) -> StagePlan:
         is_measured=is_measured,
         is_best=plan.is_best,
         reduction_seconds=plan.seconds - plan.simulation.makespan,
+        large_module=large_module,
     )
 
 
@@ -175,6 +179,8 @@ def print_plan(plan: StagePlan, *, width: int | None = None) -> None:
         console = Console(width=140, highlight=False)
     console.print(plan_table(plan))
     console.print(f"peak memory of each rank: {', '.join(map(size, plan.peak_bytes))}")
+    if plan.large_module is not None:
+        console.print(str(plan.large_module), soft_wrap=True, markup=False)
     console.print(str(plan), soft_wrap=True, markup=False)
 
 

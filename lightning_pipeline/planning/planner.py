@@ -8,6 +8,7 @@ from itertools import combinations, pairwise
 from torch import nn
 
 from lightning_pipeline.planning.cost_model import Machine, Plan, state_of
+from lightning_pipeline.planning.large_module import find_large_module
 from lightning_pipeline.planning.plan import PlannedStage, StagePlan, describe
 from lightning_pipeline.planning.profile import Position, Profile
 from lightning_pipeline.planning.search import best_plans
@@ -72,7 +73,9 @@ def ranked_plans(
             if yielded:
                 return
             raise ValueError(_does_not_fit(chosen, machine))
-        plan = describe(chosen, is_measured=profile.is_measured)
+        parts = profile.segments(profile.candidates(0.0)[1:], state_bytes)
+        large = find_large_module(parts, chosen, machine)
+        plan = describe(chosen, is_measured=profile.is_measured, large_module=large)
         # Candidates of different sizes may begin at the same place in the step, under other modules' names.
         places = plan.schedule, tuple((stage.parameter_bytes, stage.kept_bytes, stage.flops) for stage in plan.stages)
         if places in yielded:

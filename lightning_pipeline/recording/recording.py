@@ -280,6 +280,11 @@ class Recording(TorchFunctionMode):
         self.captured.append(self.num_draws)
         self.num_draws += 1
 
+    def note_draws_within(self) -> None:
+        """The last event, a function of the user's, draws more than once."""
+        self.num_draws += self.event.result.draws - 1
+        self.num_aside += 1  # a call with it is not answered as a whole
+
     def keep(self, place: Placeholder) -> None:
         if not self._is_over:
             self._kept.append(place)

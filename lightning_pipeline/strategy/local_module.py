@@ -20,6 +20,7 @@ from lightning_pipeline.partition.leaves import certain_stages, find_leaves
 from lightning_pipeline.partition.materialize import check_set, initialise, make_local
 from lightning_pipeline.partition.ownership import (
     guard_state_dict,
+    holders_of,
     lift_guards,
     named_tensors,
     note_holders,
@@ -214,7 +215,10 @@ class LocalModule:
         for _, tensor in named_tensors(self._module):
             if type(tensor) is Placeholder and tensor.device != device:  # which shows the device that it stands for
                 become(tensor, placeholder(tensor.spec.but(device=device), tensor.what))
+        held = [holders_of(tensor) for _, tensor in named_tensors(self._module)]
         self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
+        for (_, tensor), stages in zip(named_tensors(self._module), held, strict=True):
+            note_holders(tensor, stages)  # again, as torch gives DTensors new attributes
         note_device(self._module, device)
 
 

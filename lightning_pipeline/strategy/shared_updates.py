@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.slices import local_part, slice_like, whole
+from lightning_pipeline.engine.slices import local_part, whole, write
 from lightning_pipeline.runtime.direct import recv_tree, send_tree
 from lightning_pipeline.runtime.replicas import Replicas
 
@@ -55,6 +55,7 @@ class OptimizerShards:
         for name, parameter in self.layout.local_parameters():
             if parameter.grad is not None:
                 parts[self._updaters[name]].append(local_part(parameter.detach()))
+                increment_version(parameter)  # which that of a slice does not do
         ranks = self._replicas.topology.data_ranks
         for replica, part in enumerate(parts):
             if part:
@@ -118,9 +119,8 @@ class WholeUpdates:
 
     def after_update(self) -> None:
         """Copy the updated values back into this replica's slices."""
-        with torch.no_grad():
-            for parameter, gathered in self._gathered.items():
-                local_part(parameter).copy_(local_part(slice_like(parameter, gathered)))
+        for parameter, gathered in self._gathered.items():
+            write(parameter, gathered)
         self._exchange({gathered: parameter for parameter, gathered in self._gathered.items()})
         self._gathered = {}
 

@@ -130,7 +130,8 @@ class StageOptimizers:
     def clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp each gradient of this stage to ``[-clip_val, clip_val]``, in place."""
         parameters = plain(parameter for _, parameter in self.layout_of(optimizer).local_parameters())
-        torch.nn.utils.clip_grad_value_(parameters, float(clip_val))
+        if any(parameter.grad is not None for parameter in parameters):  # none is an error of torch's
+            torch.nn.utils.clip_grad_value_(parameters, float(clip_val))
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Called when an optimizer's gradients are final and clipped."""

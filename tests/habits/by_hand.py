@@ -382,3 +382,28 @@ class ReturnsNothing(Layers):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
+
+
+@habit(plain=False)
+class OptimizersOfHalves(ByHand):
+    """Two optimizers, each of one half of the layers, take turns; gradients are clipped by value."""
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD([p for layer in self.layers[:2] for p in layer.parameters()], lr=0.1)
+        second = torch.optim.Adam([*self.layers[2:].parameters(), *self.head.parameters()], lr=0.1)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (first, second)]
+        return [first, second], schedulers
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()[batch_idx % 2]  # type: ignore[index]
+        self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self(x), y))
+        self.clip_gradients(optimizer, 0.05, "value")
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+
+    def on_train_epoch_end(self) -> None:
+        for scheduler in self.lr_schedulers():  # type: ignore[union-attr]
+            scheduler.step()

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.multiprocess
 
 NUM_BLOCKS = 4
 BATCH = 8
+LIMIT = 0.5
 
 
 class Block(nn.Module):
@@ -109,6 +110,21 @@ class Norms(L.Callback):
         self.values.append(float(trainer.strategy.grad_norm()))
 
 
+class Looks(L.Callback):
+    """Reads gradients and writes parameters, whichever rank holds them and however they are split."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.values.append(float(sum(parameter.grad.norm() for parameter in pl_module.parameters())))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.clamp_(-LIMIT, LIMIT)
+
+
 class Held(L.Callback):
     """Counts the numbers that this rank holds when training ends, of parameters and of the optimizer's state."""
 
@@ -129,6 +145,7 @@ def fitted(
     tied: bool = True,
     optimizer: str = "adamw",
     is_same_data: bool = False,
+    looking: bool = False,
     resume: Path | None = None,
     save: Path | None = None,
     **options: Any,
@@ -145,13 +162,13 @@ def fitted(
         schedule=schedule,
         timeout=PATIENCE_S,
     )
-    losses, norms, held = Losses(), Norms(), Held()
+    losses, norms, held, looks = Losses(), Norms(), Held(), Looks()
     trainer = L.Trainer(
         strategy=strategy,
         devices=world,
         max_epochs=1 if resume is None else 2,
         num_sanity_val_steps=0,
-        callbacks=[losses, norms, held],
+        callbacks=[losses, norms, held, *([looks] if looking else [])],
         use_distributed_sampler=False,
         **{**QUIET, "limit_val_batches": 1, **options},
     )
@@ -169,7 +186,7 @@ def fitted(
         strategy.save_distributed_checkpoint = False
     return {
         "losses": losses.values,
-        "norms": norms.values,
+        "norms": norms.values + looks.values,
         "val_loss": float(trainer.callback_metrics.get("val_loss", math.nan)),
         "held": held.counts,
         "weights": {name: tensor.clone() for name, tensor in strategy.lightning_module_state_dict().items()},
@@ -187,7 +204,7 @@ PAIRS = [("interleaved_1f1b", "replicate"), ("zero_bubble", "zero1"), ("zbv", "f
 SLOW_PAIRS = [pair for pair in itertools.product(SCHEDULES, MODES) if pair not in PAIRS]
 
 PLAIN: dict[str, Any] = {"stages": 1, "split": 1}
-CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.2}
+CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.2, "looking": True}
 SAME: dict[str, Any] = {"tied": False, "is_same_data": True, "limit_val_batches": 0}
 
 
