@@ -173,8 +173,9 @@ def draw(
             return f"{title_and_bubble}\n{render(chosen)}"
 
         if output is None:
-            typer.echo(text())
-            _say_how_it_fits(max(map(len, text().splitlines())))
+            drawn = text()
+            typer.echo(drawn)
+            _say_how_it_fits(max(map(len, drawn.splitlines())))
             return
         suffix = output.suffix.lower()
         if lowered and suffix != ".txt":
@@ -185,6 +186,7 @@ def draw(
         elif suffix == ".csv":
             save_csv(chosen, output)
         elif suffix == ".html":
+            chosen.require_small("written as a page")
             report_of_simulation(simulation, title).save(output)
         elif suffix == ".json":
             chosen.require_small("written as a trace")

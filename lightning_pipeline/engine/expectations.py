@@ -184,7 +184,7 @@ def _can_be_taken_back(program: Program, reads: Sequence[int]) -> bool:
     for event in program.events:
         if event.visit < 0:
             continue
-        if getattr(event.function, "runs_python", False) or any(writes.of(event).values()):
+        if hasattr(event.function, "applies") or any(writes.of(event).values()):
             return False
         for slot, _, value in event.writes:
             memory[value] = memory.get(event.inputs[slot], event.inputs[slot])

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.torch_functions import function_name, same_kind
 from lightning_pipeline.partition.users_line import users_line
 
@@ -24,7 +23,9 @@ _FLAGS = {
     for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 } | {"_set_sdp_priority_order": "_get_sdp_priority_order"}
 """How torch's flags are set, and asked for."""
-_PLAIN: dict[str, Callable[..., Any]] = {name: getattr(torch._C, name) for pair in _FLAGS.items() for name in pair}
+_PLAIN: dict[str, Callable[..., Any]] = {
+    name: getattr(_torch.ATTENTION_FLAGS, name) for pair in _FLAGS.items() for name in pair
+}
 _ATTENDING = frozenset(
     (
         *("scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention", "attention"),
@@ -72,13 +73,13 @@ def flags_of_steps(running: Callable[[], Recording | None]) -> Iterator[None]:
         return get_flag
 
     for place, (setting, asking) in enumerate(_FLAGS.items()):
-        setattr(torch._C, setting, setter(place, setting))
-        setattr(torch._C, asking, getter(place, asking))
+        setattr(_torch.ATTENTION_FLAGS, setting, setter(place, setting))
+        setattr(_torch.ATTENTION_FLAGS, asking, getter(place, asking))
     try:
         yield
     finally:
         for name, plain in _PLAIN.items():
-            setattr(torch._C, name, plain)
+            setattr(_torch.ATTENTION_FLAGS, name, plain)
 
 
 def attending(function: Any, flags: Flags | None) -> Any:

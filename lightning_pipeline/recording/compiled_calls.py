@@ -126,11 +126,11 @@ class CompiledCall:
         with self._without_overrides(), as_it_was(self._modules, state), compiled_as_asked():
             return self._call()(*args, **kwargs)
 
-    def drawing(self, seed: Callable[[int], None], first: int) -> Callable[..., Any]:
+    def seeded(self, seed: Callable[[int], None], first: int) -> Callable[..., Any]:
         """As `__call__`, with the random numbers of draws from number `first` on."""
 
         def call(*args: Any) -> Any:
-            with _Seeded(seed, first):
+            with SeededDraws(seed, first):
                 return self(*args)
 
         return call
@@ -196,7 +196,7 @@ class CompiledCall:
             Unclear: that is not all that it does.
         """
         given = dict(zip(self._tensors(), tensors, strict=True))
-        before, generators = State(self._modules), _generators()
+        before, generators = State(self._modules), python_generators()
         versions = [tensor._version for tensor in given.values()]
         recording, self._recorder.current = self._recorder.current, None
         self._recorder.infers = True
@@ -208,8 +208,8 @@ class CompiledCall:
             self._recorder.current, self._recorder.infers = recording, False
             is_changed = not before.is_now(State(self._modules))
             before.restore()
-            has_drawn = generators != _generators()
-            _set_generators(generators)
+            has_drawn = generators != python_generators()
+            set_python_generators(generators)
         if is_changed:
             raise Unclear("it changes attributes or globals, which only its stage would see")
         if has_drawn:
@@ -257,7 +257,7 @@ class _Watching(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Seeded(TorchFunctionMode):
+class SeededDraws(TorchFunctionMode):
     """Each draw is seeded, as without compilation."""
 
     def __init__(self, seed: Callable[[int], None], first: int) -> None:
@@ -290,13 +290,13 @@ def _is_plain(layout: tree.Layout) -> bool:
     return isinstance(layout, tree.Slot)
 
 
-def _generators() -> tuple[Any, Any]:
+def python_generators() -> tuple[Any, Any]:
     """The states of Python's and numpy's generators."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state())
 
 
-def _set_generators(states: tuple[Any, Any]) -> None:
+def set_python_generators(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(pickle.loads(states[1]))

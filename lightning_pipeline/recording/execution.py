@@ -24,7 +24,6 @@ from torch import Tensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
-from lightning_pipeline.recording.compiled_calls import CompiledCall
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot, put_together
 from lightning_pipeline.recording.program import Fork, Program, Region, Strand, VisitFunction
@@ -48,8 +47,8 @@ def run_event(
     """
     numbers = {slot: captured[event.first_captured + place] for slot, place in event.matcher.captured_numbers.items()}
     function = instead or event.function
-    if event.draws and type(function) is CompiledCall:
-        function = function.drawing(seed, captured[event.first_captured])
+    if event.draws and hasattr(function, "seeded"):
+        function = function.seeded(seed, captured[event.first_captured])
     elif event.draws:
         seed(captured[event.first_captured])
     grad, _, autocast = event.state
@@ -203,8 +202,8 @@ class _Writer:
             if self._autocast is not None:
                 self._line(f"cast = {self._constant(autocast_as)}({self._constant(self._autocast)}); cast.__enter__()")
         function = self._constant(event.function)
-        if event.draws and type(event.function) is CompiledCall:
-            function = f"{function}.drawing(seed, captured[{event.first_captured}])"
+        if event.draws and hasattr(event.function, "seeded"):
+            function = f"{function}.seeded(seed, captured[{event.first_captured}])"
         elif event.draws:
             self._line(f"seed(captured[{event.first_captured}])")
         arguments = [self._text(number, event, template) for template in event.call.args]

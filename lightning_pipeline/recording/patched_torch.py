@@ -41,6 +41,7 @@ from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.attention import flags_of_steps
 from lightning_pipeline.recording.contexts import contexts_refused
+from lightning_pipeline.recording.function_calls import APPLY, applying
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recorder import Recorder
@@ -227,7 +228,6 @@ def _class_replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iter
 _patched_for: list[Recorder] = []
 """Recorders whose runs need the patches."""
 _patches = ExitStack()
-_APPLY = vars(_torch.FunctionBase)["apply"]
 _AS_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Of scripted functions, and classes of autograd functions, one function each, by which events know their calls."""
 
@@ -284,7 +284,9 @@ def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
     with _torch.innermost_mode_taken_off() as mode:
-        return mode.__torch_function__(function, (), args, kwargs)
+        found = mode.__torch_function__(function, (), args, kwargs)
+    recording.note_draws_within(function)
+    return found
 
 
 @contextmanager
@@ -294,21 +296,21 @@ def _function_apply_seen() -> Iterator[None]:
     # which goes on to the one that a base class has; since then it is the one of C++, which nothing comes between.
     owner: Any = _torch.SingleLevelFunction
     plain = vars(torch.autograd.Function)["apply"]
-    if plain is _APPLY:
+    if plain is APPLY:
         owner = torch.autograd.Function
 
     def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
         called = _AS_FUNCTIONS.get(cls)
         if called is None:
-            called = _AS_FUNCTIONS[cls] = _applying(cls)
+            called = _AS_FUNCTIONS[cls] = applying(cls)
         return _as_function(called, args, kwargs)
 
     owner.apply = classmethod(seen)
     try:
-        with _calls_past_patch_refused() if plain is _APPLY else nullcontext():
+        with _calls_past_patch_refused() if plain is APPLY else nullcontext():
             yield
     finally:
-        if plain is _APPLY:
+        if plain is APPLY:
             owner.apply = plain
         else:
             del owner.apply
@@ -344,18 +346,7 @@ def _calls_past_patch_refused() -> Iterator[None]:
         del owner.__getattribute__
 
 
-def _applying(cls: type) -> Callable[..., Any]:
-    apply = _APPLY.__get__(None, cls)
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return apply(*args, **kwargs)
-
-    function.__name__ = f"{cls.__name__}.apply"
-    function.runs_python = True  # type: ignore[attr-defined]
-    return function
-
-
-_SEEN = _applying(torch.autograd.Function).__code__
+_SEEN = applying(torch.autograd.Function).__code__
 """What calls the C++ `apply` where the call has been seen."""
 
 

@@ -16,6 +16,7 @@ from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.compiled_calls import CompiledCall, compiled_calls
 from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.function_calls import inferred
 from lightning_pipeline.recording.inference import Inference, Result
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.matcher import HookTensor
@@ -185,6 +186,9 @@ class Recorder:
             if type(function) is CompiledCall:
                 found = self.inference.result(function.inferred, call, specs)
                 self._results[key] = found and replace(found, draws=function.num_draws)
+            elif hasattr(function, "applies"):
+                found, num_draws = inferred(function.applies, lambda: self.inference.result(function, call, specs))
+                self._results[key] = found and replace(found, draws=num_draws)
             else:
                 self._results[key] = self.inference.result(function, call, specs)
         return self._results[key]

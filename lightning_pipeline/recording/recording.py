@@ -280,6 +280,13 @@ class Recording(TorchFunctionMode):
         self.captured.append(self.num_draws)
         self.num_draws += 1
 
+    def note_draws_within(self, function: Any) -> None:
+        """A function of the user's has been called, which may draw more than once."""
+        event = self.event
+        if event.parent is not None and event.function is function and event.result.draws > 1:
+            self.num_draws += event.result.draws - 1
+            self.num_aside += 1  # a call with it is not answered as a whole
+
     def keep(self, place: Placeholder) -> None:
         if not self._is_over:
             self._kept.append(place)

@@ -2,7 +2,8 @@
 
 A builder makes a schedule of compute actions, :func:`check` proves that it is sound, and :func:`lower` adds the
 communication. :func:`simulate` computes its times, and :func:`render`, :func:`save_picture` and
-:func:`save_chrome_trace` show them. Everything here needs the standard library only, and pictures matplotlib.
+:func:`save_chrome_trace` show them. Everything here needs the standard library only, pictures
+matplotlib, and schedules of more than 262,144 passes numpy.
 """
 
 from lightning_pipeline.schedules.builders import (

@@ -60,7 +60,7 @@ def shares(row: Sequence[tuple[Action, float, float]], begin: float, cell: float
     return cells
 
 
-def thumbnail(timeline: Timeline, makespan: float, *, rows: int = 16, columns: int = 100) -> list[tuple[int, str]]:
+def thumbnail(timeline: Timeline, makespan: float, *, rows: int = 16, columns: int = 66) -> list[tuple[int, str]]:
     """Some ranks, each with a line of letters: what it does in a cell, ``=`` several kinds, ``.`` mostly idle."""
     cell = makespan / columns
 
@@ -82,9 +82,7 @@ def summarize(schedule: Schedule, timeline: Timeline, makespan: float) -> str:
     ranks, width = schedule.num_ranks, len(str(schedule.num_ranks - 1))
     picture = thumbnail(timeline, makespan)
     text = [f"rank {rank:>{width}}  {line}" for rank, line in picture]
-    legend = (
-        f"a column is {makespan / len(picture[0][1]):.4g} of time; {MIXED} several kinds in turn, {IDLE} mostly idle"
-    )
+    legend = f"{makespan / len(picture[0][1]):.4g} of time a column; {MIXED} several kinds, {IDLE} mostly idle"
     by_phases = {rank: phases(schedule.orders[rank]) for rank in some_of(ranks, 5)}
     of_ranks = [f"rank {rank:>{width}}  {found}" for rank, found in by_phases.items()]
     return "\n".join([f"{len(picture)} of {ranks} ranks; {legend}", *text, "", "in phases", *of_ranks])
@@ -97,12 +95,21 @@ def save_overview(timeline: Timeline, path: Path, makespan: float, *, title: str
         ModuleNotFoundError: where matplotlib cannot be imported.
     """
     require_matplotlib()
+    from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 7), layout="constrained")
     ranks = some_of(len(timeline), 64)
     columns = 480
-    pixels = [[_mixed(cell) for cell in shares(timeline[rank], 0.0, makespan / columns, columns)] for rank in ranks]
+    colours = {kind: to_rgb(hues[0]) for kind, (_, hues) in LEGEND.items()}
+
+    def mixed(cell: Shares) -> list[float]:
+        idle = max(0.0, 1 - sum(cell.values()))
+        parts = [(idle, to_rgb(IDLE_COLOUR)), *((share, colours[kind]) for kind, share in cell.items())]
+        total = sum(share for share, _ in parts)
+        return [sum(share * colour[index] for share, colour in parts) / total for index in range(3)]
+
+    pixels = [[mixed(cell) for cell in shares(timeline[rank], 0.0, makespan / columns, columns)] for rank in ranks]
     axes = figure.add_subplot()
     axes.imshow(pixels, aspect="auto", interpolation="nearest", extent=(0, makespan, len(ranks) - 0.5, -0.5))
     shown = some_of(len(ranks), 9)
@@ -111,17 +118,6 @@ def save_overview(timeline: Timeline, path: Path, makespan: float, *, title: str
     axes.set_title(title, loc="left", fontsize=11)
     draw_legend(figure, [timeline[0]])
     figure.savefig(path, dpi=120)
-
-
-def _mixed(cell: Shares) -> tuple[float, float, float]:
-    idle = max(0.0, 1 - sum(cell.values()))
-    parts = [(idle, IDLE_COLOUR), *((share, LEGEND[kind][1][0]) for kind, share in cell.items())]
-    total = sum(share for share, _ in parts)
-    # Colours are "#rrggbb".
-    red, green, blue = (
-        sum(share * int(colour[at : at + 2], 16) for share, colour in parts) / total / 255 for at in (1, 3, 5)
-    )
-    return red, green, blue
 
 
 def spread(values: Sequence[float], most: int = 16) -> str:

@@ -1,6 +1,7 @@
 """The default example as a user runs it: two processes, one folder a run, the same results under both schedules."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,10 +29,16 @@ def test_a_sweep_over_schedules(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("val/acc  ") == 2  # rank 0 reports, once a job
+    assert done.stdout.count("trained      LitClassifier, 10 steps on 2 stages") == 2
+    assert (
+        len(re.findall(r"a step +[\d.]+ ms on 2 stages, [\d.]+ ms in one process: [\d.]+ times as fast", done.stdout))
+        == 2
+    )
 
     runs = [tmp_path / "sweep/0", tmp_path / "sweep/1"]
     for run in runs:
         assert (run / "checkpoints/last.ckpt").exists()
+        assert f"report       {run / 'report.html'}" in done.stdout and (run / "report.html").is_file()
         assert list(run.glob("*.png")) and list(run.glob("*.json"))
         assert len(list(run.glob("**/.hydra"))) == 1
     assert not (tmp_path / "logs").exists()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layer, Layers
-from tests.habits.table import habit
+from tests.habits.table import error, habit
 
 
 class Drawing(Layers):
@@ -283,3 +283,115 @@ class AugmentsInTransferHook(Layers):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
         return x + 0.3 * torch.randn_like(x) * random.random(), y
+
+
+class Simplex(Layer):
+    """Mixes its features by weights from a Dirichlet distribution."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found + torch.distributions.Dirichlet(F.softplus(found) + 0.5).rsample()
+
+
+@habit(plain=False)
+class DirichletSamples(Layers):
+    """Samples whose distribution draws in an autograd function of torch's own."""
+
+    layer = Simplex
+
+
+class NoisyMask(torch.autograd.Function):
+    """Draws twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: float) -> Tensor:  # type: ignore[override]
+        mask = torch.rand_like(x) < kept
+        ctx.save_for_backward(mask)
+        return x * mask + 0.1 * torch.randn_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Masked(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(NoisyMask.apply(super().forward(x), 0.7), 0.1, self.training)
+
+
+@habit(plain=False)
+class FunctionThatDraws(Layers):
+    """An autograd function of one's own draws in its forward, and others before and after it."""
+
+    layer = Masked
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + 0.1 * torch.rand(WIDTH)
+        return x
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient + 0.1 * torch.randn_like(gradient)
+
+
+@habit(expect=error(r"NoisyGradient\.backward draws.*random_numbers\.py:\d+.*save_for_backward"), plain=False)
+class FunctionThatDrawsInBackward(Layers):
+    """Noise on gradients, by an autograd function."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = NoisyGradient.apply(layer(x))
+        return x
+
+
+class ScaledByPython(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * random.random()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+@habit(expect=error(r"ScaledByPython\.forward draws.*random_numbers\.py:\d+.*as an argument"), plain=False)
+class FunctionThatDrawsByPython(Layers):
+    """An autograd function draws from Python's generator."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = ScaledByPython.apply(layer(x))
+        return x
+
+
+class Counted(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 1.01
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        Counted.calls += 1
+        return gradient * (1 + 0.01 * Counted.calls)
+
+
+@habit(expect=error(r"Counted\.backward sets Counted\.calls.*in the step"), plain=False)
+class FunctionThatCounts(Layers):
+    """An autograd function counts the calls of its backward in an attribute of the class."""
+
+    def on_fit_start(self) -> None:
+        Counted.calls = 0
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Counted.apply(layer(x))
+        return x
