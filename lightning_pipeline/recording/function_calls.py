@@ -72,9 +72,9 @@ def applying(cls: Any) -> Callable[..., Any]:
 
 
 def _guarded(cls: Any) -> Any:
-    """The same function with a backward that refuses draws."""
+    """The same function with a backward that refuses draws; torch's own stay as they are."""
     backward = cls.backward
-    if backward is torch.autograd.Function.backward:
+    if backward is torch.autograd.Function.backward or cls.__module__.startswith("torch."):
         return cls
 
     def checked(ctx: Any, *gradients: Any) -> Any:
@@ -105,7 +105,9 @@ def inferred(cls: Any, infer: Callable[[], Result | None]) -> tuple[Result | Non
 
 
 def _check_left_alone(cls: Any, before: dict[str, Any], method: str) -> None:
-    """Refuse a method that sets an attribute of its class."""
+    """Refuse a method that sets an attribute of its class, but for torch's own, which compile themselves."""
+    if cls.__module__.startswith("torch."):
+        return
     now = vars(cls)
     if len(now) != len(before) or any(value is not before.get(name) for name, value in now.items()):
         name = next(name for name, value in now.items() if value is not before.get(name))
