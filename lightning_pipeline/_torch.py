@@ -6,8 +6,10 @@ has what the compiler keeps private.
 
 from __future__ import annotations
 
+import importlib
+import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -149,6 +151,13 @@ def broadcast_coalesced(group: Any, tensors: list[Tensor], buffer_bytes: int, so
 def donates_buffers() -> bool:
     """Whether compiled backwards may reuse the memory of what they saved."""
     return torch._functorch.config.donated_buffer
+
+
+def keep_fake_collectives_from_drawing() -> None:
+    """Have collectives on fake tensors draw their ids from a generator of their own, instead of Python's global one."""
+    with suppress(ImportError):
+        module: Any = importlib.import_module("torch.distributed._meta_registrations")
+        module.random = random.Random()
 
 
 def is_open(group: Any) -> bool:

@@ -93,15 +93,24 @@ def inferred(cls: Any, infer: Callable[[], Result | None]) -> tuple[Result | Non
     Raises:
         NotImplementedError: it does more than that.
     """
-    generators, before = python_generators(), dict(vars(cls))
+    before = dict(vars(cls))
+    found, num_draws, is_drawn = _infer_counted(infer)
+    if is_drawn:  # perhaps by a module that was imported just now, which it is once
+        found, num_draws, is_drawn = _infer_counted(infer)
+    if is_drawn:
+        raise _done_by_one_stage(cls, "forward", "draws from Python's or numpy's generator")
+    _check_left_alone(cls, before, "forward")
+    return found, num_draws
+
+
+def _infer_counted(infer: Callable[[], Result | None]) -> tuple[Result | None, int, bool]:
+    """What `infer` gives, its number of draws of torch's, and whether it draws from Python's or numpy's generator."""
+    generators = python_generators()
     with _Counted() as counted:
         found = infer()
     is_drawn = python_generators() != generators
     set_python_generators(generators)
-    if is_drawn:
-        raise _done_by_one_stage(cls, "forward", "draws from Python's or numpy's generator")
-    _check_left_alone(cls, before, "forward")
-    return found, counted.number
+    return found, counted.number, is_drawn
 
 
 def _check_left_alone(cls: Any, before: dict[str, Any], method: str) -> None:

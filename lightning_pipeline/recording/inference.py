@@ -132,6 +132,7 @@ class Inference:
     """Runs functions on fake tensors of one process. Autograd, autocast and the default dtype are as they are now."""
 
     def __init__(self) -> None:
+        _torch.keep_fake_collectives_from_drawing()
         self.mode = _FakeTensorMode()
 
     def result(self, function: Any, call: Call, specs: Sequence[TensorSpec]) -> Result | None:
