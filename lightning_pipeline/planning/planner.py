@@ -64,6 +64,7 @@ def ranked_plans(
             failure = error
     if failure is not None and not found:
         raise failure
+    parts = profile.segments(profile.candidates(0.0)[1:], state_bytes)
     yielded: set[Hashable] = set()
     fault = ""
     while found:
@@ -73,7 +74,6 @@ def ranked_plans(
             if yielded:
                 return
             raise ValueError(_does_not_fit(chosen, machine))
-        parts = profile.segments(profile.candidates(0.0)[1:], state_bytes)
         large = find_large_module(parts, chosen, machine)
         plan = describe(chosen, is_measured=profile.is_measured, large_module=large)
         # Candidates of different sizes may begin at the same place in the step, under other modules' names.
