@@ -64,7 +64,13 @@ def read_live(folder: Path) -> list[tuple[LiveRank, float]]:
             written = path.stat().st_mtime
             content = json.loads(read_text(path, kind="what a rank is at", most=MAX_BYTES))
             rank = LiveRank(**{field.name: content[field.name] for field in fields(LiveRank)})
-            kinds = {"int": int, "str": str, "bool": bool, "float": (int, float), "list[int]": list}
+            kinds: dict[str, type | tuple[type, ...]] = {
+                "int": int,
+                "str": str,
+                "bool": bool,
+                "float": (int, float),
+                "list[int]": list,
+            }
             for field in fields(LiveRank):
                 if not isinstance(getattr(rank, field.name), kinds[str(field.type)]):
                     raise ValueError(f"{field.name} is no {field.type}")
