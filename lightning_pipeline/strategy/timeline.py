@@ -59,8 +59,8 @@ class PipelineTimeline(Callback):
     The loggers get the metrics, and the picture and the report as far as they can take them: TensorBoard, W&B, MLflow
     and Comet the picture, the last three the report.
 
-    Without this callback nothing is recorded, at no cost. With it, an action takes half a microsecond longer, and each
-    logging exchanges messages, half of them to align the clocks: 5 to 10 ms between two processes on CPU, up to 60 ms
+    Without this callback nothing is recorded, at no cost. With it, an action takes 0.6 microseconds longer, the thread
+    for ``watch`` 0.14 % of a CPU core, and each logging exchanges messages, half of them to align the clocks: 5 to 10 ms between two processes on CPU, up to 60 ms
     where more processes compete for the cores.
 
     Args:
