@@ -60,8 +60,8 @@ class PipelineTimeline(Callback):
     and Comet the picture, the last three the report.
 
     Without this callback nothing is recorded, at no cost. With it, an action takes 0.6 microseconds longer, the thread
-    for ``watch`` 0.14 % of a CPU core, and each logging exchanges messages, half of them to align the clocks: 5 to 10 ms between two processes on CPU, up to 60 ms
-    where more processes compete for the cores.
+    for ``watch`` 0.14 % of a CPU core, and each logging exchanges messages, half of them to align the clocks: 5 to
+    10 ms between two processes on CPU, up to 60 ms where more processes compete for the cores.
 
     Args:
         dirpath: folder for the files; default: the Trainer's log folder.
