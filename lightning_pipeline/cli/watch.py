@@ -72,7 +72,7 @@ def _view(run: Path) -> Group:
         if not ranks:
             raise
         recorded = str(error)
-    return Group(*([_live_table(ranks), ""] if ranks else []), recorded)
+    return Group(_live_table(ranks), "", recorded) if ranks else Group(recorded)
 
 
 def _live_table(ranks: list[tuple[LiveRank, float]]) -> Table:
