@@ -50,7 +50,8 @@ class CostOptions:
             ScheduleError: if the schedule deadlocks.
         """
         by_stage = self.by_stage(schedule.name, schedule.num_ranks, schedule.num_stages)
-        return simulate_schedule(schedule, **by_stage, transfer=self.transfer)
+        forward, input_grad, weight_grad = by_stage.values()
+        return simulate_schedule(schedule, forward, input_grad, weight_grad, self.transfer)
 
     def by_stage(self, schedule: str, num_ranks: int, num_stages: int) -> dict[str, list[float]]:
         """For each of `times` the share of each virtual stage.

@@ -46,7 +46,7 @@ class RecordedStep:
     rank: int
     actions: list[tuple[Action, float, float]] = field(default_factory=list)
     reductions: list[tuple[float, float]] = field(default_factory=list)
-    peak_live: int = 0
+    peak_live: float = 0
     sent: dict[Action, int] = field(default_factory=dict)
     memory: int = 0
 
@@ -212,7 +212,7 @@ def _rank(content: dict[str, Any]) -> RecordedStep:
         int(_number(content["rank"], MAX_PROCESSES)),
         [(Action.parse(name), _number(start), _number(end)) for name, start, end in content["actions"]],
         [(_number(start), _number(end)) for start, end in content["reductions"]],
-        int(_number(content["peak_live"])),
+        _number(content["peak_live"]),
         {Action.parse(name): int(_number(size, 2**63)) for name, size in content["sent"].items()},
         int(_number(content["memory"], 2**63)),
     )

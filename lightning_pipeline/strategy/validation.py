@@ -37,6 +37,7 @@ ALIKE = (
     "num_stages",
     "num_microbatches",
     "max_live_microbatches",
+    "offload_activations",
     "gradients_mean",
     "data_parallel",
     "tensor_parallel_size",
@@ -75,6 +76,14 @@ def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
         raise ValueError(
             f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto" or "optimized", which '
             f"choose; with {choice.label!r} it is given"
+        )
+
+
+    offload = asked.offload_activations
+    if not isinstance(offload, (bool, int, float)) or not 0 <= offload <= 1:
+        raise ValueError(
+            f"offload_activations is True, False, or the share of a stage's activations that goes to host memory, a "
+            f"number from 0 to 1; got {shown(offload)}"
         )
 
 
