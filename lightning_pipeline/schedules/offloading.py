@@ -120,6 +120,8 @@ class HostLink:
         self._out = self._in = 0.0
         self._sent: dict[Away, float] = {}
         self._arrived: dict[Away, float] = {}
+        self.waited = 0.0
+        """Time that the rank could have computed in, but for a transfer."""
 
     def start(self, place: int, free: float, ready: float) -> float:
         """When the action at a place starts, of a rank that is free and has its inputs from these times on."""
@@ -127,9 +129,31 @@ class HostLink:
             self._arrived[one] = self._in = max(self._in, self._sent[one], free) + self._seconds[one.stage]
         gone = (self._sent[one] for one in self._gone.get(place, ()))
         there = (self._arrived[one] for one in self._used.get(place, ()))
-        return max([free, ready, *gone, *there])
+        start = max([free, ready, *gone, *there])
+        self.waited += start - max(free, ready)
+        return start
 
     def note_end(self, place: int, end: float) -> None:
         """The action at a place has ended."""
         for one in self._made.get(place, ()):
             self._sent[one] = self._out = max(self._out, end) + self._seconds[one.stage]
+
+
+def describe_away(orders: Iterable[Sequence[Action]], peaks: Sequence[float], waited: Sequence[float]) -> str:
+    """A line for each rank: whose activations it sends, and how many are live at once.
+
+    Args:
+        orders: of compute actions.
+        peaks: the most activations that each rank's device holds.
+        waited: for transfers to host memory and back, in the unit of the costs.
+    """
+    lines = []
+    for rank, (order, peak, seconds) in enumerate(zip(orders, peaks, waited, strict=True)):
+        away = [f"{one.stage}F{one.microbatch}" for one in away_in(order)]
+        shown = away if len(away) <= _SHOWN else [*away[: _SHOWN // 2], "...", *away[-_SHOWN // 2 :]]
+        told = f"rank {rank}: {peak:g} live at once, waits {seconds:.4g} for transfers to host memory and back"
+        lines.append(f"{told}; there are {' '.join(shown)}" if away else f"{told}; nothing goes there")
+    return "\n".join(lines)
+
+
+_SHOWN = 12

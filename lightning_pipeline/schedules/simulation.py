@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_pipeline.schedules.offloading import HostLink, changes_of
+from lightning_pipeline.schedules.offloading import HostLink, away_in, by_place, changes_of
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, format_grid
 from lightning_pipeline.schedules.validation import ScheduleError
 
@@ -83,12 +83,15 @@ class Simulation:
         peak_live: for each rank, how many activations of a virtual stage it holds at most at once; one that is in host
             memory counts as the share that stays.
         spans: for each rank, its compute actions with their times.
+        waited_for_host: for each rank, the time that it waits for transfers to host memory and back, which nothing
+            hides; empty where nothing goes there.
     """
 
     makespan: float
     bubble: float
     peak_live: list[float]
     spans: Sequence[list[Span]]
+    waited_for_host: Sequence[float] = ()
 
 
 def simulate(
@@ -148,7 +151,7 @@ def simulate(
     busy = sum(span.end - span.start for order in spans for span in order)
     bubble = 1 - busy / (makespan * schedule.num_ranks) if makespan else 0.0
     peaks = [_peak_live(order, share, has_backward=schedule.has_backward) for order in schedule.orders]
-    return Simulation(makespan, bubble, peaks, spans)
+    return Simulation(makespan, bubble, peaks, spans, [link.waited for link in links])
 
 
 _LONG = 8192  # passes, from which on arrays are worth it
@@ -310,12 +313,18 @@ def peak_bytes(
     return peaks
 
 
-def live_activations(schedule: Schedule) -> list[int]:
-    """For each virtual stage, the most micro-batches whose activations it holds at once."""
-    live = [0] * schedule.num_stages
-    peaks = [0] * schedule.num_stages
+def live_activations(schedule: Schedule, offload: float = 0) -> list[float]:
+    """For each virtual stage, the most micro-batches whose activations it holds at once; `offload` as in `simulate`."""
+    live: list[float] = [0] * schedule.num_stages
+    peaks: list[float] = [0] * schedule.num_stages
     for order in schedule.compute():
-        for action in order:
+        away = away_in(order) if offload else []
+        gone, back = by_place(away, "gone"), by_place(away, "back")
+        for place, action in enumerate(order):
+            for some, share in ((gone, -offload), (back, offload)):
+                for one in some.get(place, ()):
+                    live[one.stage] += share
+                    peaks[one.stage] = max(peaks[one.stage], live[one.stage])
             if action.kind is Kind.F:
                 live[action.stage] += 1
                 peaks[action.stage] = max(peaks[action.stage], live[action.stage])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import lightning as L
@@ -11,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.schedules import Action, Schedule, build, fuse
 from lightning_pipeline.schedules.simulation import peak_bytes, simulate
+from lightning_pipeline.strategy.validation import warn_of_idle_offload
 from tests.launching import launch
 from tests.training.runs import differing, pipeline_trainer, weights
 
@@ -142,3 +146,22 @@ def test_less_is_on_the_device(name: str, ranks: Any) -> None:
         kept = max(rank[name, True]["kept"].values())
         assert rank[name, True]["sent"]
         assert rank[name, True]["peak"] < 0.85 * plain * kept
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, 2, float("nan"), "half", None])
+def test_other_shares_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"a number from 0 to 1; got " + re.escape(repr(value))):
+        PipelineStrategy(offload_activations=value)
+
+
+def test_says_where_it_sends_nothing() -> None:
+    with pytest.warns(
+        UserWarning, match=r"sends nothing to host memory under '1f1b' on 2 devices with 8 micro-batches"
+    ):
+        warn_of_idle_offload(True, build("1f1b", 2, 8), "1f1b")
+    with pytest.warns(UserWarning, match="sends nothing to host memory under one device"):
+        warn_of_idle_offload(0.5, build("1f1b", 1, 8), "1f1b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_idle_offload(True, build("gpipe", 2, 8), "gpipe")
+        warn_of_idle_offload(False, build("1f1b", 2, 8), "1f1b")
