@@ -194,8 +194,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def memories_of(tensor: Tensor) -> Iterator[int]:
     """The memory of a tensor (`memory_of`), or of what its subclass wraps, such as a DTensor's slice."""
     if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from memories_of(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(part, Tensor):  # and no mesh
+                yield from memories_of(part)
     else:
         yield memory_of(tensor)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
@@ -77,6 +78,38 @@ class Perceptrons(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Checkpointed(Perceptrons):
+    """Computes two blocks again in backward, in either way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=index == 1) if index % 2 else block(x)
+        return x
+
+
+class Reading(Perceptrons):
+    """Reads its loss, so that forwards run ahead of the step's Python."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1.0 if loss.item() > 0 else 2.0)
+
+
+class ByHand(Perceptrons):
+    """Two backwards and updates a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for scale in (1.0, 0.5):
+            optimizer.zero_grad()
+            self.manual_backward(scale * super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
 def data(rows: int = 64 * NUM_MICROBATCHES) -> DataLoader:
     x = torch.randn(2 * rows, WIDTH, generator=torch.Generator().manual_seed(2))
     return DataLoader(TensorDataset(x, x.flip(0)), batch_size=rows)
@@ -96,11 +129,13 @@ def run(name: str, share: float, kind: type[L.LightningModule] = Perceptrons) ->
     return found
 
 
+KINDS = {kind.__name__: kind for kind in (Checkpointed, Reading, ByHand)}
 SHARES = [*((name, share) for name in CASES for share in (False, True)), ("gpipe", 0.5)]
 
 
 def run_cases() -> dict[tuple[str, float], dict[str, Any]]:
-    return {(name, share): run(name, share) for name, share in SHARES}
+    found = {(name, share): run(name, share) for name, share in SHARES}
+    return found | {(name, share): run("gpipe", share, kind) for name, kind in KINDS.items() for share in (False, True)}
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +153,17 @@ def schedule_of(name: str) -> Schedule:
 @pytest.mark.parametrize(("name", "share"), [case for case in SHARES if case[1]])
 def test_bits_are_those_without(name: str, share: float, ranks: Any) -> None:
     assert not differing(ranks[0][name, share]["weights"], ranks[0][name, False]["weights"])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_bits_of_other_steps_too(name: str, ranks: Any) -> None:
+    assert not differing(ranks[0][name, True]["weights"], ranks[0][name, False]["weights"])
+    assert all(rank[name, True]["sent"] for rank in ranks)
+    if name == "Checkpointed":  # the inputs of the checkpointed functions go as well
+        assert all(
+            sum(rank[name, True]["sent"].values()) > 0.99 * sum(rank[name, True]["kept"].values()) for rank in ranks
+        )
+        assert ranks[0][name, True]["peak"] < 0.7 * ranks[0]["gpipe", True]["peak"]
 
 
 @pytest.mark.parametrize(("name", "share"), [case for case in SHARES if case[1]])
