@@ -110,8 +110,9 @@ class ByHand(Perceptrons):
             optimizer.step()
 
 
-def data(rows: int = 64 * NUM_MICROBATCHES) -> DataLoader:
-    x = torch.randn(2 * rows, WIDTH, generator=torch.Generator().manual_seed(2))
+def data(num_batches: int) -> DataLoader:
+    rows = 64 * NUM_MICROBATCHES
+    x = torch.randn(num_batches * rows, WIDTH, generator=torch.Generator().manual_seed(2))
     return DataLoader(TensorDataset(x, x.flip(0)), batch_size=rows)
 
 
@@ -121,7 +122,7 @@ def run(name: str, share: float, kind: type[L.LightningModule] = Perceptrons) ->
     strategy = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES, "offload_activations": share}
     trainer = pipeline_trainer(cut, world=WORLD, strategy=strategy, max_epochs=1)
     trainer.strategy.observers.add(lambda span: None)  # so that bytes are counted
-    trainer.fit(kind(), data())
+    trainer.fit(kind(), data(4 if kind is Reading else 2))  # the first steps that read run event by event
     found = {"weights": weights(trainer), "live": trainer.strategy.peak_live}
     offload = trainer.strategy.pipeline.offload
     if offload is not None:
