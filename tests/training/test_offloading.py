@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.schedules import Action, Schedule, build, fuse
+from lightning_pipeline.schedules.records import RecordedStep
 from lightning_pipeline.schedules.simulation import peak_bytes, simulate
+from lightning_pipeline.strategy.timeline import timeline_metrics
 from lightning_pipeline.strategy.validation import warn_of_idle_offload
 from tests.launching import launch
 from tests.training.runs import differing, pipeline_trainer, weights
@@ -212,3 +214,19 @@ def test_says_where_it_sends_nothing() -> None:
         warnings.simplefilter("error")
         warn_of_idle_offload(True, build("gpipe", 2, 8), "gpipe")
         warn_of_idle_offload(False, build("1f1b", 2, 8), "1f1b")
+
+
+def test_metrics_of_the_timeline() -> None:
+    simulation = simulate(build("gpipe", 2, 8), offload=1)
+    recorded = [
+        RecordedStep(
+            *(rank, list(row)), peak_live=3, offload=1, live_bytes=29, kept={rank: 10 + rank}, away={rank: 10 + rank}
+        )
+        for rank, row in enumerate(simulation.spans)
+    ]
+    metrics = timeline_metrics([recorded], (0, 1))
+    for rank in range(2):
+        assert metrics[f"pipeline/live_activations_simulated/rank{rank}"] == 3
+        assert metrics[f"pipeline/live_bytes/rank{rank}"] == 29
+        assert metrics[f"pipeline/live_bytes_simulated/rank{rank}"] == 3 * (10 + rank)
+        assert metrics[f"pipeline/host_bytes/rank{rank}"] == 6 * (10 + rank)
