@@ -123,6 +123,28 @@ def test_an_order_is_searched_for(tmp_path: Path) -> None:
         assert "--kept-bytes and --max-bytes go together" in result.output
 
 
+def test_activations_in_host_memory(tmp_path: Path) -> None:
+    options = ("-p", "4", "-m", "8", "--offload-activations", "1", "--host-transfer", "3")
+    [row] = figures("gpipe", *options).values()
+    simulated = simulate(build("gpipe", 4, 8), offload=1, host_transfer=3)
+    assert row["peak_live"] == simulated.peak_live == [3, 3, 3, 3]
+    assert row["in_host_memory"] == [6, 6, 6, 6]
+    assert row["makespan"] == simulated.makespan > simulate(build("gpipe", 4, 8)).makespan
+    assert row["waited_for_host"] == simulated.waited_for_host
+    half = figures("interleaved_1f1b", *options[:4], "--offload-activations", "0.5")["interleaved_1f1b"]
+    assert half["peak_live"] == simulate(build("interleaved_1f1b", 4, 8, 2), offload=0.5).peak_live
+    assert "100% of activations to host memory in 3" in call("simulate", "gpipe", *options)
+    drawn = call("draw", "gpipe", *options)
+    assert "rank 0: 3 live at once, waits" in drawn
+    assert "0F1 0F2 0F3 0F4 0F5 0F6" in drawn
+    call("draw", "gpipe", *options, "-o", str(tmp_path / "drawn.json"))
+    events = json.loads((tmp_path / "drawn.json").read_text())["traceEvents"]
+    assert max(event["args"]["count"] for event in events if event["ph"] == "C") == 3
+    result = CliRunner().invoke(app, ("simulate", "--host-transfer", "3"))
+    assert result.exit_code == 2
+    assert "--host-transfer goes with --offload-activations" in result.output
+
+
 def test_table() -> None:
     lines = call("simulate", "gpipe", "interleaved_1f1b_low_memory", "-p", "4", "-m", "8").splitlines()
     assert lines[0] == "4 ranks, 8 micro-batches; forward 1, input grad 1, weight grad 1, transfer 0"

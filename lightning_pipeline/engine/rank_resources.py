@@ -12,6 +12,7 @@ from lightning_pipeline.engine.draws import Draws
 from lightning_pipeline.engine.expectations import Expectations
 from lightning_pipeline.engine.leaf_gradients import LeafGradients
 from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import TensorSpec
@@ -37,6 +38,7 @@ class RankResources:
         tensors: parameters and buffers of the module.
         calls: tells which stage the running submodule belongs to.
         holders: gives the ranks that hold a tensor of the module, by number.
+        offload: the share of a virtual stage's activations that goes to host memory while they wait.
 
     Attributes:
         stages: this rank's virtual stages, ascending.
@@ -54,6 +56,7 @@ class RankResources:
         tensors: ModuleTensors,
         calls: KeyedCalls,
         holders: Callable[[int], Sequence[int]],
+        offload: float = 0,
     ) -> None:
         self.rank, self.placement, self.device = rank, tuple(placement), device
         self.stages = [stage for stage, place in enumerate(placement) if place == rank]
@@ -66,6 +69,7 @@ class RankResources:
         self.recorder = Recorder(tensors, calls, self.placement)
         self.recorder.warns = rank == 0
         self.draws = Draws(device)
+        self.offload = Offload(offload, device) if offload else None
         self.expectations = Expectations()
         self.warnings = StepWarnings(is_first=rank == 0)
         self.has_learned = False

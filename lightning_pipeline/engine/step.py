@@ -93,12 +93,15 @@ class PipelineStep:
                 work=self.work,
                 live=self.live,
                 ahead=self.ahead,
+                offload=shared.offload,
             )
             for stage in shared.stages
         }
         for stage in visits:
             if stage + 1 in visits:
                 visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
+        if shared.offload is not None:
+            shared.offload.begin(shared.tensors.tensors, measures=self._observe is not None)
         before_backward = self._before_backward if self.ahead is not None else None
         self.run = ScheduleRun(program, visits, self._observe, before_backward, prepare)
         self.run.go_on()

@@ -62,6 +62,7 @@ class LocalStages:
             holders=self.local.holders,
             schedule=schedules,
             num_microbatches=cut.num_microbatches,
+            offload=strategy.offload_activations,
             on_module_changed=self._note_new_tensors,
         )
         self.owner_computes: OwnerComputes | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +15,9 @@ from lightning_pipeline.engine.recorded_times import gather_recordings, sent_byt
 from lightning_pipeline.runtime.host_memory import peak_memory
 from lightning_pipeline.schedules import idle_share, measured_costs, recorded_schedule
 from lightning_pipeline.schedules.live import SUFFIX
+from lightning_pipeline.schedules.offloading import away_in
 from lightning_pipeline.schedules.records import RecordedStep
+from lightning_pipeline.schedules.simulation import peak_bytes
 from lightning_pipeline.schedules.timeline import extent, overlapped_share
 
 from .._lightning import Callback, LightningModule, Trainer, rank_zero_info
@@ -40,6 +42,9 @@ class PipelineTimeline(Callback):
       all-reduces that passes before the last action ends on any rank; the rest makes the step longer;
     - ``pipeline/live_activations/rank0`` and so on: the most activations of virtual stages that the rank held at once;
     - ``pipeline/live_activations_simulated/rank0`` and so on: the same, by the schedule;
+    - with ``offload_activations`` the activations in host memory are not live, and there are
+      ``pipeline/live_bytes/rank0`` and so on, the most bytes that saved tensors took on the device at once,
+      ``pipeline/live_bytes_simulated/rank0`` by the schedule, and ``pipeline/host_bytes/rank0``, what the step sent;
     - ``pipeline/busy/rank0`` and so on: the share of the step in which the rank computes;
     - ``pipeline/slowest_stage``: the virtual stage that computes for the longest time.
 
@@ -199,6 +204,9 @@ class PipelineTimeline(Callback):
         session, own = strategy.session, self.recorded
         assert own is not None
         own.sent, own.memory = sent_bytes(session.pipeline), peak_memory(session.device)
+        if (offload := session.pipeline.offload) is not None:
+            own.offload, own.live_bytes = offload.share, offload.peak_bytes
+            own.kept, own.away = offload.kept, offload.sent
         # All ranks log: metrics that callbacks monitor have to be the same everywhere.
         recorded = gather_recordings(own, session.transport, session.replicas)
         metrics = timeline_metrics(recorded, session.pipeline.placement)
@@ -226,12 +234,15 @@ def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequ
     reductions = [rank.reductions for pipeline in recorded for rank in pipeline]
     # Replicas may differ in speed, and in the schedule that "auto" has chosen.
     simulations = [
-        measured_costs([pipeline], placement).simulate(recorded_schedule(pipeline, placement)) for pipeline in pipelines
+        measured_costs([actions], placement).simulate(recorded_schedule(actions, placement), pipeline[0].offload)
+        for pipeline, actions in zip(recorded, pipelines, strict=True)
     ]
     metrics = {
         "pipeline/bubble": idle_share(timeline),
         "pipeline/bubble_simulated": fmean(simulation.bubble for simulation in simulations),
     }
+    if pipelines and recorded[0][0].offload:
+        metrics.update(metric for pipeline in recorded for metric in _bytes_of(pipeline, placement))
     busy: dict[int, float] = defaultdict(float)
     for action, start, end in (span for row in timeline for span in row if span[0].kind.is_compute):
         busy[action.stage] += end - start
@@ -245,3 +256,15 @@ def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequ
             computing = sum(end - start for action, start, end in rank.actions if action.kind.is_compute)
             metrics[f"pipeline/busy/rank{rank.rank}"] = computing / duration if duration else 0.0
     return metrics
+
+
+def _bytes_of(pipeline: Sequence[RecordedStep], placement: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """The metrics of activations in host memory."""
+    schedule = recorded_schedule([rank.actions for rank in pipeline], placement)
+    kept = [float(pipeline[place].kept.get(stage, 0)) for stage, place in enumerate(placement)]
+    away = [float(pipeline[place].away.get(stage, 0)) for stage, place in enumerate(placement)]
+    simulated = peak_bytes(schedule, kept, sent=away)
+    for rank, order, most in zip(pipeline, schedule.orders, simulated, strict=True):
+        yield f"pipeline/live_bytes/rank{rank.rank}", float(rank.live_bytes)
+        yield f"pipeline/live_bytes_simulated/rank{rank.rank}", most
+        yield f"pipeline/host_bytes/rank{rank.rank}", sum(away[one.stage] for one in away_in(order))
