@@ -143,7 +143,9 @@ def _tell_difference(microbatches: Sequence[Microbatch], transport: Transport) -
         for number in range(max(map(len, paths))):
             found = [path[number] if number < len(path) else (b"", "nothing more", "its end", 0) for path in paths]
             if len({digest for digest, *_ in found}) > 1:
-                shown = "; ".join(f"stage {rank} ran {name} at {line}" for rank, (_, name, line, _) in enumerate(found))
+                shown = "; ".join(
+                    f"{transport.name_of(rank)} ran {name} at {line}" for rank, (_, name, line, _) in enumerate(found)
+                )
                 raise RuntimeError(f"the ranks did not run the same code in micro-batch {index}: {shown}. {_WAY_OUT}")
         for place, taken in enumerate(zip(*(taken for _, taken in ran), strict=False)):
             if len(set(taken)) > 1:

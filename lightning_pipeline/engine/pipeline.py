@@ -42,7 +42,7 @@ class Pipeline:
 
     Args:
         rank: this rank's place in the pipeline.
-        placement: the rank of each virtual stage; the first one is on rank 0.
+        placement: the rank of each virtual stage. The first rank gets the data, whatever its stage.
         tensors: parameters and buffers of the module.
         calls: tells which stage the running submodule belongs to.
         holders: gives the ranks that hold a tensor of the module, by number.

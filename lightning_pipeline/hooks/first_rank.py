@@ -89,7 +89,7 @@ class FirstRank:
         if len(there) == len(answers):
             return None
         if there:
-            _refuse_part(f"stages 0 and {', '.join(map(str, there))} run", line)
+            _refuse_part(f"{' and '.join(map(self._direct.name_of, (0, *there)))} run", line)
         found: list[Tensor | None] = []
         specs = {peer: list(answer.specs) for peer, answer in answers.items()}
         for one in wanted:
@@ -118,7 +118,7 @@ class FirstRank:
     def _next_call(self, line: str) -> _Call:
         call = self._direct.hear(0, "the first rank's next call in a hook")
         if type(call) is not _Call:
-            _refuse_part(f"stage {self._direct.rank} runs", line)
+            _refuse_part(f"{self._direct.name_of(self._direct.rank)} runs", line)
         return call
 
     def _give(self, call: _Call) -> None:

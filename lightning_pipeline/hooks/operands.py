@@ -75,11 +75,14 @@ class Exchanges:
         if not self._in[peer]:
             requests = self._direct.hear(peer, ExchangeRequests.__name__)
             if type(requests) is not ExchangeRequests:
-                raise own.error(self._direct.rank, f"and stage {peer} is elsewhere")
+                raise own.error(
+                    self._direct.name_of(self._direct.rank), f"and {self._direct.name_of(peer)} is elsewhere"
+                )
             self._in[peer].extend(requests)
         found = self._in[peer].popleft()
         if (found.number, found.call) != (own.number, own.call):
-            raise own.error(self._direct.rank, f"where stage {peer} runs {found.call} ({found.line})")
+            elsewhere = f"where {self._direct.name_of(peer)} runs {found.call} ({found.line})"
+            raise own.error(self._direct.name_of(self._direct.rank), elsewhere)
         return found.given
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -21,7 +21,8 @@ MAX_PLAN_BYTES = 2**18
 # The bound on digits keeps the search linear in the length of a key, which may come from a file.
 _SLICE = re.compile(r"(?P<container>.*?)\.?(?P<start>[0-9]{0,18}):(?P<stop>[0-9]{0,18})", re.DOTALL)
 # The stage follows the last colon, as slices have one of their own.
-_KEY = re.compile(r"""\s*["']?(?P<name>[\w.:-]+?)["']?\s*[:=]\s*(?P<stage>[0-9]{1,9})\s*""")
+_KEY = re.compile(r"""\s*["']?(?P<name>[\w.:-]+?)["']?\s*[:=]\s*["']?(?P<stage>[0-9]{1,9}(@[0-9]{1,9})?)["']?\s*""")
+_STAGE_ON_RANK = re.compile(r"(?P<stage>[0-9]{1,9})@(?P<rank>[0-9]{1,9})")
 
 
 @dataclass(frozen=True)
@@ -32,48 +33,40 @@ class StageMap:
         num_stages: counts virtual stages, if a rank holds several.
         exact: the modules that keys name.
         minimum: modules that come after one with a key in the same list, and may not run before its stage.
-        by_group: the keys were device groups.
+        ranks: the place in the pipeline of each stage for which keys name one.
     """
 
     num_stages: int
     exact: Mapping[str, int] = field(default_factory=dict)
     minimum: Mapping[str, int] = field(default_factory=dict)
-    by_group: bool = False
+    ranks: Mapping[int, int] = field(default_factory=dict)
 
     def covering(self, name: str) -> int | None:
         """The stage of the nearest key at or above module `name`; None if there is none."""
         return nearest(self.exact, name)
 
+    def as_config(self) -> dict[str, Stage]:
+        """The keys with their stages, and the ranks that are named, to be copied."""
+        return {
+            name: f"{stage}@{self.ranks[stage]}" if stage in self.ranks else stage for name, stage in self.exact.items()
+        }
+
     def at_least(self, name: str) -> int | None:
         """The lowest stage on which module `name` may run, from a key before it in its list."""
         return nearest(self.minimum, name)
 
-    def check_placement(self, placement: Sequence[int]) -> None:
-        """Check that a schedule puts each virtual stage on the device group that its keys name.
-
-        Args:
-            placement: the device group of each virtual stage.
-
-        Raises:
-            ValueError: it does not.
-        """
-        groups = [stage % (max(placement) + 1) for stage in range(len(placement))]
-        if self.by_group and groups != list(placement):
-            raise ValueError(
-                f"stage_config names device groups, which puts the virtual stages on {groups}, and the schedule places "
-                f"them on {list(placement)}; number them along the data: stage_config={dict(self.exact)}"
-            )
-
 
 AUTO = "auto"
 
-StageConfig = Mapping[str, int] | str | PathLike[str]
+Stage = int | str
+"""A stage as keys give it: 1, or "1@0" for stage 1 on the first rank of the pipeline."""
+StageConfig = Mapping[str, Stage] | str | PathLike[str]
 
 
-def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> dict[str, int]:
+def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> dict[str, Stage]:
     """The keys to use: `config`, else `module.stage_config`, else the `pipeline_stage` attributes of its modules.
 
-    A string may hold the keys (``"layers.4:1,head:2"``); else it is the path of a saved plan. The result is empty if
+    A string may hold the keys (``"layers.4:1,head:2@0"``); else it is the path of a saved plan. The result is empty if
     the cut is to be found automatically, as for "auto", or if there are no keys anywhere.
 
     Raises:
@@ -91,7 +84,7 @@ def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> d
         config = {
             name: sub.pipeline_stage
             for name, sub in module.named_modules()
-            if isinstance(getattr(sub, "pipeline_stage", None), int)
+            if isinstance(getattr(sub, "pipeline_stage", None), (int, str))
         }
     if not isinstance(config, Mapping):
         raise TypeError(
@@ -100,22 +93,34 @@ def read_stage_config(module: nn.Module, config: StageConfig | None = None) -> d
     for key, stage in config.items():
         if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < MAX_PASSES):
             raise ValueError(f"stage_config has the key {shown(key)}, which is no name of a module")
-        _check_stage(key, stage)
+        stage_and_rank(key, stage)
     return {str(key): value for key, value in config.items()}
 
 
-def _keys_in(text: str) -> dict[str, int] | None:
+def _keys_in(text: str) -> dict[str, Stage] | None:
     """The keys in text such as ``layers.4:1,head:2``, as command lines and configs pass it; None for other text."""
     parts = text.strip().removeprefix("{").removesuffix("}").split(",")
     keys = [_KEY.fullmatch(part) for part in parts]
-    return {key["name"]: int(key["stage"]) for key in keys if key is not None} if all(keys) else None
+    if not all(keys):
+        return None
+    stages = {key["name"]: key["stage"] for key in keys if key is not None}
+    return {name: int(stage) if stage.isdigit() else stage for name, stage in stages.items()}
 
 
-def _check_stage(key: object, stage: object) -> None:
+def stage_and_rank(key: object, value: object) -> tuple[int, int | None]:
+    """The stage that a key of stage_config gives, and the rank if it names one.
+
+    Raises:
+        ValueError: it gives no stage.
+    """
+    match = _STAGE_ON_RANK.fullmatch(value) if isinstance(value, str) else None
+    stage, rank = (int(match["stage"]), int(match["rank"])) if match else (value, None)
     if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < MAX_PASSES:
         raise ValueError(
-            f"stage_config[{shown(key)}] is {shown(stage)}; a stage is a whole number from 0 to {MAX_PASSES - 1:,}"
+            f"stage_config[{shown(key)}] is {shown(value)}; a stage is a whole number from 0 to {MAX_PASSES - 1:,}, "
+            f'or with its rank such as "1@0"'
         )
+    return stage, rank
 
 
 class _PlanLoader(yaml.SafeLoader):
@@ -127,7 +132,7 @@ class _PlanLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _read_file(path: Path) -> Mapping[str, int]:
+def _read_file(path: Path) -> Mapping[str, Stage]:
     """The stage_config in a YAML file, by itself or under that key, as `StagePlan.save` writes it."""
     if not path.is_file():
         raise FileNotFoundError(
@@ -147,7 +152,7 @@ def _read_file(path: Path) -> Mapping[str, int]:
 
 
 def resolve(
-    module: nn.Module, config: Mapping[str, int], num_stages: int, *, has_virtual_stages: bool = False
+    module: nn.Module, config: Mapping[str, Stage], num_stages: int, *, has_virtual_stages: bool = False
 ) -> StageMap:
     """Check `config` against `module` and give each named module its stage.
 
@@ -162,6 +167,8 @@ def resolve(
     Values above ``num_stages - 1`` mean the first way. In the second way keys count in the order of the module's
     submodules, and not of the mapping.
 
+    A value such as ``"1@0"`` also names the rank of its stage, counted within a pipeline.
+
     Args:
         num_stages: number of device groups, each of which holds one stage, or several virtual stages.
         has_virtual_stages: whether the schedule runs several stages on a device group.
@@ -173,9 +180,12 @@ def resolve(
     names = dict(module.named_modules())
     shared = {found[0] for found in places(module).values() if len(found) > 1}
     exact: dict[str, int] = {}
-    for key, stage in config.items():
-        _check_stage(key, stage)
+    on_ranks: dict[str, int] = {}
+    for key, value in config.items():
+        stage, rank = stage_and_rank(key, value)
         for name in _expand(key, names, shared):
+            if rank is not None:
+                on_ranks[name] = rank
             if name in exact and exact[name] != stage:
                 several = "; where several stages call it, leave it out" if name in shared else ""
                 raise ValueError(f"stage_config gives {name!r} two stages, {exact[name]} and {stage}{several}")
@@ -183,9 +193,11 @@ def resolve(
     if num_stages == 1:
         return StageMap(1)
     if has_virtual_stages and exact:
-        by_group = max(exact.values()) < num_stages
-        if by_group:
-            exact = _along_the_data(exact, names, num_stages)
+        if max(exact.values()) < num_stages:
+            groups = exact
+            exact = _along_the_data(groups, names, num_stages)
+            if not on_ranks and max(exact.values()) >= num_stages:
+                on_ranks = groups
         count = max(exact.values()) + 1
         missing = _first_missing(set(exact.values()), count)
         if missing:
@@ -199,9 +211,22 @@ def resolve(
                 f"stage_config makes {count} virtual stage{'s' * (count > 1)}, which num_stages={num_stages} device "
                 f"groups cannot share evenly; cut the model into {f'{fewer} or ' * (fewer > 0)}{fewer + num_stages}"
             )
-        return StageMap(count, exact, _later_siblings(exact, names), by_group)
+        return StageMap(count, exact, _later_siblings(exact, names), _ranks_of_stages(exact, on_ranks))
     _check_stages(module, exact, num_stages)
-    return StageMap(num_stages, exact, _later_siblings(exact, names))
+    return StageMap(num_stages, exact, _later_siblings(exact, names), _ranks_of_stages(exact, on_ranks))
+
+
+def _ranks_of_stages(exact: Mapping[str, int], on_ranks: Mapping[str, int]) -> dict[int, int]:
+    """The rank of each stage that has a module for which one is named."""
+    named: dict[int, str] = {}
+    for name, rank in on_ranks.items():
+        first = named.setdefault(exact[name], name)
+        if on_ranks[first] != rank:
+            raise ValueError(
+                f"stage_config puts stage {exact[name]} on two ranks, {on_ranks[first]} with {first!r} and {rank} with "
+                f"{name!r}; a stage is on one rank, and has to be named once"
+            )
+    return {stage: on_ranks[name] for stage, name in named.items()}
 
 
 def _along_the_data(groups: Mapping[str, int], names: Mapping[str, nn.Module], num_groups: int) -> dict[str, int]:
@@ -228,9 +253,9 @@ def _along_the_data(groups: Mapping[str, int], names: Mapping[str, nn.Module], n
     return stages
 
 
-def count_stages(config: Mapping[str, int]) -> int | None:
+def count_stages(config: Mapping[str, Stage]) -> int | None:
     """The number of stages that `config` uses; None for an empty one."""
-    stages = [stage for stage in config.values() if isinstance(stage, int)]
+    stages = [stage_and_rank(key, stage)[0] for key, stage in config.items()]
     return max(stages) + 1 if stages else None
 
 

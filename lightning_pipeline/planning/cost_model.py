@@ -116,6 +116,10 @@ class Machine:
             return float("inf")
         return self.memory[rank] if isinstance(self.memory, Sequence) else self.memory
 
+    def least_limit(self, num_ranks: int) -> float:
+        """Bytes of memory of the rank that has the least."""
+        return min(map(self.limit, range(num_ranks)))
+
     def transfer(self, after: Segment) -> float:
         """Seconds that the values before a segment take to cross to another rank, in either direction."""
         return self.latency + max(after.received, after.returned) / self.bytes_per_second

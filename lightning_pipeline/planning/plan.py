@@ -11,13 +11,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_pipeline.planning.cost_model import Plan, state_of
+from lightning_pipeline.partition.stage_config import Stage
+from lightning_pipeline.planning.cost_model import Machine, Plan, state_of
 from lightning_pipeline.planning.large_module import LargeModule
+from lightning_pipeline.schedules.schedule import loop_placement
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One virtual stage of a plan, its times in seconds for one micro-batch.
+    """One virtual stage of a plan, its times in seconds for one micro-batch on its rank.
 
     Attributes:
         rank: its place in the pipeline.
@@ -47,7 +49,8 @@ class StagePlan:
     """Where a model is cut, and what is expected of it.
 
     Attributes:
-        stage_config: the first module of each later virtual stage, along the data.
+        stage_config: the first module of each later virtual stage, along the data; with its rank where the stages are
+            not in a loop over the ranks.
         num_stages: ranks of a pipeline.
         num_microbatches: micro-batches a step.
         schedule: the schedule's name.
@@ -62,7 +65,7 @@ class StagePlan:
         reduction_seconds: of `step_seconds`, what sums of gradients over replicas add, which is always simulated.
     """
 
-    stage_config: dict[str, int]
+    stage_config: dict[str, Stage]
     num_stages: int
     num_microbatches: int
     schedule: str
@@ -106,25 +109,31 @@ class StagePlan:
         return f"stage_config = {self.stage_config}"
 
 
-def describe(plan: Plan, *, is_measured: bool, large_module: LargeModule | None = None) -> StagePlan:
+def describe(plan: Plan, machine: Machine, *, is_measured: bool, large_module: LargeModule | None = None) -> StagePlan:
     """A simulated cut with the names of modules."""
+    placement, num_ranks = plan.schedule.placement, plan.schedule.num_ranks
+    in_loop = placement == loop_placement(num_ranks, len(placement) // num_ranks)
     stages = [
         PlannedStage(
             rank=rank,
             first=stage.name,
             last=stage.last,
-            forward=stage.forward,
-            backward=stage.backward,
+            forward=stage.forward / machine.speed(rank),
+            backward=stage.backward / machine.speed(rank),
             flops=stage.flops,
             parameter_bytes=state_of([stage]),
             kept_bytes=stage.kept + stage.received,
             received_bytes=stage.received,
         )
-        for rank, stage in zip(plan.schedule.placement, plan.stages, strict=True)
+        for rank, stage in zip(placement, plan.stages, strict=True)
     ]
     return StagePlan(
-        stage_config={stage.first: number for number, stage in enumerate(stages) if number},
-        num_stages=plan.schedule.num_ranks,
+        stage_config={
+            stage.first: number if in_loop else f"{number}@{stage.rank}"
+            for number, stage in enumerate(stages)
+            if number
+        },
+        num_stages=num_ranks,
         num_microbatches=plan.schedule.num_microbatches,
         schedule=plan.schedule.name,
         stages=stages,

@@ -24,7 +24,10 @@ EFFORT = 1e6
 NEGLIGIBLE = 0.005
 """The share of a step's time for which the search does not go on."""
 _WORTH = 0.05
-"""The share of a step's time that smaller candidates have to save: about what measurements differ by."""
+"""The share of a step's time that smaller candidates, or another order of the ranks, have to save: about what
+measurements differ by."""
+ALIKE = 1.2
+"""Ranks whose speeds differ by a smaller factor count as equally fast: measurements are no more exact."""
 _MAX_MODULES = 16
 """Modules to assign as a whole; of more there are too many assignments to go through."""
 
@@ -42,6 +45,7 @@ def ranked_plans(
     fault_of: Callable[[StagePlan], str] = lambda plan: "",
     effort: float = EFFORT,
     most: int = 1,
+    moves_ranks: bool = True,
 ) -> Iterator[tuple[StagePlan, Simulation]]:
     """The best cut of a step for the best of some schedules, and then others in the order of preference, each with its
     simulation. All schedules have the number of micro-batches of the profile.
@@ -50,6 +54,7 @@ def ranked_plans(
         state_bytes: bytes that a parameter of this name takes with its gradient and optimizer state.
         fault_of: what is wrong with a cut, by a trial; empty if nothing is. A faulty one is passed over.
         most: plans for each schedule and size of candidates.
+        moves_ranks: unequal ranks may hold other stages than the schedules say.
 
     Raises:
         NothingToCutError: the step has too few places to cut.
@@ -59,7 +64,10 @@ def ranked_plans(
     failure: NothingToCutError | None = None
     for schedule in schedules:
         try:
-            found += _best_cuts(profile, schedule, machine, state_bytes, effort / len(schedules), most)
+            own = effort / len(schedules)
+            placed = _arrangements(profile, schedule, machine, state_bytes, own) if moves_ranks else [schedule]
+            for each in placed:
+                found += _best_cuts(profile, each, machine, state_bytes, own / len(placed), most)
         except NothingToCutError as error:
             failure = error
     if failure is not None and not found:
@@ -75,9 +83,12 @@ def ranked_plans(
                 return
             raise ValueError(_does_not_fit(chosen, machine))
         large = find_large_module(parts, chosen, machine)
-        plan = describe(chosen, is_measured=profile.is_measured, large_module=large)
+        plan = describe(chosen, machine, is_measured=profile.is_measured, large_module=large)
         # Candidates of different sizes may begin at the same place in the step, under other modules' names.
-        places = plan.schedule, tuple((stage.parameter_bytes, stage.kept_bytes, stage.flops) for stage in plan.stages)
+        places = (
+            plan.schedule,
+            tuple((stage.rank, stage.parameter_bytes, stage.kept_bytes, stage.flops) for stage in plan.stages),
+        )
         if places in yielded:
             continue
         fault = fault_of(plan)
@@ -118,6 +129,42 @@ def _best_cuts(
             f"stage_config may name others, too"
         )
     return found
+
+
+def _arrangements(
+    profile: Profile, schedule: Schedule, machine: Machine, state_bytes: Callable[[str], float], effort: float
+) -> list[Schedule]:
+    """The schedule, and if some of its ranks are better off in other places, the schedule with the ranks there.
+
+    Two unlike ranks change places for as long as that makes the best cut at large candidates better.
+    """
+    unlike = [
+        (one, other)
+        for one, other in combinations(range(schedule.num_ranks), 2)
+        if machine.limit(one) != machine.limit(other)
+        or not 1 / ALIKE <= machine.speed(one) / machine.speed(other) <= ALIKE
+    ]
+    calls = profile.candidates(1 / schedule.num_stages)
+    if not unlike or len(calls) < schedule.num_stages:
+        return [schedule]
+    segments = profile.segments(calls[1:], state_bytes)
+
+    def placed(ranks: Sequence[int]) -> Schedule:
+        return schedule.on_ranks(dict(enumerate(ranks[place] for place in schedule.placement)))
+
+    def cost(ranks: Sequence[int]) -> tuple[float, float]:
+        [plan] = best_plans(segments, placed(ranks), machine, effort=effort / (8 * len(unlike)))
+        return plan.excess, plan.seconds
+
+    best: tuple[int, ...] = tuple(range(schedule.num_ranks))
+    excess, seconds = cost(best)
+    while True:
+        changed = [tuple({one: other, other: one}.get(rank, rank) for rank in best) for one, other in unlike]
+        costs = {ranks: cost(ranks) for ranks in changed}
+        least = min(costs, key=costs.__getitem__)
+        if costs[least] >= (excess, seconds * (1 - _WORTH)):
+            return [schedule, placed(best)] if best != tuple(range(schedule.num_ranks)) else [schedule]
+        best, (excess, seconds) = least, costs[least]
 
 
 def _preferred(found: Sequence[tuple[float, Plan]]) -> int:

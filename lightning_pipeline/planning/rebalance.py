@@ -123,7 +123,7 @@ def rebalance(
             names = [_name_of(scaled[number]) for number in group]
             moves.append((names[0], names[-1], before, after))
     alone = _moved_alone(scaled, Evaluator(scaled, schedule, machine), now)
-    return Rebalance(describe(now, is_measured=True), describe(best, is_measured=True), moves, alone)
+    return Rebalance(describe(now, machine, is_measured=True), describe(best, machine, is_measured=True), moves, alone)
 
 
 def _moved_alone(segments: Sequence[Segment], evaluator: Evaluator, now: Plan) -> list[Move]:

@@ -28,6 +28,7 @@ class DirectTransport:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.rank = transport.stage
         self.num_ranks = transport.num_stages
+        self.name_of = transport.name_of
         self._transport = transport
         self._device = device
 

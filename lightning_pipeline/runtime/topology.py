@@ -30,7 +30,8 @@ class Topology:
         num_ranks_per_pipeline: ranks of one pipeline, as many as stages.
         world_size: number of all ranks.
         rank: this process.
-        placement: the place in the pipeline of each virtual stage, if ranks hold several; for routes and messages.
+        placement: the place in the pipeline of each virtual stage, for routes and messages; empty if each rank has one,
+            in the order of the ranks.
         tensor_parallel_size: ranks among which the tensors of one replica of a stage are split.
 
     Raises:
@@ -67,8 +68,9 @@ class Topology:
             raise ValueError(f"rank must be in 0..{world - 1}, got {self.rank}")
 
     def along(self, placement: Sequence[int]) -> Topology:
-        """The same topology with virtual stages on these places; nothing changes if each rank has one."""
-        return replace(self, placement=tuple(placement) if len(placement) > self.num_stages else ())
+        """The same topology with virtual stages on these places."""
+        in_order = tuple(placement) == tuple(range(self.num_stages))
+        return replace(self, placement=() if in_order else tuple(placement))
 
     @property
     def num_stages(self) -> int:
@@ -91,7 +93,7 @@ class Topology:
 
     @property
     def stage_rank(self) -> int:
-        """This rank's stage, 0 .. num_stages - 1."""
+        """This rank's place in the pipeline, 0 .. num_stages - 1: its stage, unless they are placed otherwise."""
         return self.rank // self.num_pipelines
 
     @property
@@ -101,6 +103,7 @@ class Topology:
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this rank is the first of its pipeline, which reads the data, whatever its stage."""
         return self.stage_rank == 0
 
     @property
@@ -121,9 +124,10 @@ class Topology:
     def describe(self, rank: int) -> str:
         """``"stage 1 (rank 2)"``, or ``"rank 2 (virtual stages 1 and 3)"``, as error messages write it."""
         place = rank // self.num_pipelines
-        if not self.placement:
-            return f"stage {place} (rank {rank})"
-        stages = [str(stage) for stage, other in enumerate(self.placement) if other == place]
+        placement = self.placement or range(self.num_stages)
+        stages = [str(stage) for stage, other in enumerate(placement) if other == place]
+        if len(placement) == self.num_stages:
+            return f"stage {stages[0]} (rank {rank})"
         return f"rank {rank} (virtual stages {' and '.join(stages)})"
 
     def mesh(self, device_type: str) -> DeviceMesh:

@@ -38,10 +38,10 @@ class ExchangeRequest(NamedTuple):
     line: str
     given: Any = None
 
-    def error(self, stage: int, elsewhere: str) -> RuntimeError:
-        """The error of `stage`, which made the request, if not all stages make the call."""
+    def error(self, who: str, elsewhere: str) -> RuntimeError:
+        """The error of the stage `who`, which made the request, if not all stages make the call."""
         return RuntimeError(
-            f"stage {stage} runs {self.call} ({self.line}), which takes data of another stage, and this is not run by "
+            f"{who} runs {self.call} ({self.line}), which takes data of another stage, and this is not run by "
             f"all of them ({elsewhere}): let every rank run the line, as without `if self.global_rank == 0` or "
             f"rank_zero_only"
         )
@@ -121,6 +121,10 @@ class Transport(Connection):
         cls._shared.append(cls(topology, device, timeout, store, notice=notice))
         return cls._shared[-1]
 
+    def name_of(self, peer: int) -> str:
+        """A rank of this pipeline and its stages, as messages write it."""
+        return self.topology.describe(self.pipeline_ranks[peer])
+
     # -- tensors of known shape, along the schedule -------------------------------------------------------------------
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> None:
@@ -160,7 +164,7 @@ class Transport(Connection):
             payload += rest.numpy().tobytes()
         found = pickle.loads(payload)
         if type(found) is ExchangeRequests and what != ExchangeRequests.__name__:
-            raise found[0].error(peer, f"stage {self.stage} waits for {what}")
+            raise found[0].error(self.name_of(peer), f"{self.name_of(self.stage)} waits for {what}")
         return found
 
     def broadcast_object(self, obj: Any, source: int, what: str) -> Any:

@@ -81,7 +81,7 @@ def optimize(
             forward=costs.forward,
             backward=costs.input_grad if splits else costs.backward,
             weight_grad=costs.weight_grad if splits else (),
-            transfer=costs.transfer,
+            transfer=costs.transfers or [costs.transfer] * (len(placement) - 1),
             bounds=bounds,
         )
         starts = [orders for rule in RULES if (orders := search.listed(rule)) is not None]

@@ -66,7 +66,7 @@ class OrderSearch:
         forward: time of F of each virtual stage.
         backward: likewise of I, or of B where there is no `weight_grad`.
         weight_grad: likewise of W; empty where backwards are whole.
-        transfer: time until a value is on another rank.
+        transfer: time until a value is on another rank, for each boundary.
         bounds: on memory; all are kept.
     """
 
@@ -78,7 +78,7 @@ class OrderSearch:
         forward: Sequence[float],
         backward: Sequence[float],
         weight_grad: Sequence[float],
-        transfer: float,
+        transfer: Sequence[float],
         bounds: Sequence[Bound],
     ) -> None:
         self.num_stages = num_stages = len(placement)
@@ -94,7 +94,7 @@ class OrderSearch:
         self.delay = [0.0] * len(self.durations)
         self.user = [-1] * len(self.durations)
         for first in range(num_stages - 1):
-            crossing = transfer * (placement[first] != placement[first + 1])
+            crossing = transfer[first] * (placement[first] != placement[first + 1])
             for source, user in ((first, first + 1), (num_stages + first + 1, num_stages + first)):
                 self.source[user], self.user[source], self.delay[user] = source, user, crossing
         self.stages_on = [[s for s in range(num_stages) if placement[s] == rank] for rank in range(self.num_ranks)]

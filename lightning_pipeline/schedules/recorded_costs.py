@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
 from lightning_pipeline.schedules.simulation import Simulation, needs, simulate
@@ -27,6 +27,7 @@ class Costs:
         weight_grad: time of W, likewise.
         transfer: from the end of a computation until its value has arrived on another rank.
         backward: time of B, which may be less than I and W take together; their sum where no B was seen.
+        transfers: `transfer` of each boundary, as their bytes and links differ; empty if it is the same for all.
     """
 
     forward: list[float]
@@ -34,6 +35,7 @@ class Costs:
     weight_grad: list[float]
     transfer: float
     backward: list[float]
+    transfers: list[float] = field(default_factory=list)
 
     def simulate(self, schedule: Schedule, offload: float = 0) -> Simulation:
         """What `schedule` would do with these costs: the stages that it does not split take `backward`.
@@ -45,7 +47,8 @@ class Costs:
         input_grad, weight_grad = list(self.input_grad), list(self.weight_grad)
         for stage in set(range(schedule.num_stages)) - split:
             input_grad[stage], weight_grad[stage] = self.backward[stage], 0.0
-        return simulate(schedule, self.forward, input_grad, weight_grad, self.transfer, offload=offload)
+        transfers = self.transfers or self.transfer
+        return simulate(schedule, self.forward, input_grad, weight_grad, transfers, offload=offload)
 
 
 def equal_costs(num_stages: int) -> Costs:
@@ -72,11 +75,17 @@ def measured_costs(timelines: Sequence[Timeline], placement: Sequence[int]) -> C
     steps = [list(_computations(timeline, placement)) for timeline in timelines]
     waits = [[wait for c in step if (wait := c.wait_for_input) is not None] for step in steps]
     transfer = max(0.0, median([fmean(of_step) for of_step in waits if of_step] or [0.0]))
+    waits_at: list[list[float]] = [[] for _ in placement[1:]]  # the mean of each step
+    for step in steps:
+        waiting = [c for c in step if c.wait_for_input is not None]
+        for boundary, same in _grouped(waiting, lambda c: c.boundary):
+            waits_at[boundary].append(fmean(wait for c in same if (wait := c.wait_for_input) is not None))
+    transfers = [max(0.0, median(times)) if times else transfer for times in waits_at]
     own_of_steps: dict[_Key, list[float]] = defaultdict(list)
     sending_of_steps: dict[_Key, list[float]] = defaultdict(list)
     for step in steps:
         for key, same in _grouped(step, lambda c: (c.action.kind, c.action.stage)):
-            gaps = [gap for c in same if (gap := c.gap_before(transfer)) is not None]
+            gaps = [gap for c in same if (gap := c.gap_before(transfers)) is not None]
             own_of_steps[key].append(fmean(c.end - c.start for c in same) + (fmean(gaps) if gaps else 0.0))
         for key, same in _grouped(step, lambda c: (c.result.kind, c.result.stage)):
             sending_of_steps[key].append(fmean(c.sending for c in same))
@@ -96,7 +105,7 @@ def measured_costs(timelines: Sequence[Timeline], placement: Sequence[int]) -> C
         input_grad.append(i + send)
         weight_grad.append(w)
         backward.append((i + w if whole is None else whole) + send)
-    return Costs(forward, input_grad, weight_grad, transfer, backward)
+    return Costs(forward, input_grad, weight_grad, transfer, backward, transfers)
 
 
 def recorded_schedule(timeline: Timeline, placement: Sequence[int]) -> Schedule:
@@ -113,6 +122,7 @@ def recorded_schedule(timeline: Timeline, placement: Sequence[int]) -> Schedule:
 
 
 _Key = tuple[Kind, int]
+_K = TypeVar("_K")
 
 
 class _Computation(NamedTuple):
@@ -137,14 +147,19 @@ class _Computation(NamedTuple):
         return replace(self.action, kind=Kind.I) if self.action.kind is Kind.B else self.action
 
     @property
+    def boundary(self) -> int:
+        """The boundary over which its input comes."""
+        return self.action.stage - (self.action.kind is Kind.F)
+
+    @property
     def wait_for_input(self) -> float | None:
         """Seconds from the send of its input, where the rank was idle then; else None."""
         is_idle = self.free is not None and self.sent is not None and self.sent > self.free
         return self.start - self.sent if is_idle else None  # type: ignore[operator]
 
-    def gap_before(self, transfer: float) -> float | None:
+    def gap_before(self, transfers: Sequence[float]) -> float | None:
         """Seconds before it in which the rank had nothing to wait for; None if it may have waited."""
-        if self.free is None or (self.sent is not None and self.sent + transfer > self.free):
+        if self.free is None or (self.sent is not None and self.sent + transfers[self.boundary] > self.free):
             return None
         return max(0.0, self.start - self.free)
 
@@ -173,9 +188,9 @@ def _computations(timeline: Timeline, placement: Sequence[int]) -> Iterator[_Com
 
 
 def _grouped(
-    step: Sequence[_Computation], key_of: Callable[[_Computation], _Key]
-) -> Iterable[tuple[_Key, list[_Computation]]]:
-    groups: dict[_Key, list[_Computation]] = defaultdict(list)
+    step: Sequence[_Computation], key_of: Callable[[_Computation], _K]
+) -> Iterable[tuple[_K, list[_Computation]]]:
+    groups: dict[_K, list[_Computation]] = defaultdict(list)
     for computation in step:
         groups[key_of(computation)].append(computation)
     return groups.items()

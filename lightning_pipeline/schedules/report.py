@@ -49,7 +49,7 @@ class Report:
     stages: list[Mapping[str, Any]] = field(default_factory=list)
     moves: list[Mapping[str, Any]] = field(default_factory=list)
     better: str = ""
-    stage_config: Mapping[str, int] = field(default_factory=dict)
+    stage_config: Mapping[str, int | str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def save(self, path: str | PathLike[str]) -> Path:
@@ -118,7 +118,7 @@ def report_of_simulation(
     unit: str = "units of time",
     scale: float = 1.0,
     stages: Sequence[Mapping[str, Any]] = (),
-    stage_config: Mapping[str, int] | None = None,
+    stage_config: Mapping[str, int | str] | None = None,
     moves: Sequence[Mapping[str, Any]] = (),
     offload: float = 0,
 ) -> Report:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import zip_longest
@@ -221,6 +221,37 @@ class Schedule:
             return self
         orders = tuple(tuple(action for action in order if action.kind.is_compute) for order in self.orders)
         return replace(self, orders=orders, lowered=False)
+
+    def on_ranks(self, named: Mapping[int, int]) -> Schedule:
+        """This schedule with its ranks in another order, in which stages lie where they are to.
+
+        Args:
+            named: the rank of some stages. Ranks that it does not name take the places that are left, ascending.
+
+        Raises:
+            ScheduleError: a rank does not exist, or the schedule's placement does not allow these.
+        """
+        if not named:
+            return self
+        self.require_small("put on other ranks")
+        asked = ", ".join(f"{stage}@{rank}" for stage, rank in sorted(named.items()))
+        if max(named.values()) >= self.num_ranks:
+            raise ScheduleError(
+                f"stage_config puts stages on ranks ({asked}), and there are ranks 0 to {self.num_ranks - 1} of a "
+                f"pipeline: name one of these"
+            )
+        pairs = {(self.placement[stage], rank) for stage, rank in named.items()}
+        given = dict(pairs)  # the rank of each place
+        if len(given) < len(pairs) or len(set(given.values())) < len(pairs):
+            together = ", ".join("+".join(map(str, self.stages_on(rank))) for rank in range(self.num_ranks))
+            raise ScheduleError(
+                f"stage_config puts stages on ranks ({asked}), and {self.name!r} needs a rank of its own for each of "
+                f"{together}: name ranks accordingly, number virtual stages along the data, or choose another schedule"
+            )
+        left = iter(sorted(set(range(self.num_ranks)) - set(given.values())))
+        ranks = [given[place] if place in given else next(left) for place in range(self.num_ranks)]
+        orders = tuple(self.orders[ranks.index(rank)] for rank in range(self.num_ranks))
+        return replace(self, orders=orders, placement=tuple(ranks[place] for place in self.placement))
 
     def take(self, num_microbatches: int) -> Schedule:
         """This schedule for the first micro-batches only, such as those of a smaller last batch.

@@ -20,6 +20,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.rng import generators, generators_kept
 from lightning_pipeline.planning.observing import called_names
+from lightning_pipeline.planning.planner import ALIKE
 from lightning_pipeline.planning.profile import Profile
 from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.planning.timing import measured_speed, time_step
@@ -41,8 +42,6 @@ Described = tuple[tree.Layout, list[Tensor], list[bool]]
 T = TypeVar("T")
 
 _OTHER_SEEDS = (1, 2, 3)
-_ALIKE = 1.2
-"""Ranks whose times differ by a smaller factor count as equally fast: measurements are no more exact."""
 _USUAL_STATE = 2.0
 """Numbers that AdamW keeps per parameter, assumed of optimizers that cannot be tried out."""
 
@@ -208,16 +207,19 @@ def restored(microbatches: Described, device: torch.device) -> dict[int, Any]:
     return tree.rebuild(layout, moved)
 
 
-def speeds_of(seconds: float, transport: Transport) -> tuple[float, ...]:
-    """The speed of each rank of this pipeline relative to the first; empty if all are alike. All must call it.
+def speeds_of(seconds: float, transport: Transport, replicas: Replicas | None = None) -> tuple[float, ...]:
+    """The speed of each rank of a pipeline relative to the first; empty if all are alike. All must call it.
 
     Args:
         seconds: this rank's time for the same work; NaN if it could not measure, which counts as the first's speed.
+        replicas: those of this rank's stage, of which the slowest counts.
     """
+    if replicas is not None:
+        seconds = max(took for [took] in replicas.gather_numbers(seconds))
     own = torch.tensor([seconds], dtype=torch.float64)
     [took] = transport.all_gather_vector(own, "how long a step takes").T
     speeds = (took[0] / took).nan_to_num(1.0, 1.0, 1.0).tolist()
-    return tuple(speeds) if max(speeds) > _ALIKE * min(speeds) else ()
+    return tuple(speeds) if max(speeds) > ALIKE * min(speeds) else ()
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ import torch
 
 from lightning_pipeline.engine.executor import RECEIVES_AHEAD
 from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
-from lightning_pipeline.partition.stage_config import AUTO, StageMap, count_stages, resolve
+from lightning_pipeline.partition.stage_config import AUTO, Stage, StageMap, count_stages, resolve
 from lightning_pipeline.planning.calibration import measure_link, measure_overhead
 from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.planning.plan import StagePlan, print_plan
 from lightning_pipeline.planning.planner import EFFORT, NothingToCutError, plan_of_modules, ranked_plans
 from lightning_pipeline.planning.profile import Profile, between
 from lightning_pipeline.planning.restoring import left_as_it_was
+from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import SEND_WINDOW, Transport
 from lightning_pipeline.schedules import Schedule, ScheduleError
 
@@ -52,7 +53,7 @@ _USABLE = 0.9
 _FACTORS = (1, 2, 4, 8)
 """Micro-batches per stage to choose from, with num_microbatches="auto"."""
 
-_CONSIDERED = {1: ("1f1b", "zero_bubble"), 2: ("interleaved_1f1b", "interleaved_zero_bubble")}
+_CONSIDERED = {1: ("1f1b", "zero_bubble"), 2: ("interleaved_1f1b", "interleaved_zero_bubble", "zbv")}
 """Schedules to compare with schedule="auto", by virtual stages per rank. `Advisor` chooses among all of these later."""
 
 
@@ -92,7 +93,7 @@ class Partitioner:
         self,
         strategy: PipelineStrategy,
         module: LightningModule,
-        config: Mapping[str, int],
+        config: Mapping[str, Stage],
         num_stages: int,
         replicas: int,
     ) -> None:
@@ -119,7 +120,7 @@ class Partitioner:
         if self._is_open:
             check_tensors_are_whole(module, strategy.tensor_parallel_size)
         self._machine = Machine(
-            memory=_memory_of(device),
+            memory=memory_of_ranks(device, strategy, num_stages) if self._is_open else None,
             replicas=replicas,
             receives_ahead=RECEIVES_AHEAD,
             sends_underway=SEND_WINDOW if device.type == "cpu" else 1,
@@ -183,7 +184,7 @@ class Partitioner:
             note_cut(self._module, plan)
         return Cut(self._resolved(plan.stage_config, plan.has_virtual_stages), plan.num_microbatches, is_final)
 
-    def _resolved(self, config: Mapping[str, int], has_virtual_stages: bool) -> StageMap:
+    def _resolved(self, config: Mapping[str, Stage], has_virtual_stages: bool) -> StageMap:
         return resolve(self._module, config, self._num_stages, has_virtual_stages=has_virtual_stages)
 
     # -- by estimate --------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class Partitioner:
             return True
         state_bytes = bytes_with_state(self._module, [])
         total = sum(state_bytes(name) for name, _ in self._module.named_parameters())
-        return total > self._machine.limit(0)
+        return total > self._machine.least_limit(self._num_stages)
 
     def _estimated(self) -> StagePlan:
         module, trainer = self._module, self._module.trainer
@@ -209,7 +210,13 @@ class Partitioner:
             count = self._counts(batch)[-1]
             costs = estimate_training_step(module, microbatches_of(batch, count, module)[0], self._device)
             plan, _ = next(
-                ranked_plans(costs, self._schedules(count), self._machine, bytes_with_state(module, []))
+                ranked_plans(
+                    costs,
+                    self._schedules(count),
+                    self._machine,
+                    bytes_with_state(module, []),
+                    moves_ranks=bool(self._choice.name),
+                )
             )
         print_plan(plan)
         return plan
@@ -246,7 +253,7 @@ class Partitioner:
             if name != "training_step":
                 return self._everybody(lambda: ranked(1)[0])
             trial = TrialSteps(self._module, step, batch, transport, self._device, self._schedules_of)
-            limit = self._machine.limit(0)
+            limit = self._machine.least_limit(self._num_stages)
             return choose_plan(lambda: ranked(MOST), trial.times, self._module, self._everybody, limit)
 
     def _costs_on_all(
@@ -264,7 +271,8 @@ class Partitioner:
             failure = error
         is_measured = bool(measured) and all(costs.is_measured for costs in measured.values())
         seconds = sum(costs.seconds for costs in measured.values()) if is_measured else float("nan")
-        self._machine = replace(self._machine, speeds=speeds_of(seconds, transport))
+        replicas: Replicas | None = self._module.trainer.strategy.replicas  # type: ignore[attr-defined]
+        self._machine = replace(self._machine, speeds=speeds_of(seconds, transport, replicas))
         return failure or measured
 
     def _measure_what_stages_cost(self, transport: Transport) -> None:
@@ -297,6 +305,7 @@ class Partitioner:
                     fault_of=lambda plan: fault_of_cut(self._module, plan, step, microbatches[few]),
                     effort=EFFORT / len(counts),
                     most=most,
+                    moves_ranks=bool(self._choice.name),  # the rows of others are the user's
                 )
                 own, *more = (plan for plan, _ in islice(ranked, max(1, most // len(counts))))
                 best.append(own)
@@ -316,6 +325,7 @@ class Partitioner:
             num_stages=plan.num_stages,
             num_virtual_stages=len(plan.stages) // plan.num_stages,
             num_microbatches=plan.num_microbatches,
+            ranks=dict(enumerate(stage.rank for stage in plan.stages)),
         )
 
     def _costs(self, name: str, step: SeededStep, microbatch: Any) -> Profile:
@@ -336,7 +346,7 @@ class Partitioner:
 
     def _schedules(self, num_microbatches: int) -> list[Schedule]:
         """The schedules to choose from."""
-        sizes = {"num_stages": self._num_stages, "num_microbatches": num_microbatches}
+        sizes: dict[str, Any] = {"num_stages": self._num_stages, "num_microbatches": num_microbatches}
         if not self._choice.is_auto:
             return [self._choice.bind(**sizes, num_virtual_stages=self._choice.usual_virtual_stages).full]
         found: list[Schedule] = []
@@ -348,7 +358,7 @@ class Partitioner:
         return found
 
 
-def num_stages_for(config: Mapping[str, int], choice: ScheduleChoice, world_size: int) -> int:
+def num_stages_for(config: Mapping[str, Stage], choice: ScheduleChoice, world_size: int) -> int:
     """The number of stages where the user does not give it: that of the schedule, or what stage_config uses."""
     if choice.fixed is not None:
         return choice.fixed.num_ranks
@@ -364,7 +374,7 @@ def _share(count: int, counts: Sequence[int]) -> float:
     return (first - 1 / count) / (first - last) if first > last else 0.0
 
 
-def cut_before(module: LightningModule, num_stages: int) -> dict[str, int]:
+def cut_before(module: LightningModule, num_stages: int) -> dict[str, Stage]:
     """The stage_config by which an earlier run has cut this module: its parts may be on their ranks already."""
     before: StagePlan | None = vars(module).get(_PLAN)
     return dict(before.stage_config) if before is not None and before.num_stages == num_stages else {}
@@ -375,6 +385,17 @@ def note_cut(module: LightningModule, plan: StagePlan) -> None:
     vars(module)[_PLAN] = plan
     for logger in module.trainer.loggers:
         logger.log_hyperparams({"pipeline_plan": {k: v for k, v in plan.as_dict().items() if k != "stages"}})
+
+
+def memory_of_ranks(device: torch.device, strategy: PipelineStrategy, num_stages: int) -> list[float] | None:
+    """Bytes that stages may use on each rank of a pipeline: of all replicas' ranks, the one that has the least counts.
+    All ranks must call it. None where unknown."""
+    own = _memory_of(device)
+    if own is None:  # and so it is on the others, which have devices of the same kind
+        return None
+    of_all = [strategy.broadcast(own, rank) for rank in range(strategy.world_size)]
+    each = strategy.world_size // num_stages
+    return [min(of_all[rank * each : (rank + 1) * each]) for rank in range(num_stages)]
 
 
 def _memory_of(device: torch.device) -> float | None:

@@ -38,11 +38,12 @@ class PipelineStrategy(SessionStrategy):
 
     Args:
         stage_config: the stages of modules, by name. A module without an entry runs on the stage where its input is, so
-            the first module of each later stage is enough: ``{"layer3": 1}``. None takes the module's own
-            ``stage_config``, else the ``pipeline_stage`` attributes of its submodules, else "auto". For a schedule of
-            virtual stages it numbers these along the data, or names the device that holds them (``resolve``). "auto"
-            measures the first step, tries the best cuts and keeps the fastest (see ``Partitioner`` and `plan`). A path
-            is that of a plan that `StagePlan.save` has written.
+            the first module of each later stage is enough: ``{"layer3": 1}``. ``{"layer3": "1@0"}`` also names the rank
+            of the stage, counted within a pipeline. None takes the module's own ``stage_config``, else the
+            ``pipeline_stage`` attributes of its submodules, else "auto". For a schedule of virtual stages it numbers
+            these along the data, or names the device that holds them (``resolve``). "auto" measures the first step,
+            tries the best cuts and keeps the fastest (see ``Partitioner`` and `plan`). A path is that of a plan that
+            `StagePlan.save` has written.
         num_stages: number of stages, each on a device of its own; default: as many as the stage_config uses, with
             virtual stages as many as there are devices. 1 runs the same path on one device.
         num_microbatches: micro-batches a step, at least ``num_stages``; default: ``4 * num_stages``, or the number that

@@ -6,7 +6,7 @@ import inspect
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -39,7 +39,6 @@ from lightning_pipeline.schedules import (
 from lightning_pipeline.schedules.builders import V_NAMES
 from lightning_pipeline.schedules.optimizing import OPTIMIZED
 from lightning_pipeline.schedules.recorded_costs import equal_costs
-from lightning_pipeline.schedules.schedule import loop_placement
 from lightning_pipeline.schedules.validation import require_counts
 
 from .._lightning import rank_zero_info
@@ -113,17 +112,29 @@ class ScheduleChoice:
         """The number that a file or a `Schedule` is made for; None if any goes."""
         return self.fixed.num_microbatches if self.fixed is not None else None
 
-    def bind(self, *, num_stages: int, num_virtual_stages: int, num_microbatches: int) -> Schedules:
+    def bind(
+        self, *, num_stages: int, num_virtual_stages: int, num_microbatches: int, ranks: Mapping[int, int] | None = None
+    ) -> Schedules:
         """The schedules for `num_stages` ranks with `num_virtual_stages` each.
 
+        Args:
+            ranks: of the stages that are to be on certain ones.
+
         Raises:
-            ScheduleError: the schedule is unsound, or not one for these counts.
+            ScheduleError: the schedule is unsound, or not one for these counts and ranks.
         """
         full = self._full(num_stages, num_virtual_stages, num_microbatches)
         if self.name:
+            full = full.on_ranks(ranks or {})
             check(full)
-            return Schedules(fuse(full), full.name, num_stages, num_virtual_stages)
+            return Schedules(fuse(full), full.name, num_stages, num_virtual_stages, ranks)
         _require(full, self.label, num_stages, num_virtual_stages, num_microbatches)
+        for stage, rank in (ranks or {}).items():
+            if full.placement[stage] != rank:
+                raise ScheduleError(
+                    f"stage_config puts stage {stage} on rank {rank}, and schedule {self.label!r} has it on rank "
+                    f"{full.placement[stage]}: name no rank, or reorder the schedule's"
+                )
         check(full)
         return Schedules(full, "", num_stages, num_virtual_stages)
 
@@ -164,17 +175,26 @@ class ScheduleChoice:
 class Schedules:
     """The schedule of a step for each number of micro-batches, all on one placement."""
 
-    def __init__(self, full: Schedule, name: str, num_stages: int, num_virtual_stages: int) -> None:
+    def __init__(
+        self,
+        full: Schedule,
+        name: str,
+        num_stages: int,
+        num_virtual_stages: int,
+        ranks: Mapping[int, int] | None = None,
+    ) -> None:
         self.full = full
-        self.placement: Sequence[int] = full.placement
+        self.placement = full.placement
         self._name = name
         self._num_stages = num_stages
         self._num_virtual_stages = num_virtual_stages
+        self._ranks = ranks or {}
 
     def __call__(self, num_microbatches: int) -> Schedule:
         """The schedule for `num_microbatches`, of which a small last batch makes fewer than usual."""
         if self._name:
-            return fuse(build_for_batch(self._name, self._num_stages, num_microbatches, self._num_virtual_stages))
+            made = build_for_batch(self._name, self._num_stages, num_microbatches, self._num_virtual_stages)
+            return fuse(made.on_ranks(self._ranks))
         return self.full.take(num_microbatches)
 
 
@@ -187,11 +207,6 @@ def _require(schedule: Schedule, label: str, num_stages: int, num_virtual_stages
             f"schedule {label!r} is for {found[0]} ranks, {found[1]} virtual stages and {found[2]} micro-batches, and "
             f"num_stages={wanted[0]}, {wanted[1]} virtual stages in stage_config and num_microbatches={wanted[2]} ask "
             f"for another; change either"
-        )
-    if schedule.placement[0] != 0:
-        raise ScheduleError(
-            f"schedule {label!r} has stage 0 on rank {schedule.placement[0]}; it has to be on rank 0, which reads the "
-            f"data: reorder the rows"
         )
     if not schedule.has_backward:
         raise ScheduleError(f"schedule {label!r} has forwards only; training needs B, or I and W, of every micro-batch")
@@ -247,10 +262,12 @@ class Advice:
 class Advisor:
     """Chooses among the schedules that fit the placement of the stages, the micro-batches and the memory.
 
-    Stages stay on their ranks, so only schedules with a looped placement are considered, which leaves out those in a V.
+    Stages stay on their ranks, as their weights and optimizer states lie there. So of schedules with several virtual
+    stages on a rank only those in a loop are considered, or those in a V if `ranks` puts the stages in one.
 
     Args:
         num_stages: device groups, with `num_virtual_stages` each.
+        ranks: of the stages that are to be on certain ones.
         max_live_microbatches: the most micro-batches whose activations a rank may hold; None for no bound.
         offload: the share of activations that goes to host memory while they wait, and counts no more.
         optimizes: search for an order besides (see `optimize`), and use that.
@@ -267,6 +284,7 @@ class Advisor:
         num_virtual_stages: int,
         num_microbatches: int,
         max_live_microbatches: float | None,
+        ranks: Mapping[int, int] | None = None,
         offload: float = 0,
         optimizes: bool = False,
         csv: Path | None = None,
@@ -283,16 +301,22 @@ class Advisor:
             "num_virtual_stages": num_virtual_stages,
             "num_microbatches": num_microbatches,
         }
-        for name in TRAINING_SCHEDULES:
+        placement: Sequence[int] = ()
+        refused: ScheduleError | None = None
+        for name in TRAINING_SCHEDULES:  # those in a loop come first
             try:
-                schedules = ScheduleChoice(name).bind(**sizes)
-            except ScheduleError:
+                schedules = ScheduleChoice(name).bind(**sizes, ranks=ranks)
+            except ScheduleError as error:
+                refused = refused or error
                 continue
+            placement = placement or schedules.placement
             # With one virtual stage "looped_bfs" equals "gpipe", and "interleaved_..." the plain schedule.
             known = any(schedules.full == other.full for other in self._candidates.values())
-            if not known and tuple(schedules.placement) == loop_placement(num_stages, num_virtual_stages):
+            if not known and schedules.placement == placement:
                 self._candidates[name] = schedules
                 self._peaks[name] = max(simulate(schedules.full, offload=offload).peak_live) / num_virtual_stages
+        if refused is not None and not self._candidates:
+            raise refused
         if max_live_microbatches is not None:
             least = min(self._peaks, key=self._peaks.__getitem__)
             if self._peaks[least] > max_live_microbatches and not optimizes:
@@ -303,7 +327,6 @@ class Advisor:
             self._candidates = {n: s for n, s in self._candidates.items() if self._peaks[n] <= max_live_microbatches}
         if not self._candidates:
             # Nothing that has a name holds as few: costs are measured with an order for equal ones.
-            placement = loop_placement(num_stages, num_virtual_stages)
             self._take(
                 optimize(
                     equal_costs(len(placement)), placement, num_microbatches, max_live_microbatches=self._most_live

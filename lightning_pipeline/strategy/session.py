@@ -18,7 +18,7 @@ from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.hooks.first_rank import Lending
 from lightning_pipeline.partition.microbatch import OneBatch
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.partition.stage_config import read_stage_config
+from lightning_pipeline.partition.stage_config import Stage, read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
 from lightning_pipeline.runtime.log import is_logging, logger
 from lightning_pipeline.runtime.replicas import Replicas
@@ -82,7 +82,7 @@ class Session:
     advisor: Advisor | None
 
     def __init__(
-        self, strategy: PipelineStrategy, module: LightningModule, config: Mapping[str, int], num_stages: int
+        self, strategy: PipelineStrategy, module: LightningModule, config: Mapping[str, Stage], num_stages: int
     ) -> None:
         trainer, replicas = module.trainer, strategy.topology_of(num_stages).data_parallel_size
         validation.check_slices(
@@ -127,10 +127,11 @@ class Session:
     def _apply(self, cut: Cut) -> None:
         """Cut the module, and connect the ranks accordingly."""
         strategy = self.strategy
-        sizes = {
+        sizes: dict[str, Any] = {
             "num_stages": self.num_stages,
             "num_virtual_stages": cut.stages.num_stages // self.num_stages,
             "num_microbatches": cut.num_microbatches,
+            "ranks": cut.stages.ranks,
         }
         # First the schedule: it places the virtual stages, and the routes of the transport follow from that.
         self.advisor = None
@@ -170,8 +171,8 @@ class Session:
         topology = self.topology
         logger.debug("stages begin with %s", dict(cut.stages.exact) or "the step; there is one, or they are found next")
         logger.debug(
-            "is stage %d of replica %d, on %s; %d micro-batches by schedule %s, virtual stages on ranks %s",
-            topology.stage_rank,
+            "is %s of replica %d, on %s; %d micro-batches by schedule %s, virtual stages on ranks %s",
+            topology.describe(topology.rank),
             topology.replica,
             self.device,
             cut.num_microbatches,

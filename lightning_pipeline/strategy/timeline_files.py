@@ -48,8 +48,8 @@ class TimelineFiles:
     ) -> None:
         self.folder = folder
         self._filename = filename
-        stages = session.pipeline.recorder.calls.stages.exact
-        firsts = {stage: name for name, stage in reversed(list(stages.items()))}
+        stages = session.pipeline.recorder.calls.stages
+        firsts = {stage: name for name, stage in reversed(list(stages.exact.items()))}
         placement = session.pipeline.placement
         self._records = RecordFile(
             folder / f"{filename}{RECORDS}",
@@ -58,7 +58,7 @@ class TimelineFiles:
                 "schedule": session.strategy.schedule_choice.label,
                 "num_microbatches": session.pipeline.num_microbatches,
                 "stages": [{"rank": rank, "first": firsts.get(stage, "")} for stage, rank in enumerate(placement)],
-                "stage_config": dict(stages),
+                "stage_config": stages.as_config(),
             },
         )
         self._microbatch = microbatch

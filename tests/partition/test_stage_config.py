@@ -65,6 +65,8 @@ def test_stages_are_counted() -> None:
         ({"head": True}, 2, ValueError, "is True"),
         ({"head": 2}, 2, ValueError, "'head' on stage 2, and num_stages=2.*num_stages=3"),
         ({"head": 2}, 3, ValueError, "stage 1 of num_stages=3"),
+        ({"head": "1@"}, 2, ValueError, "is '1@'; .* or with its rank such as \"1@0\""),
+        ({"layers.4": "1@0", "head": "1@1"}, 2, ValueError, "1 on two ranks, 0 with 'layers.4' and 1 with 'head'"),
         ({"layers.0:3": 0, "layers.2": 1}, 2, ValueError, "'layers.2' two stages, 0 and 1"),
         ({}, 2, ValueError, "stage_config={'layers.3': 1}"),
     ],

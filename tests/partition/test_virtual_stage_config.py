@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from lightning_pipeline.partition.stage_config import resolve
+from lightning_pipeline.schedules import build
 
 
 class Net(nn.Module):
@@ -34,23 +35,29 @@ def virtual(config: dict[str, Any], num_stages: int) -> Any:
 def test_by_group_means_the_same_as_along_the_data(by_group: dict[str, int], num_stages: int) -> None:
     stages = virtual(by_group, num_stages)
     count = 2 * num_stages
-    assert stages.num_stages == count and stages.by_group
+    assert stages.num_stages == count
+    assert stages.ranks == {stage: stage % num_stages for stage in set(stages.exact.values())}
     assert sorted(set(stages.exact.values()) | {0}) == list(range(count))
     assert all(
         stages.exact[name] % num_stages == by_group.get(name, stages.exact[name] % num_stages) for name in stages.exact
     )
     along = virtual(dict(stages.exact), num_stages)
-    assert along.exact == stages.exact and not along.by_group
+    assert along.exact == stages.exact and not along.ranks
 
 
 def test_groups_have_to_be_the_schedules() -> None:
     by_group = virtual({"layers.1": 1, "layers.3": 0, "layers.5": 1}, 2)
-    by_group.check_placement((0, 1, 0, 1))
-    along = {"layers.1": 1, "layers.3": 2, "layers.5": 3}
-    with pytest.raises(ValueError, match=r"on \[0, 1, 0, 1\], and .* on \[0, 1, 1, 0\]; .*stage_config=") as raised:
-        by_group.check_placement((0, 1, 1, 0))
-    assert str(along) in str(raised.value)
-    virtual(along, 2).check_placement((0, 1, 1, 0))
+    build("interleaved_1f1b", 2, 4, 2).on_ranks(by_group.ranks)
+    with pytest.raises(ValueError, match=r"\(1@1, 2@0, 3@1\), and 'zbv' needs .* each of 0\+3, 1\+2.*along the data"):
+        build("zbv", 2, 4, 2).on_ranks(by_group.ranks)
+
+
+def test_virtual_stages_on_named_ranks() -> None:
+    in_a_v = virtual({"layers.1": "1@1", "layers.3": "2@1", "layers.5": "3@0"}, 2)
+    assert in_a_v.ranks == {1: 1, 2: 1, 3: 0}
+    assert build("zbv", 2, 4, 2).on_ranks(in_a_v.ranks) == build("zbv", 2, 4, 2)
+    with pytest.raises(ValueError, match=r"each of 0\+2, 1\+3"):
+        build("interleaved_1f1b", 2, 4, 2).on_ranks(in_a_v.ranks)
 
 
 def test_a_shared_activation_is_told_where_it_upsets_the_order() -> None:

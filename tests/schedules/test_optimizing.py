@@ -120,7 +120,7 @@ def test_numbers_are_timed_as_schedules_are(name: str) -> None:
         forward=costs.forward,
         backward=costs.input_grad if splits else costs.backward,
         weight_grad=costs.weight_grad if splits else (),
-        transfer=0.25,
+        transfer=[0.25] * (stages - 1),
         bounds=[],
     )
     kinds = (Kind.F, Kind.I, Kind.W) if splits else (Kind.F, Kind.B)
@@ -144,7 +144,7 @@ def test_every_rule_gives_an_order() -> None:
         forward=[1, 1, 2],
         backward=[1, 1, 2],
         weight_grad=[1, 1, 2],
-        transfer=0.1,
+        transfer=[0.1, 0.1],
         bounds=[([1, 1, 2], 4)],
     )
     for rule in RULES:

@@ -47,7 +47,14 @@ def sends(schedule: Schedule, kind: Kind, stage: int) -> float:
     return SEND if message_of(Action(kind, stage, 0), schedule) is not None else 0.0
 
 
-def record(schedule: Schedule, *, split: float = 1.0, slower: float = 1.0, shifts: tuple[float, ...] = ()) -> Timeline:
+def record(
+    schedule: Schedule,
+    *,
+    split: float = 1.0,
+    slower: float = 1.0,
+    shifts: tuple[float, ...] = (),
+    transfer: float | list[float] = TRANSFER,
+) -> Timeline:
     """What a run would record in which a send takes its rank's time; rank's clocks are ahead by `shifts`."""
     forward, input_grad, weight_grad = costs_of(schedule, split=split)
     stages = range(schedule.num_stages)
@@ -56,7 +63,7 @@ def record(schedule: Schedule, *, split: float = 1.0, slower: float = 1.0, shift
         [slower * forward[stage] + sends(schedule, Kind.F, stage) for stage in stages],
         [slower * input_grad[stage] + sends(schedule, Kind.I, stage) for stage in stages],
         [slower * cost for cost in weight_grad],
-        TRANSFER,
+        transfer,
     )
     timeline: list[Row] = []
     for rank, spans in enumerate(simulation.spans):
@@ -193,3 +200,12 @@ def test_the_recorded_schedule_is_the_one_that_ran(name: str) -> None:
 def test_no_record_is_no_schedule() -> None:
     with pytest.raises(ScheduleError, match="a timeline of 2 ranks without any computation"):
         recorded_schedule([[], []], [0, 1])
+
+
+def test_each_boundary_has_its_own_transfer() -> None:
+    schedule, transfers = schedule_named("1f1b", num_ranks=3), [0.1e-3, 0.9e-3]
+    recorded = record(schedule, transfer=transfers)
+    costs = measured_costs([recorded], schedule.placement)
+    assert costs.transfers == pytest.approx(transfers)
+    begin, end = extent(recorded)
+    assert costs.simulate(schedule).makespan == pytest.approx(end - begin, rel=1e-3)

@@ -5,7 +5,17 @@ from textwrap import dedent
 
 import pytest
 
-from lightning_pipeline.schedules import Action, Kind, Schedule, ScheduleError, build, check, forward_only, lower
+from lightning_pipeline.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    forward_only,
+    lower,
+    simulate,
+)
 
 
 def test_iterates_as_one_list_for_each_rank() -> None:
@@ -89,3 +99,25 @@ def test_first_microbatches() -> None:
             ScheduleError, match=f"'1f1b' has 4 micro-batches; take between 1 and 4 of them, got {count}"
         ):
             part.take(count)
+
+
+def test_ranks_can_change_places() -> None:
+    schedule = build("1f1b", 3, 4)
+    moved = schedule.on_ranks({1: 0})
+    assert moved.placement == (1, 0, 2)
+    assert [moved[1], moved[0], moved[2]] == list(schedule)
+    check(moved)
+    assert simulate(moved).makespan == simulate(schedule).makespan
+    assert build("zbv", 2, 4, 2).on_ranks({3: 1}).placement == (1, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({1: 3}, r"\(1@3\), and there are ranks 0 to 2"),
+        ({0: 1, 2: 1}, r"\(0@1, 2@1\), and '1f1b' needs a rank of its own for each of 0, 1, 2"),
+    ],
+)
+def test_ranks_that_cannot_be_are_told(named: dict[int, int], words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        build("1f1b", 3, 4).on_ranks(named)

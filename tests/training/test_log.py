@@ -45,7 +45,7 @@ def test_every_rank_tells_what_it_does(logs: list[list[str]], rank: int) -> None
     lines = [line.partition(f"rank {rank}: ")[2] for line in told.splitlines() if f"rank {rank}: " in line]
     for beginning in (
         "stages begin with {",
-        f"is stage {rank} of replica 0, on cpu; 2 micro-batches by schedule 1f1b",
+        f"is stage {rank} (rank {rank}) of replica 0, on cpu; 2 micro-batches by schedule 1f1b",
         f"ran {rank}F0 in ",
         f"ran {rank}B1 in ",
         "sends FORWARD to stage 1: float32" if rank == 0 else "expects FORWARD from stage 0: float32",

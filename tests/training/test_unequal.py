@@ -1,0 +1,134 @@
+"""Unequal ranks: stages on ranks that are named, or chosen by what each rank takes and has; the bits stay."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeline.strategy import partitioner
+from tests.launching import launch
+from tests.training.models import WIDTH, LitTokens, token_loader
+from tests.training.runs import Losses, Present, differing, measured_shortly, pipeline_trainer, weights
+from tests.training.unequal import LitLayers, SlowedDown, rows
+
+pytestmark = pytest.mark.multiprocess
+
+SWAPPED = {"net.blocks.2": "1@0"}
+FROM_THE_SECOND = {"net.blocks.1": "1@0", "net.blocks.2": 2, "net.blocks.3": 3}
+IN_A_V = {"net.blocks.1": "1@1", "net.blocks.2": "2@1", "net.blocks.3": "3@0"}
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "swapped": (SWAPPED, {"output_broadcast": False}),
+    "as text": ("net.blocks.2:1@0", {"schedule": "zero_bubble"}),
+    "a loop from the second rank": (FROM_THE_SECOND, {"schedule": "interleaved_1f1b"}),
+    "optimized in a V": (IN_A_V, {"schedule": "optimized"}),
+}
+
+
+def run(world: int, config: Any, folder: str, ckpt_path: str | None = None, **strategy: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    losses, present = Losses(), Present()
+    trainer = pipeline_trainer(
+        config, world=world, strategy=strategy, callbacks=[losses, present], max_epochs=2, gradient_clip_val=0.5,
+        default_root_dir=folder,
+    )  # fmt: skip
+    module = LitTokens(dropout=0.1, tied=True)
+    trainer.fit(module, token_loader(8 * 6 + 5, 8, shuffle=True), token_loader(9, 8), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(f"{folder}/{world}.ckpt")
+    return {
+        "losses": losses.values,
+        "val_loss": float(trainer.callback_metrics.get("val_loss", 0.0)),
+        "weights": weights(trainer),
+        "held": getattr(present, "names", []),  # none where nothing was left to train
+        "placement": trainer.strategy.pipeline.placement,
+        "considered": trainer.strategy.advice and set(trainer.strategy.advice.considered),
+        "names": [trainer.strategy.topology.describe(rank) for rank in range(world)],
+    }
+
+
+def on_one_slow_rank(rank: int) -> Any:
+    """The plan where the matrix multiplications of this rank take four times as long."""
+    slow = SlowedDown(4) if torch.distributed.get_rank() == rank else nullcontext()
+    with slow, measured_shortly():
+        trainer = pipeline_trainer("auto", world=2, max_steps=1)  # type: ignore[arg-type]
+        trainer.fit(LitLayers(), rows(1))
+    return trainer.strategy.plan.as_dict()
+
+
+class LargeEmbedding(LitTokens):
+    """Its first module takes 4 MiB with gradients and optimizer state."""
+
+    def make_net(self, **options: Any) -> nn.Module:
+        net = super().make_net(**options)
+        net.tokens = nn.Embedding(1 << 14, WIDTH)
+        return net
+
+
+def with_one_large_memory(folder: str) -> dict[str, Any]:
+    """The first stage fits the second rank only."""
+    memory = [1e6, 1e9][torch.distributed.get_rank()]
+    with (
+        mock.patch.object(partitioner, "_memory_of", lambda device: memory),
+        mock.patch.object(partitioner.Partitioner, "_is_big", lambda self: False),
+        measured_shortly(),
+    ):
+        L.seed_everything(1, verbose=False)
+        trainer = pipeline_trainer("auto", world=2, max_steps=1)  # type: ignore[arg-type]
+        trainer.fit(LargeEmbedding(), token_loader(32, 8))
+    return {"plan": trainer.strategy.plan.as_dict(), "placement": trainer.strategy.pipeline.placement}
+
+
+def run_all(world: int, folder: str) -> dict[str, Any]:
+    if world == 1:
+        return {"one": run(1, {}, folder)}
+    found = {name: run(world, config, folder, **strategy) for name, (config, strategy) in RUNS.items()}
+    found["from the other cut"] = run(world, {"net.blocks.2": 1}, folder, ckpt_path=f"{folder}/{world}.ckpt")
+    return {"runs": found, "slow": on_one_slow_rank(1), "memory": with_one_large_memory(folder)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    return launch(run_all, 2, str(tmp_path_factory.mktemp("unequal")), world=2)
+
+
+def test_the_bits_are_those_of_one_process(ranks: Any, tmp_path: Any) -> None:
+    expected = launch(run_all, 1, str(tmp_path), world=1)[0]["one"]
+    for name in RUNS:
+        found = ranks[0]["runs"][name]
+        assert found["losses"] == expected["losses"], name
+        assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6), name
+        assert not differing(found["weights"], expected["weights"]), name
+    resumed = ranks[0]["runs"]["from the other cut"]
+    assert not resumed["losses"] and not differing(resumed["weights"], expected["weights"])
+
+
+def test_stages_lie_on_the_ranks_that_are_named(ranks: Any) -> None:
+    placements = {name: found["placement"] for name, found in ranks[0]["runs"].items()}
+    assert placements["swapped"] == placements["as text"] == (1, 0)
+    assert placements["a loop from the second rank"] == (1, 0, 1, 0)
+    assert placements["optimized in a V"] == (0, 1, 1, 0)
+    assert ranks[0]["runs"]["swapped"]["names"] == ["stage 1 (rank 0)", "stage 0 (rank 1)"]
+    assert "net.blocks.0.mlp.0.weight" in ranks[1]["runs"]["swapped"]["held"]
+    assert "net.blocks.0.mlp.0.weight" not in ranks[0]["runs"]["swapped"]["held"]
+
+
+def test_schedules_in_a_v_are_searched_where_the_stages_are_in_one(ranks: Any) -> None:
+    assert ranks[0]["runs"]["optimized in a V"]["considered"] == {"zbv", "v_half", "v_min", "dualpipe_v", "optimized"}
+
+
+def test_a_rank_that_is_four_times_slower_gets_fewer_layers(ranks: Any) -> None:
+    for plan in (rank["slow"] for rank in ranks):
+        sizes = {stage["rank"]: stage["parameter_bytes"] for stage in plan["stages"]}
+        assert sizes[1] <= 0.35 * sum(sizes.values())  # a fifth, and a layer more, as measurements differ
+
+
+def test_the_stage_that_needs_it_is_on_the_rank_with_more_memory(ranks: Any) -> None:
+    for found in (rank["memory"] for rank in ranks):
+        assert found["placement"] == (1, 0)
+        assert list(found["plan"]["stage_config"].values()) == ["1@0"]
+        assert found["plan"]["peak_bytes"][0] <= 1e6
