@@ -291,6 +291,7 @@ class Visit:
         if state.is_passed_over:
             self._pass_over(state)
             return
+        state.let_age()
         roots, gradients = self._roots(state)
         inside = state.on(self.visit)
         with caught(self._leaves(state, inside)) as found:
@@ -311,6 +312,7 @@ class Visit:
         if state.is_passed_over:
             self._pass_over(state)
             return
+        state.let_age()
         inside = state.on(self.visit)
         leaves = self._leaves(state, inside)
         roots, gradients = self._roots(state)

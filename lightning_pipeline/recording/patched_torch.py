@@ -39,9 +39,9 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.users_line import users_line
-from lightning_pipeline.recording.attention import flags_of_steps
 from lightning_pipeline.recording.contexts import contexts_refused
-from lightning_pipeline.recording.function_calls import APPLY, applying
+from lightning_pipeline.recording.function_calls import APPLY, applying, with_state
+from lightning_pipeline.recording.process_flags import flags_of_steps
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recorder import Recorder
@@ -254,22 +254,27 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
             _patches.close()
 
 
+_OF_ARRAYS = ("from_numpy", "as_tensor", "asarray", "from_dlpack", "frombuffer")
+"""Functions of torch whose results may share their memory with an array."""
+
+
 @contextmanager
 def arrays_seen(recorder: Recorder) -> Iterator[None]:
     """While entered, the running recording notes the memory that tensors share with arrays."""
-    plain = torch.from_numpy
 
-    def seen(array: Any) -> Tensor:
-        found = plain(array)
-        if recorder.current is not None:
-            recorder.current.memory.exposed.add(memory_of(found))
-        return found
+    def seeing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def seen(source: Any, *args: Any, **kwargs: Any) -> Tensor:
+            found = plain(source, *args, **kwargs)
+            if recorder.current is not None and not isinstance(source, (Tensor, list, tuple, int, float)):
+                recorder.current.memory.exposed.add(memory_of(found))
+            return found
 
-    torch.from_numpy = seen  # type: ignore[assignment]
-    try:
+        return seen
+
+    with ExitStack() as replaced:
+        for name in _OF_ARRAYS:
+            replaced.enter_context(_class_replaced(torch, name, seeing(getattr(torch, name))))
         yield
-    finally:
-        torch.from_numpy = plain
 
 
 def _running() -> Recording | None:
@@ -284,7 +289,7 @@ def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
     with _torch.innermost_mode_taken_off() as mode:
-        found = mode.__torch_function__(function, (), args, kwargs)
+        found = mode.__torch_function__(function, (), with_state(function, args), kwargs)
     recording.note_draws_within(function)
     return found
 
