@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import CodeType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from lightning_pipeline.partition.torch_functions import (
     kind_of,
 )
 from lightning_pipeline.partition.users_line import users_line
-from lightning_pipeline.recording import autograd_calls, process_flags
+from lightning_pipeline.recording import autograd_calls, one_rank, process_flags
 from lightning_pipeline.recording.contexts import refuse_transforms
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.everywhere import compute_everywhere
@@ -85,6 +86,7 @@ class Recording(TorchFunctionMode):
         arrays: arrays that share memory with values in one process, with their last contents.
         copied_from: of captured copies, by place, the tensors whose memory they are copies of.
         outdated: likewise what is in that memory now, where it is something else.
+        rank_asked_at: the code and lines of the user's that have asked for the rank.
         flags: those of the process, as the step has set them; None if it has set none.
     """
 
@@ -124,6 +126,7 @@ class Recording(TorchFunctionMode):
         self.num_aside = 0
         self.copied_from: dict[int, Tensor] = {}
         self.outdated: dict[int, Tensor] = {}
+        self.rank_asked_at: set[tuple[CodeType, int]] = set()
         self.flags: process_flags.Flags | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -379,6 +382,8 @@ class Recording(TorchFunctionMode):
             return self.__torch_function__(func, (), indexed, kwargs)
         if self.tensors.split_calls and type(func) is not SplitCall:
             refuse_split(func, args, kwargs)
+        if self.rank_asked_at:
+            one_rank.refuse_by_one_rank(self)
         if kind is FunctionKind.PRINTS or kind is FunctionKind.READS:
             return read(self, func, args, kwargs)
         if kind is FunctionKind.CALLS:

@@ -24,7 +24,7 @@ BY_DEFAULT = {
         TokensUnpadded KLFromSecondEpoch OwnEntriesInCheckpoint ListsForEpochEnd StatisticsOnFirstRank
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption FollowsByLerp SavedInStep SparseActivations
         LazilyConjugated GrowsInSecondEpoch OptimizerHooks AdamMomentsChanged OneCycle
-        WGANWithPenalty PlaysEpisodes ClipsByTorch LaidOutAnew FollowsByForeachInStep
+        ExperimentInStep DefaultDtypeOfAPart ScaledByDataAfterUse WGANWithPenalty PlaysEpisodes ClipsByTorch LaidOutAnew FollowsByForeachInStep
         CentersOverRanks GathersOverRanksByName BranchesOnItsRank
     """,
     "2-zero_bubble": """
