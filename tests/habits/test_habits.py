@@ -24,7 +24,8 @@ BY_DEFAULT = {
         TokensUnpadded KLFromSecondEpoch OwnEntriesInCheckpoint ListsForEpochEnd StatisticsOnFirstRank
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption FollowsByLerp SavedInStep SparseActivations
         LazilyConjugated GrowsInSecondEpoch OptimizerHooks AdamMomentsChanged OneCycle
-        ExperimentInStep DefaultDtypeOfAPart ScaledByDataAfterUse WGANWithPenalty PlaysEpisodes ClipsByTorch LaidOutAnew FollowsByForeachInStep
+        WGANWithPenalty PlaysEpisodes ClipsByTorch LaidOutAnew FollowsByForeachInStep
+        ExperimentInStep DefaultDtypeOfAPart ScaledByDataAfterUse
         CentersOverRanks GathersOverRanksByName BranchesOnItsRank
     """,
     "2-zero_bubble": """
