@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 import lightning_pipeline
 from lightning_pipeline.cli import app
 from lightning_pipeline.schedules import SCHEDULE_NAMES, build, load_csv, render, save_chrome_trace, save_csv, simulate
+from lightning_pipeline.schedules.live import LiveRank
 from lightning_pipeline.schedules.records import RecordedStep, RecordFile
 from tests.launching import PATIENCE_S
 
@@ -223,6 +225,21 @@ def test_watch_shows_the_last_step(tmp_path: Path) -> None:
         first.split()[:2] == ["0", "0"] and "stage 1, 69%" in first and first.split()[-4:] == ["31%", "2", "256", "MiB"]
     )
     assert second.split()[:2] == ["1", "1"] and "stage 0, 8%" in second
+
+
+def test_watch_shows_what_ranks_are_at(tmp_path: Path) -> None:
+    """Without a recorded step, and of a rank that has written nothing for a minute."""
+    folder = tmp_path / "timeline.live"
+    LiveRank(0, [0], 7, "computes 0F2", False, 9, 12, 2, 2**28, 0.25).write(folder)
+    LiveRank(1, [1], 7, "waits for 0F2 of rank 0", True, 8, 12, 1, 2**28, 0.25).write(folder)
+    os.utime(folder / "1.json", (1, time.time() - 60))
+    _, _, first, second, *rest = call("watch", str(tmp_path), "--once").splitlines()
+    assert re.fullmatch(r"0 +0 +computes 0F2 +9 of 12 +2 +256 MiB +7 +250 ms +0 s ago", first.strip())
+    assert "waits for 0F2 of rank 0" in second and second.strip().endswith("60 s ago")
+    assert "has no timeline.jsonl" in rest[-1]
+    (folder / "0.json").write_text('{"rank": "0"}')
+    result = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"])
+    assert result.exit_code == 2 and "0.json does not tell what a rank is at (KeyError: 'stages')" in result.output
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class PipelineStep:
         self.in_order: dict[int, InOrder] = {}
         self._observe = observe
         self._reads = StepReads(self)
+        self._num_recorded = 0
         self._is_rest_in_order = False  # an expectation has failed: the remaining micro-batches run in order
 
     def run_micro_batches(self, program: RankProgram) -> None:
@@ -140,9 +141,10 @@ class PipelineStep:
 
     def _record(self, state: Microbatch) -> None:
         """Run the user's step on this and earlier micro-batches that have not been recorded."""
-        for one in self.states[: state.index + 1]:
-            if one.recording is None:
-                self._record_one(one)
+        while self._num_recorded <= state.index:
+            one = self.states[self._num_recorded]
+            self._num_recorded += 1
+            self._record_one(one)
 
     def _record_ahead(self, microbatch: int) -> None:
         """Run the user's step while this rank would wait, which also lets receives be posted sooner."""

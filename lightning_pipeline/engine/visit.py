@@ -295,7 +295,7 @@ class Visit:
         roots, gradients = self._roots(state)
         inside = state.on(self.visit)
         with caught(self._leaves(state, inside)) as found:
-            if gradients == [None]:
+            if len(gradients) == 1 and gradients[0] is None:  # `[tensor] == [None]` would compare the tensor
                 self._work.run_backward(roots[0])
             elif roots:
                 given = zip(roots, gradients, strict=True)
