@@ -78,8 +78,8 @@ native_multi_head_attention = torch._native_multi_head_attention
 
 FunctionBase, SingleLevelFunction = torch._C._FunctionBase, torch.autograd.function._SingleLevelFunction
 """The base classes of `torch.autograd.Function`."""
-ATTENTION_FLAGS = torch._C
-"""Has the functions that set and tell which kernels attention may use."""
+PROCESS_FLAGS: Any = torch._C
+"""Has the functions that set and tell flags of the process, such as which kernels attention may use."""
 ScriptFunction = torch._C.ScriptFunction
 """What `torch.jit.script` and `torch.jit.trace` return for functions."""
 

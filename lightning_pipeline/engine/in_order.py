@@ -132,6 +132,7 @@ class InOrder:
     def backward(self, program: Program, work: StepTask, *, retain_graph: bool = False) -> None:
         """Run backward from the micro-batch's loss, visit by visit."""
         state = self._state
+        state.let_age()
         wanted = program.with_gradients(state.loss_value)
         transfers = self._transfers.returning(wanted)
         last = max(self.homes.values(), default=0)

@@ -275,6 +275,15 @@ class Microbatch:
     in_use: set[int] = field(default_factory=set)
     carried: ContinuedStep | None = None
 
+    def let_age(self) -> None:
+        """Put into captured copies what the step's Python has written into the memory that they are copies of: backward
+        is to find it, as in one process."""
+        assert self.recording is not None
+        outdated, self.recording.outdated = self.recording.outdated, {}
+        captured = self.captured
+        for place, content in outdated.items():
+            captured[place].data.copy_(content)
+
     @property
     def captured(self) -> list[Any]:
         """The tensors and numbers that its events capture."""

@@ -359,6 +359,7 @@ class Visit:
         if state.is_passed_over:
             self._pass_over(state)
             return
+        state.let_age()
         roots, gradients = self._roots(state)
         inside = state.on(self.visit)
         with caught(self._leaves(state, inside)) as found:
@@ -379,6 +380,7 @@ class Visit:
         if state.is_passed_over:
             self._pass_over(state)
             return
+        state.let_age()
         inside = state.on(self.visit)
         leaves = self._leaves(state, inside)
         roots, gradients = self._roots(state)

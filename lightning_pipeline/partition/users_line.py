@@ -18,12 +18,17 @@ def users_line() -> str:
     """The innermost line that runs in the user's or a model library's code: ``"model.py:12: x = x + 1"``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename.replace("\\", "/")
-        if not any(part in path for part in _OWN) and not path.startswith("<"):
+        if is_users(frame):
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
             return f"{frame.f_code.co_filename}:{frame.f_lineno}: {line}"
         frame = frame.f_back
     return "an unknown line"
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs the user's code, or a model library's."""
+    path = frame.f_code.co_filename.replace("\\", "/")
+    return not any(part in path for part in _OWN) and not path.startswith("<")
 
 
 def users_lines() -> tuple[int, ...]:

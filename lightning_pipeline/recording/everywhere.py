@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own
 from lightning_pipeline.partition.users_line import users_line
@@ -76,6 +75,5 @@ def _before_write(recording: Recording, tensors: Sequence[Tensor]) -> None:
             recording.event.children.clear()  # they use the buffer as it was
             recording.event.shortcuts = None
         for place in recording.memory.places_of(memory, recording.captured):
-            with _torch.DisableTorchFunction():
-                recording.captured[place] = recording.captured[place].clone()
+            recording.copy_captured(place)
         recording.memory.forget_places(memory)

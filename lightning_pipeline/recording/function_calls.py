@@ -16,7 +16,8 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition.torch_functions import FunctionKind, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.compiled_calls import SeededDraws, python_generators, set_python_generators
-from lightning_pipeline.recording.inference import Result
+from lightning_pipeline.recording.function_state import Found, FunctionState, changed, objects_in, state_of, use_of
+from lightning_pipeline.recording.inference import CallError, Result
 
 APPLY = vars(_torch.FunctionBase)["apply"]
 """The C++ `apply` of all functions."""
@@ -49,12 +50,20 @@ class _Refused(TorchFunctionMode):
 
 
 def applying(cls: Any) -> Callable[..., Any]:
-    """A function that calls ``cls.apply``, as an event has it."""
-    apply = APPLY.__get__(None, _guarded(cls))
+    """A function that calls ``cls.apply``, as an event has it.
+
+    What the class uses of Python when a step calls it comes last (`FunctionState`), if it uses anything.
+    """
+    guarded = _guarded(cls)
+    apply = APPLY.__get__(None, guarded)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         before = dict(vars(cls))
-        found = apply(*args, **kwargs)
+        state = args[-1] if args and type(args[-1]) is FunctionState else None
+        if state is None:
+            found = apply(*args, **kwargs)
+        else:
+            found = _applied_with(state, cls, guarded, apply, args[:-1], kwargs)
         _check_left_alone(cls, before, "forward")
         return found
 
@@ -71,20 +80,77 @@ def applying(cls: Any) -> Callable[..., Any]:
     return function
 
 
+def with_state(function: Any, args: Any) -> Any:
+    """The arguments of an `applying` function, and what it uses of Python now."""
+    cls = getattr(function, "applies", None)
+    state = None if cls is None or cls.__module__.startswith("torch.") else state_of(cls, args)
+    return args if state is None else (*args, state)
+
+
+def _applied_with(
+    state: FunctionState, cls: Any, guarded: Any, apply: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """What a function gives, whose backward finds the same state as its forward."""
+    objects = objects_in(args)
+    _check_unchanged(cls, state, use_of(cls, objects))
+    outer, guarded.expected = guarded.expected, (state, objects)
+    try:
+        found = apply(*args, **kwargs)
+    finally:
+        guarded.expected = outer
+    if (name := changed(state.found, use_of(cls, objects))) is not None:
+        raise _done_by_one_stage(cls, "forward", f"changes {name}")
+    return found
+
+
 def _guarded(cls: Any) -> Any:
-    """The same function with a backward that refuses draws; torch's own stay as they are."""
+    """The same function with a backward that refuses draws, and changes of Python's state; torch's own stay as they
+    are."""
     backward = cls.backward
     if backward is torch.autograd.Function.backward or cls.__module__.startswith("torch."):
         return cls
 
     def checked(ctx: Any, *gradients: Any) -> Any:
         before = dict(vars(cls))
+        state, objects = getattr(ctx, _EXPECTED, (None, ()))
+        if state is not None:
+            _check_unchanged(cls, state, use_of(cls, objects))
         with _Refused(cls.__name__):
             found = backward(ctx, *gradients)
         _check_left_alone(cls, before, "backward")
+        if state is not None and (name := changed(state.found, use_of(cls, objects))) is not None:
+            raise _done_by_one_stage(cls, "backward", f"changes {name}")
         return found
 
-    return type(cls.__name__, (cls,), {"backward": staticmethod(checked), "__module__": cls.__module__})
+    method = "setup_context" if cls.setup_context is not torch.autograd.Function.setup_context else "forward"
+    plain = getattr(cls, method)
+
+    def noting(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if guarded.expected is not None:
+            setattr(ctx, _EXPECTED, guarded.expected)
+        return plain(ctx, *args, **kwargs)
+
+    members = {"backward": staticmethod(checked), method: staticmethod(noting), "expected": None}
+    guarded: Any = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    return guarded
+
+
+_EXPECTED = "_expected_of_python"
+"""Attribute of a context: what its backward has to find of Python."""
+
+
+def _check_unchanged(cls: Any, state: FunctionState, now: Found) -> None:
+    """Refuse to compute with other things of Python than the step had.
+
+    Raises:
+        CallError: something is another one.
+    """
+    if (name := changed(state.found, now)) is not None:
+        code = cls.forward.__code__
+        raise CallError(
+            f"{cls.__name__} uses {name}, which is another one now than when the step called {cls.__name__}.apply, as "
+            f"its stage computes later ({code.co_filename}:{code.co_firstlineno}): give apply the value as an argument"
+        )
 
 
 def inferred(cls: Any, infer: Callable[[], Result | None]) -> tuple[Result | None, int]:
@@ -123,8 +189,17 @@ def _check_left_alone(cls: Any, before: dict[str, Any], method: str) -> None:
         raise _done_by_one_stage(cls, method, f"sets {cls.__name__}.{name}")
 
 
-def _done_by_one_stage(cls: Any, method: str, what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{cls.__name__}.{method} {what}, which the stage that computes it would do alone ({users_line()}): do it in "
-        f"the step, and pass what it gives as an argument"
+def _done_by_one_stage(cls: Any, method: str, what: str) -> CallError:
+    code = getattr(cls, method).__code__
+    where, also = (
+        (users_line(), "")
+        if method == "forward"
+        else (
+            f"{code.co_filename}:{code.co_firstlineno}",
+            "; what gradients are can be noted by tensor.register_hook",
+        )
+    )
+    return CallError(
+        f"{cls.__name__}.{method} {what}, which the stage that computes it would do alone ({where}): do it in "
+        f"the step, and pass what it gives as an argument{also}"
     )

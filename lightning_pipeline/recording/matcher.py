@@ -228,6 +228,8 @@ def make_matcher(
             source.unless(f"{name} is not {source.constant(template)}")
         elif kind in (int, str, float, torch.Size, torch.device, complex, bytes):
             source.unless(f"type({name}) is not {source.constant(kind)} or {name} != {source.constant(template)}")
+            if kind is float and not template:
+                source.unless(f"str({name}) != {str(template)!r}")  # 0.0 is not -0.0
         else:
             source.unless(f"{name} is not {source.constant(template)}")
 

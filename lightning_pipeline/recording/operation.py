@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,12 @@ class NumberSlot(NamedTuple):
 
     number: int
     type: type
+
+
+class TakenAlong:
+    """An argument that is taken along by each call, as numbers are."""
+
+    __slots__ = ()
 
 
 Template = Any
@@ -104,7 +111,7 @@ def _walk(value: Any, call: Call, seen: dict[int, TensorSlot], numbers: tuple[ty
             call.tensors.append(value)
         return slot
     # Nothing is no number like others: dropout of it gives its argument.
-    if (kind in numbers and value) or kind is Hook:
+    if (kind in numbers and value) or kind is Hook or isinstance(value, TakenAlong):
         call.numbers.append(value)
         return NumberSlot(len(call.numbers) - 1, kind)
     if kind is tuple or kind is list:
@@ -130,6 +137,17 @@ def put_together(template: Template, tensors: Sequence[Any], numbers: Sequence[A
     if kind is dict:
         return {key: put_together(item, tensors, numbers) for key, item in template.items()}
     return template
+
+
+def with_index_of_tensors(args: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The arguments of a call that indexes, with tensors in place of NumPy's arrays, whose memory these share;
+    None if there are none."""
+    index = args[1] if len(args) > 1 else None
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(part, np.ndarray) for part in parts):
+        return None
+    made = tuple(torch.as_tensor(part) if isinstance(part, np.ndarray) else part for part in parts)
+    return (args[0], made if isinstance(index, tuple) else made[0], *args[2:])
 
 
 def tensors_in(argument: Any) -> list[Tensor]:

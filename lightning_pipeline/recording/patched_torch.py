@@ -39,9 +39,9 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.users_line import users_line
-from lightning_pipeline.recording.attention import flags_of_steps
 from lightning_pipeline.recording.contexts import contexts_refused
-from lightning_pipeline.recording.function_calls import APPLY, applying
+from lightning_pipeline.recording.function_calls import APPLY, applying, with_state
+from lightning_pipeline.recording.process_flags import flags_of_steps
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recorder import Recorder
@@ -243,8 +243,8 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
         _patches.enter_context(_scripted_seen())
         _patches.enter_context(_module_apply_seen())
         _patches.enter_context(nested_tensors_padded())
-        _patches.enter_context(flags_of_steps(_running))
-        _patches.enter_context(contexts_refused(lambda: _running() is not None))
+        _patches.enter_context(flags_of_steps(running_recording))
+        _patches.enter_context(contexts_refused(lambda: running_recording() is not None))
     _patched_for.append(recorder)
     try:
         yield
@@ -254,37 +254,42 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
             _patches.close()
 
 
+_OF_ARRAYS = ("from_numpy", "as_tensor", "asarray", "from_dlpack", "frombuffer")
+"""Functions of torch whose results may share their memory with an array."""
+
+
 @contextmanager
 def arrays_seen(recorder: Recorder) -> Iterator[None]:
     """While entered, the running recording notes the memory that tensors share with arrays."""
-    plain = torch.from_numpy
 
-    def seen(array: Any) -> Tensor:
-        found = plain(array)
-        if recorder.current is not None:
-            recorder.current.memory.exposed.add(memory_of(found))
-        return found
+    def seeing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def seen(source: Any, *args: Any, **kwargs: Any) -> Tensor:
+            found = plain(source, *args, **kwargs)
+            if recorder.current is not None and not isinstance(source, (Tensor, list, tuple, int, float)):
+                recorder.current.memory.exposed.add(memory_of(found))
+            return found
 
-    torch.from_numpy = seen  # type: ignore[assignment]
-    try:
+        return seen
+
+    with ExitStack() as replaced:
+        for name in _OF_ARRAYS:
+            replaced.enter_context(_class_replaced(torch, name, seeing(getattr(torch, name))))
         yield
-    finally:
-        torch.from_numpy = plain
 
 
-def _running() -> Recording | None:
+def running_recording() -> Recording | None:
     """The recording that runs, if one does."""
     return next((recorder.current for recorder in _patched_for if recorder.current is not None), None)
 
 
 def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call what torch does not give to modes as if it did."""
-    recording = _running()
+    recording = running_recording()
     if recording is None or not _torch.num_function_modes() or not recording.is_ours((args, kwargs)):
         return function(*args, **kwargs)
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
     with _torch.innermost_mode_taken_off() as mode:
-        found = mode.__torch_function__(function, (), args, kwargs)
+        found = mode.__torch_function__(function, (), with_state(function, args), kwargs)
     recording.note_draws_within(function)
     return found
 
@@ -324,11 +329,11 @@ def _calls_past_patch_refused() -> Iterator[None]:
 
     def attribute(cls: Any, name: str) -> Any:
         found = type.__getattribute__(cls, name)
-        if name != "forward" or sys._getframe(1).f_code is _SEEN or _running() is None:
+        if name != "forward" or sys._getframe(1).f_code is _SEEN or running_recording() is None:
             return found
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            recording = _running()
+            recording = running_recording()
             if recording is not None and _torch.num_function_modes() and recording.is_ours((args, kwargs)):
                 raise NotImplementedError(
                     f"{users_line()} calls {cls.__name__}.apply by a name that was given to it before, as with "
@@ -376,7 +381,7 @@ def _module_apply_seen() -> Iterator[None]:
     plain = nn.Module._apply
 
     def seen(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        if _running() is not None:
+        if running_recording() is not None:
             tensors = [*self.parameters(recurse), *self.buffers(recurse)]
             if all(fn(tensor) is tensor for tensor in tensors):
                 return self

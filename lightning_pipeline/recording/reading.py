@@ -25,7 +25,7 @@ def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     if kind_of(func) is FunctionKind.PRINTS and type(value := recording.input_of(args[0])) is int:
         recording.is_simple = False
         return recording.data_source.shown(recording, value, lambda tensor: func(tensor, *args[1:], **kwargs))
-    data = _data_of(recording, call)
+    data = data_of(recording, call)
     with _torch.DisableTorchFunction():
         found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
     value = recording.value_of(args[0]) if args else None
@@ -38,7 +38,7 @@ def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> 
 def call_back(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call `apply_` and the like: every rank calls the user's function with each element."""
     call = take_apart(func, args, kwargs)
-    data = [one.detach().clone() for one in _data_of(recording, call)]
+    data = [one.detach().clone() for one in data_of(recording, call)]
     with _torch.DisableTorchFunction():
         found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
     return recording.record(Tensor.copy_, (args[0], found))
@@ -49,7 +49,7 @@ def result_on_data(recording: Recording, func: Any, call: Call, specs: Sequence[
     data = _known_data(recording, func, call, specs)
     if data is None:
         recording.is_simple = False
-        data = _data_of(recording, call)
+        data = data_of(recording, call)
     with _torch.DisableTorchFunction():
         return recording.recorder.inference.result_on_data(func, call, data, specs)
 
@@ -73,7 +73,7 @@ def _known_data(
     return found
 
 
-def _data_of(recording: Recording, call: Call) -> list[Tensor]:
+def data_of(recording: Recording, call: Call) -> list[Tensor]:
     """The data of a call's tensors, which ranks send to each other."""
     inputs = [recording.input_of(tensor) for tensor in call.tensors]
     values = [value for value in inputs if type(value) is int and value >= 0]

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_pipeline.partition.overrides import overridden
@@ -93,6 +94,7 @@ class Recorder:
 
     def beginning(self, key: Any, num_values: int) -> Event:
         """Where the paths of micro-batches of one kind begin."""
+        key = (key, torch.get_default_dtype())  # which hooks may set
         found = self._beginnings.get(key)
         if found is None:
             found = self._beginnings[key] = Event.beginning(num_values, repr(num_values).encode())
@@ -181,7 +183,7 @@ class Recorder:
         self, function: Any, call: Call, specs: Sequence[TensorSpec], state: tuple[bool, bool, Any]
     ) -> Result | None:
         """What an operation gives; None where only the data tells."""
-        key = (function, key_of(call.args), key_of(call.kwargs), tuple(specs), state)
+        key = (function, key_of(call.args), key_of(call.kwargs), tuple(specs), state, torch.get_default_dtype())
         if key not in self._results:
             if type(function) is CompiledCall:
                 found = self.inference.result(function.inferred, call, specs)

@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import CodeType
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ from lightning_pipeline.partition.ownership import HELD_BY, holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
 from lightning_pipeline.partition.torch_functions import (
     FunctionKind,
+    function_name,
     kind_of,
 )
 from lightning_pipeline.partition.users_line import users_line
-from lightning_pipeline.recording import attention, autograd_calls
+from lightning_pipeline.recording import autograd_calls, one_rank, process_flags
 from lightning_pipeline.recording.contexts import refuse_transforms
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.everywhere import compute_everywhere
@@ -42,6 +44,7 @@ from lightning_pipeline.recording.inference import written_by_array
 from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.new_events import add_call, mark
+from lightning_pipeline.recording.operation import with_index_of_tensors
 from lightning_pipeline.recording.placing import Placing
 from lightning_pipeline.recording.provenance import Provenance
 from lightning_pipeline.recording.reading import call_back, read
@@ -81,7 +84,10 @@ class Recording(TorchFunctionMode):
         num_aside: number of torch functions that were no events, except those that describe tensors.
         num_modes: depth of torch's stack of function modes while only this one is on top.
         arrays: arrays that share memory with values in one process, with their last contents.
-        attention: the flags that the step has set for attention; None if it has set none.
+        copied_from: of captured copies, by place, the tensors whose memory they are copies of.
+        outdated: likewise what is in that memory now, where it is something else.
+        rank_asked_at: the code and lines of the user's that have asked for the rank.
+        flags: those of the process, as the step has set them; None if it has set none.
     """
 
     def __init__(
@@ -118,7 +124,10 @@ class Recording(TorchFunctionMode):
         self.arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, tuple[Event, Event | None]] = {}
         self.num_aside = 0
-        self.attention: attention.Flags | None = None
+        self.copied_from: dict[int, Tensor] = {}
+        self.outdated: dict[int, Tensor] = {}
+        self.rank_asked_at: set[tuple[CodeType, int]] = set()
+        self.flags: process_flags.Flags | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -134,8 +143,9 @@ class Recording(TorchFunctionMode):
         with self.resumed(), self:
             self.num_modes = _torch.num_function_modes()
             yield
-            attention.refuse_left(self.attention)
+            process_flags.refuse_left(self.flags)
         self.note_written_arrays()
+        self.note_outdated()
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -163,6 +173,7 @@ class Recording(TorchFunctionMode):
             loss: the tensor on which the user calls backward.
         """
         self.note_written_arrays()
+        self.note_outdated()
         value = self.value_of(loss)
         mark(self, MICROBATCHES_MEET, what, -1 if value is None else value)
         return -1 if value is None else value
@@ -233,9 +244,9 @@ class Recording(TorchFunctionMode):
         self.arrays.append((array, content, place))
         self._watch()
 
-    def choose_attention(self, flags: attention.Flags) -> None:
-        """Have the calls of attention that follow run with these flags."""
-        self.attention = flags
+    def choose_flags(self, flags: process_flags.Flags) -> None:
+        """Have the calls that follow run with these flags."""
+        self.flags = flags
         self._watch()
 
     def _watch(self) -> None:
@@ -262,7 +273,7 @@ class Recording(TorchFunctionMode):
 
     def let_go(self) -> None:
         """Release tensors after the step: pooled placeholders refer to the recording for a long time."""
-        self.captured, self._kept = [], []
+        self.captured, self._kept, self.copied_from = [], [], {}
         self._is_over = True
 
     # -- called by generated matchers --------------------------------------------------------------------------------
@@ -272,9 +283,27 @@ class Recording(TorchFunctionMode):
             self.provenance.note_captured(len(self.captured), tensor)
         memory = self.memory
         if (memory.exposed or memory.copied) and memory_of(tensor) in (memory.exposed | memory.copied):
-            with _torch.DisableTorchFunction():
-                tensor = tensor.clone()
+            self.captured.append(tensor)
+            self.copy_captured(len(self.captured) - 1)
+            return
         self.captured.append(tensor)
+
+    def copy_captured(self, place: int) -> None:
+        """Take along a copy of what has been captured, as the step's Python writes into its memory."""
+        tensor = self.captured[place]
+        with _torch.DisableTorchFunction():
+            self.captured[place] = tensor.clone()
+        self.copied_from[place] = tensor
+
+    def note_outdated(self) -> None:
+        """Take note of what has been written into memory of which copies were captured.
+
+        Where autograd does not hear of a write, as by NumPy or ``.data``, a backward in one process computes with it.
+        """
+        with _torch.DisableTorchFunction():
+            for place, tensor in self.copied_from.items():
+                if type(tensor) is not Placeholder and not torch.equal(tensor, self.captured[place]):
+                    self.outdated[place] = tensor.detach().clone()
 
     def note_draw(self) -> None:
         self.captured.append(self.num_draws)
@@ -346,8 +375,15 @@ class Recording(TorchFunctionMode):
             pass  # an event, as the recomputation on its stage writes again
         elif not self.is_ours(args) and not (kwargs and self.is_ours(tuple(kwargs.values()))):
             return compute_everywhere(self, func, kind, args, kwargs)
+        if (
+            function_name(func) in ("__getitem__", "__setitem__")
+            and (indexed := with_index_of_tensors(args)) is not None
+        ):
+            return self.__torch_function__(func, (), indexed, kwargs)
         if self.tensors.split_calls and type(func) is not SplitCall:
             refuse_split(func, args, kwargs)
+        if self.rank_asked_at:
+            one_rank.refuse_by_one_rank(self)
         if kind is FunctionKind.PRINTS or kind is FunctionKind.READS:
             return read(self, func, args, kwargs)
         if kind is FunctionKind.CALLS:
@@ -428,8 +464,8 @@ def _is_of_module(args: Any, tensors: ModuleTensors) -> bool:
 
 
 class _Watching(Recording):
-    """A recording whose user has taken arrays that share memory with values, or has set flags of attention."""
+    """A recording whose user has taken arrays that share memory with values, or has set flags of the process."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.note_written_arrays()
-        return Recording.__torch_function__(self, attention.attending(func, self.attention), types, args, kwargs)
+        return Recording.__torch_function__(self, process_flags.with_flags(func, self.flags), types, args, kwargs)

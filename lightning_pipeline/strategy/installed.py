@@ -23,6 +23,7 @@ from .lightning_private import (
 )
 from .manual import backwards_met
 from .patches import agree_on_overflow, shared_statistics, silence_writers, sync_over
+from .rank_zero import follow_first_rank
 
 if TYPE_CHECKING:
     from .session import Session
@@ -46,6 +47,7 @@ def installed(session: Session) -> ExitStack:
             owner_computes.states.optimizers = session.optimizers.optimizers
             owner_computes.states.are_shared_out = session.optimizers.are_shared_out
             stack.enter_context(pipeline.recorder.patched())
+            stack.enter_context(follow_first_rank(module, override))
         if not session.is_single_process:
             _let_many_agree(session, override)
             stack.enter_context(shared_statistics(module, session.replicas))

@@ -16,7 +16,7 @@ from lightning_pipeline.partition.overrides import overridden
 
 from .hooks import has_hook
 from .manual import Closure, batch_calls_met
-from .outputs import backward_of
+from .own_backward import backward_of
 from .stage_runner import explain_single_sample, result_of
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.recording.backward_calls import backward_from_loss
 
-from .._lightning import LightningModule, MisconfigurationException
+from .._lightning import MisconfigurationException
 
 
 def combine(results: list[Any], sizes: list[int]) -> Any:
@@ -199,12 +198,6 @@ _ELEMENTWISE = {"Pow", "Abs", "CtcLoss"}
 
 class LossValueError(MisconfigurationException, ValueError):
     """A training step returned something without a loss. It is Lightning's own error for that, too."""
-
-
-def backward_of(module: LightningModule) -> tuple[Callable[..., None], bool]:
-    """What runs backward from a loss, and whether it is Lightning's own rather than the user's."""
-    is_plain = type(module).backward is LightningModule.backward and "backward" not in vars(module)
-    return (backward_from_loss if is_plain else module.backward), is_plain
 
 
 def loss_in(result: Any, module: str) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition.placeholder import in_hook
 from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.log import set_up_log
@@ -30,6 +29,7 @@ from ..accelerators.single_npu import fit_to_device
 from .launcher import ForkLauncher, PipelineLauncher
 from .lightning_private import connect_processes, wait_for_data_within
 from .peers import Peers, settings_of, versions
+from .rank_zero import NotedRank, note_rank
 from .summary import is_asked_by_setup_hook
 
 
@@ -74,18 +74,18 @@ class ProcessStrategy(ParallelStrategy):
         return self.num_nodes == 1 and self._parallel_devices is not None and len(self._parallel_devices) == 1
 
     # SLURM's environment knows ranks only if srun has started the process, so a single process does not ask it.
-    # A hook that asks for its rank may act differently on each rank, so `in_hook` notes it.
+    # A hook that asks for its rank may act differently on each rank, so that is noted.
 
     @property
     @override
     def global_rank(self) -> int:
-        in_hook.note_rank()
+        note_rank()
         return 0 if self.is_single_process else super().global_rank
 
     @property
     @override
     def local_rank(self) -> int:
-        in_hook.note_rank()
+        note_rank()
         return 0 if self.is_single_process else super().local_rank
 
     @property
@@ -183,7 +183,7 @@ class ProcessStrategy(ParallelStrategy):
         if self.cluster_environment is not None and not self.is_single_process:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = _NotedRank(self.global_rank)  # type: ignore[attr-defined]
+        rank_zero_only.rank = NotedRank(self.global_rank)  # type: ignore[attr-defined]
 
     # -- connection -------------------------------------------------------------------------------------------------
 
@@ -297,13 +297,3 @@ class ProcessStrategy(ParallelStrategy):
         with waiting_for(f"what rank {src} tells all ranks"):
             dist.broadcast_object_list(objects, src)
         return objects[0]
-
-
-class _NotedRank(int):
-    """A rank that notes when it is compared, as `rank_zero_only` does."""
-
-    def __eq__(self, other: object) -> bool:
-        in_hook.note_rank()
-        return int.__eq__(self, other) is True
-
-    __hash__ = int.__hash__

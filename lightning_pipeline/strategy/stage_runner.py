@@ -21,7 +21,8 @@ from .._lightning import rank_zero_info, rank_zero_warn
 from .lightning_private import total_batches
 from .logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
 from .measure import step_context
-from .outputs import backward_of, combine, is_sum_over_samples, loss_in, mean_loss
+from .outputs import combine, is_sum_over_samples, loss_in, mean_loss
+from .own_backward import backward_of
 from .signals import merge
 from .stage_optimizers import zeroed_unseen
 from .summary import batch_norms_of, summary_of

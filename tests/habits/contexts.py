@@ -274,3 +274,52 @@ class AttributesOfTensors(Layers):
             x = layer(x)
             x = x + 0.1 * x.doubled - 0.1 * x.origin  # type: ignore[attr-defined]
         return x
+
+
+@habit(plain=False)
+class DefaultDtypeOfAPart(Layers):
+    """Double is the default for a part of the step, and of the second epoch, in which integers are divided."""
+
+    def on_train_epoch_start(self) -> None:
+        torch.set_default_dtype(torch.float64 if self.current_epoch else torch.float32)
+
+    def on_train_epoch_end(self) -> None:
+        torch.set_default_dtype(torch.float32)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.layers[1](self.layers[0](x))
+        torch.set_default_dtype(torch.float64 if self.global_step % 2 else torch.float32)
+        shares = hidden.argmax(-1) / 3 * torch.full((len(x),), 0.7)
+        torch.set_default_dtype(torch.float64 if self.current_epoch else torch.float32)
+        loss = F.cross_entropy(self.head(self.layers[3](self.layers[2](hidden))), y)
+        return loss * (1 + shares.mean() + (hidden > 0).sum() / 7).float()
+
+
+@habit(observed=["found"], plain=False)
+class DeterministicInAPart(Layers):
+    """What is not written yet is NaN while torch is deterministic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.features(batch[0])
+        torch.use_deterministic_algorithms(True)
+        empty = torch.empty_like(hidden)
+        torch.use_deterministic_algorithms(False)
+        self.found.append(bool(empty.isnan().all()))
+        return F.cross_entropy(self.head(hidden), batch[1])
+
+
+@habit(expect=error(r"set_flush_denormal.*contexts\.py:\d+.*on_fit_start"), plain=False)
+class DenormalsFlushed(Layers):
+    """Numbers that are almost nothing are nothing in a part of the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.features(batch[0])
+        torch.set_flush_denormal(True)
+        small = hidden.abs() * 1e-40
+        torch.set_flush_denormal(False)
+        return F.cross_entropy(self.head(hidden), batch[1]) + (small * 1e30).mean() * 1e10

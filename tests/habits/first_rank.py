@@ -1,4 +1,4 @@
-"""What hooks do on the first rank alone, and with copies and plain tensors that they keep."""
+"""What hooks and steps do on the first rank alone, and with copies and plain tensors that they keep."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from tests.habits.checkpointing import folder_of
@@ -78,3 +80,106 @@ class HookOnBatch(Layers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch[0].requires_grad_().register_hook(lambda gradient: gradient * 2)
         return super().training_step(batch, batch_idx)
+
+
+class Rows:
+    """An experiment, as SummaryWriter is one."""
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+
+    def add_scalar(self, name: str, value: Any, step: int) -> None:
+        self.rows.append(f"{name} {float(value):.6f} {step}")
+
+    def add_histogram(self, name: str, values: Tensor, step: int) -> None:
+        self.rows.append(f"{name} {values.detach().cpu().numpy().std():.6f} {step}")
+
+
+class RowsLogger(Logger):
+    """Writes its rows when the run ends."""
+
+    name, version = "rows", 0  # type: ignore[assignment]
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__()
+        self._folder = folder
+        self._rows: Rows | None = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Rows:
+        self._rows = self._rows or Rows()
+        return self._rows
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        for name, value in metrics.items():
+            self.experiment.add_scalar(name, value, step or 0)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "rows.txt").write_text("\n".join(self.experiment.rows))
+
+
+@habit(plain=False, shows=False, trainer=lambda folder: {"logger": RowsLogger(folder)})  # the file is compared
+class ExperimentInStep(Layers):
+    """Losses, hidden values and weights are given to the logger's experiment, and printed, in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.features(batch[0])
+        loss = F.cross_entropy(self.head(hidden), batch[1])
+        assert isinstance(self.logger, RowsLogger)
+        self.logger.experiment.add_scalar("own", loss, self.global_step)
+        self.logger.experiment.add_histogram("hidden", values=hidden, step=self.global_step)
+        for name, parameter in self.named_parameters():
+            self.logger.experiment.add_histogram(name, parameter, self.global_step)
+        self.logger.log_metrics({"by_hand": loss}, step=self.global_step)
+        self.print("loss", loss)
+        return loss
+
+
+@habit(plain=False, shows=False)  # the file is compared
+class RankZeroOnlyInStep(Layers):
+    """A method under rank_zero_only takes a tensor, reads it, and writes a file."""
+
+    @rank_zero_only
+    def write(self, loss: Tensor) -> None:
+        with (folder_of(self) / "losses.txt").open("a") as file:
+            file.write(f"{loss.mean().item():.6f}\n")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.write(loss)
+        return loss
+
+
+@habit(
+    plain=False, shows=False, expect=error(r"one rank alone uses.*first_rank\.py:\d+.*asks for the rank.*every rank")
+)
+class ReadsOnFirstRank(Layers):
+    """The step reads its loss on the first rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.is_global_zero and batch_idx > 0:
+            print(f"loss: {loss.item():.3f}")
+        return loss
+
+
+@habit(
+    plain=False, shows=False, expect=error(r"one rank alone uses.*first_rank\.py:\d+.*asks for the rank.*every rank")
+)
+class OthersReturnEarly(Layers):
+    """The other ranks have returned before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        is_first = self.global_rank == 0
+        if not is_first:
+            return loss
+        print(f"loss: {loss.item():.3f}")
+        return loss

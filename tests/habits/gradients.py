@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from tests.habits.modules import CLASSES, WIDTH, Layers
-from tests.habits.table import habit
+from tests.habits.table import error, habit
 
 
 @habit(observed=["weights"], plain=False)
@@ -259,3 +259,33 @@ class UpdatesComparedWithGradients(Layers):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         ratios = [(p - b).norm() / (b.norm() + 1e-8) for p, b in zip(self.parameters(), self.before, strict=True)]
         self.log("update_ratio", torch.stack(ratios).mean() * self.penalty)
+
+
+@habit(
+    expect=error(r"OwnBackwardClamps\.backward uses the gradients.*gradients\.py:\d+.*on_after_backward"), plain=False
+)
+class OwnBackwardClamps(Layers):
+    """`backward` is overridden, and clamps the gradients that it has computed."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * 0.5).backward()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.01, 0.01)
+
+
+@habit(
+    expect=error(r"OwnBackwardNotes\.backward changes self\.\w+.*gradients\.py:\d+.*on_after_backward"),
+    plain=False,
+    observed=["losses"],
+)
+class OwnBackwardNotes(Layers):
+    """`backward` is overridden, and appends the loss to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.losses.append(loss.item())
+        loss.backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -248,3 +249,40 @@ class GradientDetachedCopyWritten(Layers):
         target *= self.scale
         features = self.layers[3](self.layers[2](middle))
         return F.cross_entropy(self.head(features), y) + 0.1 * F.mse_loss(features, target)
+
+
+@habit(plain=False)
+class ArraysChangedLater(Layers):
+    """NumPy's arrays choose columns, and are added as tensors, before the step changes them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = np.arange(WIDTH)
+        self.shift = np.linspace(0, 1, WIDTH, dtype=np.float32)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.layers[1](self.layers[0](x))[:, self.order] + torch.as_tensor(self.shift)
+        self.order[:] = np.roll(self.order, 1)
+        self.shift *= 0.9
+        hidden = self.layers[2](hidden)[:, self.order] + torch.asarray(self.shift)
+        self.shift += 0.05
+        return F.cross_entropy(self.head(self.layers[3](hidden)), y)
+
+
+@habit(plain=False)
+class ScaledByDataAfterUse(Layers):
+    """What a product was taken with is scaled by `.data` and by NumPy, before its backward, which autograd misses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.weights = np.linspace(0.5, 1.5, WIDTH, dtype=np.float32)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.layers[1](self.layers[0](x)) * self.scale
+        self.scale.data.mul_(0.9)
+        hidden = self.layers[2](hidden) * torch.from_numpy(self.weights)
+        self.weights *= 0.9
+        return F.cross_entropy(self.head(self.layers[3](hidden)), y)

@@ -212,3 +212,14 @@ class EvaluatesTeacherInStep(Layers):
             self.train()
         loss = F.cross_entropy(self(x), y)
         return loss + F.kl_div(self(x + 0.1).log_softmax(-1), target, reduction="batchmean")
+
+
+@habit(plain=False)
+class SignOfZero(Layers):
+    """Zero in one step, minus zero in the next."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.features(x)
+        zero = -0.0 if self.global_step % 2 else 0.0
+        return F.cross_entropy(self.head(hidden), y) + (1 / hidden.detach().clamp(zero, zero)).sign().mean()

@@ -25,6 +25,7 @@ BY_DEFAULT = {
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption FollowsByLerp SavedInStep SparseActivations
         LazilyConjugated GrowsInSecondEpoch OptimizerHooks AdamMomentsChanged OneCycle
         WGANWithPenalty PlaysEpisodes ClipsByTorch LaidOutAnew FollowsByForeachInStep
+        ExperimentInStep DefaultDtypeOfAPart ScaledByDataAfterUse
         CentersOverRanks GathersOverRanksByName BranchesOnItsRank
     """,
     "2-zero_bubble": """

@@ -1,0 +1,106 @@
+"""What one rank alone does in a step: functions under ``rank_zero_only``, and code under ``if self.global_rank == 0:``.
+
+The first gets tensors with data, which all ranks read before. The second may not read what stages compute, as the other
+ranks would not know.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.users_line import is_users, users_line
+from lightning_pipeline.recording.operation import put_together, take_apart
+from lightning_pipeline.recording.reading import data_of
+from lightning_pipeline.recording.source_files import definition_of
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.recording import Recording
+
+
+def with_data(recording: Recording, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call with data in place of what stages compute. All ranks call it."""
+    if not recording.is_ours(args) and not recording.is_ours(tuple(kwargs.values())):
+        return args, kwargs
+    if recording.rank_asked_at:
+        refuse_by_one_rank(recording, is_shared=True)
+    with _torch.function_modes_taken_off():
+        call = take_apart(with_data, args, kwargs)
+        data = data_of(recording, call)
+        return put_together(call.args, data, call.numbers), put_together(call.kwargs, data, call.numbers)
+
+
+def note_rank_asked(recording: Recording) -> None:
+    """Take note of the line that asks for the rank."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame):
+        frame = frame.f_back
+    if frame is not None:
+        recording.rank_asked_at.add((frame.f_code, frame.f_lineno))
+
+
+def note_rank_zero_only(recording: Recording, code: CodeType) -> None:
+    """Take note that a function under `rank_zero_only` runs, whose wrapper has this code."""
+    recording.rank_asked_at.add((code, _ALL))
+
+
+_ALL = -1
+"""In place of a line: all that the code calls."""
+
+
+def refuse_by_one_rank(recording: Recording, *, is_shared: bool = False) -> None:
+    """Refuse what stages compute in code that depends on the rank.
+
+    Args:
+        is_shared: all ranks are at `rank_zero_only`.
+
+    Raises:
+        NotImplementedError: it is in such code.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        for code, line in recording.rank_asked_at:
+            if frame.f_code is code and not (line == _ALL and is_shared) and _depends_on(code, line, frame.f_lineno):
+                where = "in a function under rank_zero_only" if line == _ALL else f"as line {line} asks for the rank"
+                raise NotImplementedError(
+                    f"one rank alone uses what a stage computes ({users_line()}), {where}: the others would not know. "
+                    f"Read it on every rank, as in number = loss.item(), and use the number there; self.print, "
+                    f"self.logger and functions under rank_zero_only take tensors as arguments"
+                )
+        frame = frame.f_back
+
+
+def _depends_on(code: CodeType, asked: int, line: int) -> bool:
+    """Whether a line of a function runs or not by what the line that asks for the rank comes to."""
+    if asked == _ALL:
+        return True
+    definition = definition_of(code)
+    if definition is None:
+        return False
+    names = {
+        target.id
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Assign) and _spans(node, asked)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(definition):
+        if isinstance(node, (ast.If, ast.IfExp)) and (_spans(node.test, asked) or _names(node.test) & names):
+            body = node.body if isinstance(node.body, list) else [node.body]
+            orelse = node.orelse if isinstance(node.orelse, list) else [node.orelse]
+            if any(_spans(part, line) for part in (*body, *orelse)) and not _spans(node.test, line):
+                return True
+            if isinstance(body[-1], (ast.Return, ast.Continue)) and line > (node.end_lineno or 0):
+                return True
+    return False
+
+
+def _spans(node: ast.AST, line: int) -> bool:
+    return bool(node.lineno <= line <= node.end_lineno)  # type: ignore[attr-defined]
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}

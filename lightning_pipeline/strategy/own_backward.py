@@ -1,0 +1,67 @@
+"""`LightningModule.backward`, which the user may override. The rank that computes the loss calls it, for each
+micro-batch, as the others have no graph of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipeline.partition.placeholder import is_absent
+from lightning_pipeline.partition.torch_functions import function_name
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.backward_calls import backward_from_loss
+from lightning_pipeline.recording.function_state import Found, changed, names_in, note_use
+
+from .._lightning import LightningModule
+
+_GRADIENTS = ("grad.__get__", "grad.__set__", "_grad.__get__", "_grad.__set__")
+
+
+def backward_of(module: LightningModule) -> tuple[Callable[..., None], bool]:
+    """What runs backward from a loss, and whether it is Lightning's own rather than the user's."""
+    is_plain = type(module).backward is LightningModule.backward and "backward" not in vars(module)
+    if is_plain:
+        return backward_from_loss, True
+    if not any(is_absent(parameter) for parameter in module.parameters()):
+        return module.backward, False
+    return _Alone(module), False
+
+
+class _Alone(TorchFunctionMode):
+    """The user's backward on one rank, where it may do nothing that the others would have to do as well."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self._module = module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], nn.Parameter) and function_name(func) in _GRADIENTS:
+            raise NotImplementedError(
+                f"{self._name}.backward uses the gradients of parameters, where each rank has those of its stage "
+                f"({users_line()}): do it in on_after_backward"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def __call__(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        before = self._use()
+        with self:
+            self._module.backward(loss, *args, **kwargs)
+        if (name := changed(before, self._use())) is not None:
+            code = self._module.backward.__code__
+            raise NotImplementedError(
+                f"{self._name}.backward changes {name}, on the rank that computes the loss alone "
+                f"({code.co_filename}:{code.co_firstlineno}): do it in on_before_backward or on_after_backward"
+            )
+
+    @property
+    def _name(self) -> str:
+        return type(self._module).__name__
+
+    def _use(self) -> Found:
+        """What the user's method names of the module."""
+        found: Found = []
+        note_use(found, "self", self._module, names_in(self._module.backward.__code__), 0)
+        return found

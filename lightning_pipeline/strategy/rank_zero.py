@@ -1,0 +1,132 @@
+"""What Lightning does on the first rank alone in a step: `self.print`, loggers' experiments, `rank_zero_only`.
+
+Every rank comes to these calls, so all of them read the tensors among the arguments, and the first goes on with data.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.placeholder import Placeholder, in_hook
+from lightning_pipeline.recording.one_rank import note_rank_asked, note_rank_zero_only, with_data
+from lightning_pipeline.recording.patched_torch import running_recording
+
+from .._lightning import LightningModule
+from .lightning_private import Override
+
+
+def note_rank() -> None:
+    """The user's code may ask for its rank, and act differently on each."""
+    in_hook.note_rank()
+    if (recording := running_recording()) is not None:
+        note_rank_asked(recording)
+
+
+class NotedRank(int):
+    """The rank that `rank_zero_only` has, which notes when it is compared."""
+
+    def __eq__(self, other: object) -> bool:
+        is_equal = int.__eq__(self, other) is True
+        in_hook.note_rank()
+        recording = running_recording()
+        if recording is None:
+            return is_equal
+        frame = sys._getframe(1)
+        if frame.f_code.co_name != "wrapped_fn" or "fn" not in frame.f_locals:
+            note_rank_asked(recording)
+            return is_equal
+        args, kwargs = frame.f_locals["args"], frame.f_locals["kwargs"]
+        read, named = with_data(recording, args, kwargs)
+        note_rank_zero_only(recording, frame.f_code)
+        if read is args:
+            return is_equal
+        # The function is given data here, for its wrapper would give it placeholders.
+        if is_equal:
+            function = frame.f_locals["fn"]
+            with _torch.function_modes_taken_off():
+                if function(*read, **named) is not None:
+                    raise NotImplementedError(
+                        f"{function.__qualname__} gives something on the first rank alone, of what a stage computes: "
+                        f"let every rank call it"
+                    )
+        return False
+
+    __hash__ = int.__hash__
+
+
+def read_before(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which gets data in place of what stages compute, when a step calls it on all ranks."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        recording = running_recording()
+        if recording is None:
+            return function(*args, **kwargs)
+        args, kwargs = with_data(recording, args, kwargs)
+        with _torch.function_modes_taken_off():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Experiment:
+    """A logger's experiment, all of whose calls in a step are made with data."""
+
+    def __init__(self, real: Any) -> None:
+        self.__dict__["_real"] = real
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._real)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        return read_before(found) if inspect.isroutine(found) else found
+
+    def __getitem__(self, key: Any) -> Any:
+        return _Experiment(self._real[key])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        read_before(setattr)(self._real, name, value)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        read_before(self._real.__setitem__)(key, value)
+
+
+def follow_first_rank(module: LightningModule, override: Override) -> ExitStack:
+    """Let what the first rank prints and logs in steps be read by all ranks, until the returned stack is closed."""
+    plain = module.print
+
+    def show(*args: Any, **kwargs: Any) -> None:
+        plain(*(str(one) if type(one) is Placeholder else one for one in args), **kwargs)
+
+    override(module, "print", show)
+    with ExitStack() as stack:
+        for cls in {type(logger) for logger in module.trainer.loggers}:
+            found = inspect.getattr_static(cls, "experiment", None)
+            if isinstance(found, property) and found.fget is not None:
+                stack.enter_context(_experiments_followed(cls, found.fget))
+        return stack.pop_all()
+
+
+def _experiments_followed(cls: Any, get: Callable[[Any], Any]) -> ExitStack:
+    """A context in which the experiments of a class of loggers are followed in steps."""
+    before = vars(cls).get("experiment")
+    stack = ExitStack()
+
+    def experiment(logger: Any) -> Any:
+        return get(logger) if running_recording() is None else _Experiment(get(logger))
+
+    def restore() -> None:
+        if before is None:
+            del cls.experiment
+        else:
+            cls.experiment = before
+
+    cls.experiment = property(experiment)
+    stack.callback(restore)
+    return stack

@@ -1,0 +1,106 @@
+"""Autograd functions of the user's that work with more of Python than their arguments: only one stage runs them, and
+later than the step's Python."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.habits.modules import Layers
+from tests.habits.table import error, habit
+
+
+class Noting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norms: list[float]) -> Tensor:  # type: ignore[override]
+        ctx.norms = norms
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        ctx.norms.append(float(gradient.norm()))
+        return gradient, None
+
+
+@habit(
+    expect=error(r"Noting\.backward changes its argument list.*functions\.py:\d+.*register_hook"),
+    observed=["norms"],
+    plain=False,
+)
+class BackwardNotesNorms(Layers):
+    """The backward of a function appends to a list that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(Noting.apply(self.features(x), self.norms)), y)
+
+
+calls = {"forward": 0}
+
+
+class Counting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        calls["forward"] += 1
+        return x * 1.01
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 1.01
+
+
+@habit(expect=error(r"Counting\.forward changes calls.*functions\.py:\d+.*in the step"), plain=False)
+class ForwardCountsInGlobal(Layers):
+    """A function counts its calls in a dictionary of the file."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Counting.apply(layer(x))
+        return x
+
+
+class Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, options: Any) -> Tensor:  # type: ignore[override]
+        ctx.options = options
+        return x * options.scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.options.scale, None
+
+
+@habit(plain=False)
+class OptionsOfTheEpoch(Layers):
+    """A function takes its scale from an object, in which hooks change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = SimpleNamespace(scale=0.8)
+
+    def on_train_epoch_start(self) -> None:
+        self.options.scale -= 0.2 * self.current_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(Scaling.apply(self.features(x), self.options)), y)
+
+
+@habit(
+    expect=error(r"Scaling uses its argument SimpleNamespace\.scale, which is another one now.*functions\.py:\d+"),
+    plain=False,
+)
+class OptionsOfTheStep(OptionsOfTheEpoch):
+    """The step itself changes it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.options.scale += 0.05
+        return super().training_step(batch, batch_idx)
