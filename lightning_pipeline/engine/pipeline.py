@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_pipeline.engine.collectives import over_replicas
+from lightning_pipeline.engine.context import ContextRanks
 from lightning_pipeline.engine.delivery import Delivery
 from lightning_pipeline.engine.executor import RankProgram, Span
 from lightning_pipeline.engine.gradient_hooks import hooks_of_parameters
@@ -49,6 +50,7 @@ class Pipeline:
         schedule: makes the schedule of a training step on this placement, given the number of micro-batches.
         num_microbatches: micro-batches per step; a batch with fewer samples is split into fewer.
         on_module_changed: called if the module's tensors are not those of the last step.
+        context: the ranks that share this one's sequences; None if each has its own.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Pipeline:
         schedule: Callable[[int], Schedule],
         num_microbatches: int,
         on_module_changed: Callable[[], None] = lambda: None,
+        context: ContextRanks | None = None,
     ) -> None:
         self.rank = rank
         self.placement = tuple(placement)
@@ -77,7 +80,7 @@ class Pipeline:
         """The largest number of virtual stages' activations alive on this rank at one time in the last step."""
         self.ran: list[tuple[Program | None, int]] = []
         """Of each micro-batch of the last observed step: its program, if it had one, and the number of its loss."""
-        self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders)
+        self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, context)
         self.stages = self._shared.stages
         self.recorder = self._shared.recorder
         self.reached = self._shared.reached

@@ -40,7 +40,7 @@ from .measure import (
 )
 from .schedule_choice import ScheduleChoice, Schedules
 from .trials import MOST, TrialSteps, choose_plan, fault_of_cut
-from .validation import check_tensors_are_whole
+from .validation import check_can_be_measured
 
 if TYPE_CHECKING:
     from .pipeline import PipelineStrategy
@@ -117,7 +117,7 @@ class Partitioner:
         self._is_open = num_stages > 1 and not self._config  # the first training step decides
         self._is_cut_for_evaluation = False
         if self._is_open:
-            check_tensors_are_whole(module, strategy.tensor_parallel_size)
+            check_can_be_measured(module, strategy.tensor_parallel_size, strategy.context_parallel_size)
         self._machine = Machine(
             memory=_memory_of(device),
             replicas=replicas,
@@ -207,9 +207,7 @@ class Partitioner:
             batch = sample_batch(training_loader(trainer))
             count = self._counts(batch)[-1]
             costs = estimate_training_step(module, microbatches_of(batch, count, module)[0], self._device)
-            plan, _ = next(
-                ranked_plans(costs, self._schedules(count), self._machine, bytes_with_state(module, []))
-            )
+            plan, _ = next(ranked_plans(costs, self._schedules(count), self._machine, bytes_with_state(module, [])))
         print_plan(plan)
         return plan
 

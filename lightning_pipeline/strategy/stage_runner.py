@@ -65,8 +65,9 @@ class StageRunner:
             return None
         if isinstance(batch, Iterator) and not isinstance(batch, OneBatch):  # the step takes batches itself
             return [batch]
-        if self._session.tensor_group is not None:
-            batch = self._session.tensor_group.same(batch)
+        group = self._session.tensor_group or self._session.context_group
+        if group is not None:
+            batch = group.same(batch)
         try:
             return microbatches_of(batch, self._stages.pipeline.num_microbatches, self._module)
         except ValueError:
