@@ -30,10 +30,14 @@ class ContextRanks:
 
     A sequence of ``2 * size`` pieces is cut so that each rank has one piece of the first half and that as far from the
     end: under a causal mask, all have equally much to attend to.
+
+    Args:
+        group: carries tensors on the device.
+        control_group: the same ranks; carries tensors on the CPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, control_group: dist.ProcessGroup) -> None:
+        self.group, self.control_group = group, control_group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def part(self, tensor: Tensor, dim: int) -> Tensor:

@@ -202,7 +202,7 @@ def _obstacle(event: Event, num_pieces: int) -> str:
     if any(len(shape) != 4 for shape in shapes):
         return f"its inputs have {len(shapes[0])} dimensions: give it [batch, heads, positions, head size]"
     lengths = {shape[_POSITIONS] for shape in shapes}
-    if len(set(slots)) < len(slots) or len(lengths) > 1 or len({shape[0] for shape in shapes}) > 1:
+    if len(lengths) > 1 or len({shape[0] for shape in shapes}) > 1:
         return (
             f"its query, key and value have shapes {', '.join(str(list(shape)) for shape in shapes)}: they need "
             f"to be of one length"

@@ -174,13 +174,10 @@ def _stack(event: Event, shape: torch.Size) -> Axes:
 
 def _reshaped(event: Event, shape: torch.Size) -> Axes:
     """Dimensions that stay as they are between those that are merged and split."""
-    own = event.specs[0].shape
-    if (
-        event.call.args[:1] != (TensorSlot(0),)
-        or len(event.specs) > 1
-        or own.numel() != shape.numel()
-        or not own.numel()
-    ):
+    own, made = event.specs[0].shape, event.result.tensors[0]
+    if isinstance(made, int) or made.dtype is not event.specs[0].dtype:  # a view of the bytes
+        return {}
+    if event.call.args[:1] != (TensorSlot(0),) or len(event.specs) > 1 or not own.numel() == shape.numel() > 0:
         return {}
     places = {(math.prod(own[:dim]), size): dim for dim, size in enumerate(own) if size > 1}
     keys = {dim: (math.prod(shape[:dim]), size) for dim, size in enumerate(shape)}

@@ -64,7 +64,7 @@ class LocalStages:
             schedule=schedules,
             num_microbatches=cut.num_microbatches,
             on_module_changed=self._note_new_tensors,
-            context=None if context is None else ContextRanks(context.group),
+            context=None if context is None else ContextRanks(context.group, context.control_group),
         )
         self.owner_computes: OwnerComputes | None = None
         if transport is not None:

@@ -27,7 +27,8 @@ class TensorGroup:
         mesh: of all ranks, with dimensions ``("stage", "data_parallel", "tensor_parallel")``; with context parallelism
             the last one is ``"context_parallel"``.
         group: these ranks.
-        stage_group: all ranks of this stage, those of other replicas included.
+        control_group: the same, with context parallelism over Gloo, for tensors on the CPU.
+        stage_group: with context parallelism all ranks of this stage, those of other replicas included.
     """
 
     # Modules keep the mesh by which their tensors are split, and DTensor's caches the first one that is equal to it: so
@@ -39,14 +40,11 @@ class TensorGroup:
         self.group = self.mesh.get_group(2)
         for group in self.mesh.get_all_groups():
             warm_up(group)
-        self.stage_group = self.group
-        if topology.context_parallel_size > 1 and topology.data_parallel_size > 1:
-            for stage in range(topology.num_stages):
-                ranks = range(stage * topology.num_pipelines, (stage + 1) * topology.num_pipelines)
-                group = new_group(tuple(ranks), timeout, None)
-                if stage == topology.stage_rank:
-                    self.stage_group = group
-                    warm_up(group)
+        self.stage_group = self.control_group = self.group
+        if topology.context_parallel_size > 1:
+            self.control_group = _neighbours(topology.replica_size, topology, timeout, dist.Backend.GLOO)
+            self.stage_group = _neighbours(topology.num_pipelines, topology, timeout, None)
+            warm_up(self.stage_group)
         self._source = dist.get_global_rank(self.group, 0)
 
     @classmethod
@@ -56,7 +54,7 @@ class TensorGroup:
         if known not in cls._shared or not _torch.is_open(cls._shared[known].group):
             cls._shared[known] = cls(*known, timeout)
         found = cls._shared[known]
-        for group in (*found.mesh.get_all_groups(), found.stage_group):
+        for group in (*found.mesh.get_all_groups(), found.stage_group, found.control_group):
             _torch.set_group_timeout(timeout, group)
         return found
 
@@ -72,3 +70,10 @@ class TensorGroup:
         with waiting_for("the values of a replica's first rank"):
             for tensor in tensors:
                 broadcast(tensor, self._source, self.group)
+
+
+def _neighbours(size: int, topology: Topology, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
+    """The group of this rank among those of so many neighbours. Every rank of the world makes all, as torch asks."""
+    starts = range(0, topology.world_size, size)
+    groups = [new_group(tuple(range(start, start + size)), timeout, backend) for start in starts]
+    return groups[topology.rank // size]

@@ -29,7 +29,7 @@ FORMULA = "formula"
 def attend_in_parts(world: int) -> dict[str, float]:
     rank, port = int(os.environ["LOCAL_RANK"]), os.environ["MASTER_PORT"]
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    ranks = ContextRanks(dist.group.WORLD)
+    ranks = ContextRanks(dist.group.WORLD, dist.group.WORLD)
     found = {}
     for name, options in {**CASES, FORMULA: {"is_causal": True}}.items():
         torch.manual_seed(0)

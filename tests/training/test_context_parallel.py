@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
@@ -99,8 +100,35 @@ class LitLlama(LitGPT):
         return self.model(input_ids=batch[0], labels=batch[0]).loss
 
 
-MODULES = {"gpt": LitGPT, "llama": LitLlama}
-CUTS = {"gpt": "model.layers.1", "llama": "model.model.layers.1"}
+class LitReading(LitGPT):
+    """Reads its loss, and computes its blocks again in backward."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        ids = batch[0]
+        x = self.model.tokens(ids) + self.model.positions(torch.arange(LENGTH, device=ids.device))
+        for layer in self.model.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return F.cross_entropy(self.model.head(x).flatten(0, 1), ids.flatten())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.largest = max(getattr(self, "largest", 0.0), loss.item())
+        return loss
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch[0])
+
+
+class LitUneven(LitGPT):
+    """Does something else on the second of the ranks that share a sequence."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) * (1 + int(os.environ["LOCAL_RANK"]) % 2)
+
+
+MODULES = {"gpt": LitGPT, "llama": LitLlama, "reading": LitReading}
+CUTS = {"gpt": "model.layers.1", "llama": "model.model.layers.1", "reading": "model.layers.1"}
+SCHEDULES = {"reading": "zero_bubble"}
 
 
 def ids(num_samples: int, seed: int = 0) -> TensorDataset:
@@ -122,12 +150,12 @@ def strategy_of(world: int, cut: str, **options: Any) -> PipelineStrategy:
     )
 
 
-def train(world: int, model: str, folder: Path, **options: Any) -> dict[str, Any]:
+def train(world: int, model: str, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     losses = Losses()
-    calls = _count_calls()
+    lengths = _attended_lengths()
     trainer = L.Trainer(
-        strategy=strategy_of(world, CUTS[model], **options),
+        strategy=strategy_of(world, CUTS[model], schedule=SCHEDULES.get(model, "1f1b")),
         devices=world,
         max_epochs=2,
         gradient_clip_val=0.5,
@@ -139,28 +167,41 @@ def train(world: int, model: str, folder: Path, **options: Any) -> dict[str, Any
     L.seed_everything(1, verbose=False)
     module = MODULES[model]()
     # Data that differs from rank to rank: those of a stage's first rank count.
-    first = os.environ["LOCAL_RANK"] in ("0",)
-    loader = DataLoader(ids(24, seed=0 if first else 9), batch_size=8)
+    loader = DataLoader(ids(24, seed=0 if os.environ["LOCAL_RANK"] == "0" else 9), batch_size=8)
     trainer.fit(module, loader, loader)
     trainer.save_checkpoint(folder / f"{model}.ckpt")
-    return {"losses": losses.values, "val_loss": float(trainer.callback_metrics["val_loss"]), "calls": calls}
+    found = {"losses": losses.values, "val_loss": float(trainer.callback_metrics["val_loss"]), "lengths": lengths}
+    if model == "reading":
+        found["predicted"] = torch.cat(trainer.predict(module, loader))
+    return found
 
 
-def _count_calls() -> dict[str, list[int]]:
-    """The shapes along the sequence of what attention is called with from now on."""
-    lengths: dict[str, list[int]] = {"attention": []}
-    plain = ContextRanks.attention
+def _attended_lengths() -> list[int]:
+    """Gets the number of queries of each call of attention on parts of sequences from now on."""
+    lengths: list[int] = []
+    plain = getattr(ContextRanks.attention, "plain", ContextRanks.attention)
 
     def attention(self: ContextRanks, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        lengths["attention"].append(query.shape[2])
+        lengths.append(query.shape[2])
         return plain(self, query, *args, **kwargs)
 
+    attention.plain = plain  # type: ignore[attr-defined]
     ContextRanks.attention = attention  # type: ignore[method-assign]
     return lengths
 
 
+def train_uneven() -> str:
+    trainer = L.Trainer(strategy=strategy_of(4, CUTS["gpt"]), devices=4, max_steps=1, **QUIET)
+    with pytest.raises(RuntimeError) as error:
+        trainer.fit(LitUneven(), DataLoader(ids(8), batch_size=8))
+    return str(error.value)
+
+
 def train_all(world: int, folder: Path) -> dict[str, Any]:
-    return {model: train(world, model, folder) for model in MODULES}
+    found: dict[str, Any] = {model: train(world, model, folder) for model in MODULES}
+    if world == 4:
+        found["uneven"] = train_uneven()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -193,4 +234,23 @@ def test_checkpoints_are_those_of_one_process(model: str, results: Any) -> None:
 @pytest.mark.parametrize("model", MODULES)
 def test_each_rank_attends_from_its_part(model: str, results: Any) -> None:
     for rank in results[4]:
-        assert set(rank[model]["calls"]["attention"]) == {LENGTH // 2}
+        assert set(rank[model]["lengths"]) == {LENGTH // 2}
+
+
+def test_predictions_are_of_whole_sequences(results: Any) -> None:
+    [alone] = results[1]
+    for rank in results[4]:
+        torch.testing.assert_close(rank["reading"]["predicted"], alone["reading"]["predicted"], rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_that_share_a_sequence_run_the_same(results: Any) -> None:
+    assert any("the ranks did not compute with the same numbers" in rank["uneven"] for rank in results[4])
+
+
+def test_options_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="context_parallel_size=2 needs num_stages as well"):
+        PipelineStrategy(context_parallel_size=2)
+    with pytest.raises(ValueError, match="context_parallel_size=2 does not go with tensor_parallel_size=2"):
+        PipelineStrategy(context_parallel_size=2, tensor_parallel_size=2, num_stages=2)
+    with pytest.raises(ValueError, match='context_parallel_size=2 does not go with data_parallel="fsdp"'):
+        PipelineStrategy(context_parallel_size=2, data_parallel="fsdp", num_stages=2)
