@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.engine.context import ContextRanks
@@ -245,6 +246,43 @@ def test_predictions_are_of_whole_sequences(results: Any) -> None:
 
 def test_ranks_that_share_a_sequence_run_the_same(results: Any) -> None:
     assert any("the ranks did not compute with the same numbers" in rank["uneven"] for rank in results[4])
+
+
+def train_replicas(world: int, *, gradients_mean: bool) -> dict[str, Any]:
+    """Trains with two replicas, of ranks that share sequences where there are eight."""
+    data = ids(24)
+    # The order of ranks is stage, replica, rank of the sequence.
+    replica = int(os.environ["LOCAL_RANK"]) % (world // 2) // (world // 4)
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, replica, shuffle=False))
+    strategy = PipelineStrategy(
+        stage_config={CUTS["gpt"]: 1},
+        num_stages=2,
+        context_parallel_size=world // 4,
+        num_microbatches=2,
+        data_parallel="zero1" if world == 8 else "replicate",
+        gradients_mean=gradients_mean,
+        timeout=PATIENCE_S,
+    )
+    L.seed_everything(1, verbose=False)
+    module = LitGPT()
+    losses = Losses()
+    trainer = L.Trainer(
+        strategy=strategy, devices=world, max_epochs=1, gradient_clip_val=0.5, callbacks=[losses], **QUIET
+    )
+    trainer.fit(module, loader)
+    return {"replica": replica, "losses": losses.values, "weights": dict(module.state_dict())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradients_mean", [True, False])
+def test_replicas_equal_those_with_whole_sequences(gradients_mean: bool) -> None:
+    whole, *_, last = launch(partial(train_replicas, gradients_mean=gradients_mean), 4, world=4)
+    for rank in launch(partial(train_replicas, gradients_mean=gradients_mean), 8, world=8):
+        expected = (whole, last)[rank["replica"]]
+        assert expected["replica"] == rank["replica"]
+        assert rank["losses"] == pytest.approx(expected["losses"], abs=TOLERANCE)
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(rank["weights"][name], value, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_options_that_do_not_go_together() -> None:
