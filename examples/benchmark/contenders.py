@@ -52,6 +52,7 @@ class Plan:
     placement: tuple[int, ...]
     num_microbatches: int
     num_steps: int
+    num_replicas: int = 1
 
 
 @dataclass

@@ -65,7 +65,8 @@ def take_turns(
 
 def run_turn(contender: Contender, settings: dict[str, Any]) -> dict[str, Any]:
     """One turn, in processes of its own with one thread each."""
-    python = [sys.executable] if contender.schedule is None else torchrun(settings["num_stages"])
+    num_processes = settings["num_stages"] * settings["num_replicas"]
+    python = [sys.executable] if contender.schedule is None else torchrun(num_processes)
     turn = {**settings, "who": contender.who, "schedule": contender.schedule}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "results.json"
@@ -75,7 +76,7 @@ def run_turn(contender: Contender, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    settings = vars(parse_arguments())
+    settings = {**vars(parse_arguments()), "workloads": WORKLOADS, "num_replicas": 1}
     output = settings.pop("json")
     # A file or a pipe has no width of its own, and the table of the GPT wants this one.
     console = Console(width=None if sys.stdout.isatty() else 132)

@@ -22,7 +22,7 @@ def train(workload: Workload, plan: Plan) -> Measured:
     clock = Clock()
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=num_ranks,
+        devices=num_ranks * plan.num_replicas,
         strategy=PipelineStrategy(num_stages=num_ranks, num_microbatches=plan.num_microbatches, schedule=plan.schedule),
         max_steps=plan.num_steps,
         callbacks=[clock],
@@ -31,7 +31,8 @@ def train(workload: Workload, plan: Plan) -> Measured:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(LitWorkload(workload), DataLoader(Repeated(workload.batch, plan.num_steps), batch_size=None))
+    batches = Repeated(workload.batch, plan.num_steps * plan.num_replicas)  # a sampler deals them to the replicas
+    trainer.fit(LitWorkload(workload), DataLoader(batches, batch_size=None))
     return Measured(intervals(clock.starts), clock.loss)
 
 

@@ -42,11 +42,13 @@ def main(settings: dict[str, Any], output: Path) -> None:
         "gpt": (gpt(num_stages=len(placement), **sizes), settings["num_microbatches"]),
         "linear": (linear(num_layers=max(num_ranks, len(placement)), batch_size=num_samples), num_samples),
     }
+    num_steps, num_replicas = settings["num_steps"] + NUM_WARMUP, settings["num_replicas"]
     results = {}
-    for name, (workload, num_microbatches) in workloads.items():
-        plan = Plan(contender.schedule or "", placement, num_microbatches, settings["num_steps"] + NUM_WARMUP)
+    for name in settings["workloads"]:
+        workload, num_microbatches = workloads[name]
+        plan = Plan(contender.schedule or "", placement, num_microbatches, num_steps, num_replicas)
         results[name] = take_turn(contender, workload, plan)
-    if int(os.environ.get("RANK", "0")) == placement[-1]:
+    if int(os.environ.get("RANK", "0")) == placement[-1] * num_replicas:
         output.write_text(json.dumps(results))
     if dist.is_initialized():
         dist.barrier()

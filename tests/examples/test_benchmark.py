@@ -87,3 +87,32 @@ def test_gradients_overlap_in_every_other_step(tmp_path: Path, monkeypatch: pyte
         with_overlap, without, share = overlap.summary(ranks)
         assert min(with_overlap, without) > 0
         assert 0 < share <= 1
+
+
+def grow(*arguments: str, folder: Path) -> dict[str, Any]:
+    """The figures of growth.py."""
+    command = [sys.executable, str(ROOT / "examples/benchmark/growth.py"), "--output", str(folder), *arguments]
+    subprocess.run([*command, "--num-rounds", "1", "--num-steps", "2"], check=True, timeout=PATIENCE_S)
+    assert (folder / "growth.png").stat().st_size > 1000
+    return json.loads((folder / "growth.json").read_text())
+
+
+def test_growth_of_schedules(tmp_path: Path) -> None:
+    results = grow("--sweeps", "schedules", "--largest", "128", folder=tmp_path / "made")
+    assert results["schedules"]["sizes"] == [64, 128]
+    assert all(seconds > 0 for seconds in results["schedules"]["costs"]["ours 1f1b"])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_growth_of_steps(tmp_path: Path) -> None:
+    results = grow("--largest", "8", folder=tmp_path)
+    for name, peer in (
+        ("micro-batches", "torch 1f1b"),
+        ("ranks", "torch 1f1b"),
+        ("replicas", "torch 1f1b"),
+        ("start", "ddp"),
+    ):
+        costs = results[name]["costs"]
+        assert set(costs) == {peer, "ours 1f1b"}
+        assert all(len(found) == len(results[name]["sizes"]) and min(found) > 0 for found in costs.values())
