@@ -158,7 +158,7 @@ def train(world: int, model: str, folder: Path) -> dict[str, Any]:
     trainer = L.Trainer(
         strategy=strategy_of(world, CUTS[model], schedule=SCHEDULES.get(model, "1f1b")),
         devices=world,
-        max_epochs=2,
+        max_epochs=1,
         gradient_clip_val=0.5,
         limit_val_batches=1,
         accumulate_grad_batches=2,
