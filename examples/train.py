@@ -15,22 +15,25 @@ from omegaconf import DictConfig, OmegaConf
 
 import lightning_pipeline  # noqa: F401  registers the strategies, so that trainer.strategy=pipeline_gpipe works
 
-WARM_UP_STEPS, COMPARED_STEPS = 5, 20
+WARM_UP_STEPS, COMPARED_STEPS = 5, 10
 
 
 class StepTimes(Callback):
-    """Seconds of each training step but the first ones, in which much is set up."""
+    """Seconds of each optimizer step, of one batch or several, but the first ones, in which much is set up."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._begin = 0.0
+        self._step_seconds, self._begin, self._step = 0.0, 0.0, 0
 
     def on_train_batch_start(self, *args: Any) -> None:
         self._begin = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step > WARM_UP_STEPS:
-            self.seconds.append(time.perf_counter() - self._begin)
+        self._step_seconds += time.perf_counter() - self._begin
+        if trainer.global_step != self._step:
+            if trainer.global_step > WARM_UP_STEPS:
+                self.seconds.append(self._step_seconds)
+            self._step_seconds, self._step = 0.0, trainer.global_step
 
 
 def train(cfg: DictConfig) -> L.Trainer:
@@ -46,11 +49,17 @@ def train(cfg: DictConfig) -> L.Trainer:
     return trainer
 
 
-def times_in_one_process(cfg: DictConfig) -> StepTimes:
-    """The times of some steps of the same training without a pipeline."""
+def times_in_one_process(cfg: DictConfig, num_microbatches: int = 1) -> StepTimes:
+    """The times of some steps of the same training without a pipeline, each batch in so many parts."""
     times = StepTimes()
-    steps = WARM_UP_STEPS + COMPARED_STEPS
-    limits = {"max_epochs": 1, "limit_train_batches": steps, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    limits = {
+        "max_steps": WARM_UP_STEPS + COMPARED_STEPS,
+        "max_epochs": -1,
+        "limit_train_batches": 1.0,
+        "accumulate_grad_batches": num_microbatches,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+    }
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -60,7 +69,8 @@ def times_in_one_process(cfg: DictConfig) -> StepTimes:
     alone = {"devices": 1, "strategy": "auto", **limits, **quiet}
     settings = OmegaConf.merge({**cfg.trainer, "strategy": "auto"}, alone)
     trainer = instantiate(settings, callbacks=[times], _convert_="all")
-    trainer.fit(instantiate(cfg.model, _convert_="all"), datamodule=instantiate(cfg.data))
+    data = OmegaConf.merge(cfg.data, {"batch_size": max(1, cfg.data.batch_size // num_microbatches)})
+    trainer.fit(instantiate(cfg.model, _convert_="all"), datamodule=instantiate(data))
     return times
 
 
@@ -83,10 +93,13 @@ def report(trainer: L.Trainer, cfg: DictConfig) -> None:
     is_launched_here = isinstance(getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment)
     [times] = [callback for callback in trainer.callbacks if isinstance(callback, StepTimes)]  # type: ignore[attr-defined]
     if cfg.compare and stages > 1 and is_launched_here and times.seconds:
-        here, alone = median(times.seconds) * 1e3, median(times_in_one_process(cfg).seconds) * 1e3
+        parts = trainer.strategy.pipeline.num_microbatches  # type: ignore[attr-defined]
+        here, alike, whole = (
+            median(one.seconds) * 1e3 for one in (times, times_in_one_process(cfg, parts), times_in_one_process(cfg))
+        )
         print(
-            f"{'a step':<12} {here:.1f} ms on {stages} stages, {alone:.1f} ms in one process: {alone / here:.2f} times "
-            f"as fast"
+            f"{'a step':<12} {here:.1f} ms on {stages} stages; in one process {alike:.1f} ms with the same {parts} "
+            f"micro-batches ({alike / here:.2f} times that), {whole:.1f} ms with the batch as one ({whole / here:.2f})"
         )
     if (output_dir / "report.html").exists():
         print(f"{'report':<12} {output_dir / 'report.html'}")

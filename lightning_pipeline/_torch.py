@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensorException
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch.autograd.graph import _engine_run_backward
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # tells when a storage has been freed
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

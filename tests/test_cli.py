@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 import lightning_pipeline
 from lightning_pipeline.cli import app
 from lightning_pipeline.schedules import SCHEDULE_NAMES, build, load_csv, render, save_chrome_trace, save_csv, simulate
+from lightning_pipeline.schedules.live import LiveRank
 from lightning_pipeline.schedules.records import RecordedStep, RecordFile
 from tests.launching import PATIENCE_S
 
@@ -119,6 +121,28 @@ def test_an_order_is_searched_for(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ("simulate", "optimized", *given))
         assert result.exit_code == 2
         assert "--kept-bytes and --max-bytes go together" in result.output
+
+
+def test_activations_in_host_memory(tmp_path: Path) -> None:
+    options = ("-p", "4", "-m", "8", "--offload-activations", "1", "--host-transfer", "3")
+    [row] = figures("gpipe", *options).values()
+    simulated = simulate(build("gpipe", 4, 8), offload=1, host_transfer=3)
+    assert row["peak_live"] == simulated.peak_live == [3, 3, 3, 3]
+    assert row["in_host_memory"] == [6, 6, 6, 6]
+    assert row["makespan"] == simulated.makespan > simulate(build("gpipe", 4, 8)).makespan
+    assert row["waited_for_host"] == simulated.waited_for_host
+    half = figures("interleaved_1f1b", *options[:4], "--offload-activations", "0.5")["interleaved_1f1b"]
+    assert half["peak_live"] == simulate(build("interleaved_1f1b", 4, 8, 2), offload=0.5).peak_live
+    assert "100% of activations to host memory in 3" in call("simulate", "gpipe", *options)
+    drawn = call("draw", "gpipe", *options)
+    assert "rank 0: 3 live at once, waits" in drawn
+    assert "0F1 0F2 0F3 0F4 0F5 0F6" in drawn
+    call("draw", "gpipe", *options, "-o", str(tmp_path / "drawn.json"))
+    events = json.loads((tmp_path / "drawn.json").read_text())["traceEvents"]
+    assert max(event["args"]["count"] for event in events if event["ph"] == "C") == 3
+    result = CliRunner().invoke(app, ("simulate", "--host-transfer", "3"))
+    assert result.exit_code == 2
+    assert "--host-transfer goes with --offload-activations" in result.output
 
 
 def test_table() -> None:
@@ -223,6 +247,21 @@ def test_watch_shows_the_last_step(tmp_path: Path) -> None:
         first.split()[:2] == ["0", "0"] and "stage 1, 69%" in first and first.split()[-4:] == ["31%", "2", "256", "MiB"]
     )
     assert second.split()[:2] == ["1", "1"] and "stage 0, 8%" in second
+
+
+def test_watch_shows_what_ranks_are_at(tmp_path: Path) -> None:
+    """Without a recorded step, and of a rank that has written nothing for a minute."""
+    folder = tmp_path / "timeline.live"
+    LiveRank(0, [0], 7, "computes 0F2", False, 9, 12, 2, 2**28, 0.25).write(folder)
+    LiveRank(1, [1], 7, "waits for 0F2 of rank 0", True, 8, 12, 1, 2**28, 0.25).write(folder)
+    os.utime(folder / "1.json", (1, time.time() - 60))
+    _, _, first, second, *rest = call("watch", str(tmp_path), "--once").splitlines()
+    assert re.fullmatch(r"0 +0 +computes 0F2 +9 of 12 +2 +256 MiB +7 +250 ms +0 s ago", first.strip())
+    assert "waits for 0F2 of rank 0" in second and second.strip().endswith("60 s ago")
+    assert "has no timeline.jsonl" in rest[-1]
+    (folder / "0.json").write_text('{"rank": "0"}')
+    result = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"])
+    assert result.exit_code == 2 and "0.json does not tell what a rank is at (KeyError: 'stages')" in result.output
 
 
 @pytest.mark.parametrize(

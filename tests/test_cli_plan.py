@@ -152,3 +152,17 @@ def test_a_model_that_fits_nowhere_takes_little_memory(tmp_path: Path) -> None:
     [(output, peak)] = launch(planned, str(write(tmp_path, width=4096)), world=1)
     assert "2.42 billion parameters" in output
     assert peak < 1.5e6
+
+
+def test_activations_in_host_memory(tmp_path: Path) -> None:
+    """Of a plan under GPipe three micro-batches' activations are on a device, and not eight."""
+    path, peaks = write(tmp_path), []
+    for more in ([], ["--offload-activations", "1", "--host-gbps", "1000"]):
+        result = runner.invoke(
+            app, ["plan", str(path), "6", "-s", "gpipe", "--stages", "2", *more], catch_exceptions=False
+        )
+        assert result.exit_code == 0, result.output
+        [told] = re.findall(r"peak memory of each rank: ([\d.]+) MiB", result.output)
+        peaks.append(float(told))
+    assert peaks[1] < 0.7 * peaks[0]  # parameters and optimizer states take 1.4 MiB of both
+    assert "rank 0: 3 live at once, waits" in result.output

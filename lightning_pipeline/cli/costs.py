@@ -18,13 +18,19 @@ class CostOptions:
         times: for each of `simulate`'s arguments forward, input_grad and weight_grad one number for all ranks' shares,
             or one for each of as many equal parts of the model as there are ranks, in the order of the data.
         transfer: time until a value is on another rank.
+        offload: the share of activations that goes to host memory while they wait.
+        host_transfer: time that what a rank's share of the model keeps of a micro-batch takes there, and back.
     """
 
     times: dict[str, tuple[float, ...]]
     transfer: float
+    offload: float = 0.0
+    host_transfer: float = 0.0
 
     @classmethod
-    def parse(cls, forward: str, input_grad: str, weight_grad: str, transfer: float) -> CostOptions:
+    def parse(
+        cls, forward: str, input_grad: str, weight_grad: str, transfer: float, offload: float, host_transfer: float
+    ) -> CostOptions:
         """Read the options.
 
         Raises:
@@ -32,15 +38,22 @@ class CostOptions:
         """
         if not 0 <= transfer <= MAX_TIME:
             raise CommandError(f"--transfer takes a time from 0 to {MAX_TIME:g}, got {transfer}")
+        if not 0 <= host_transfer <= MAX_TIME:
+            raise CommandError(f"--host-transfer takes a time from 0 to {MAX_TIME:g}, got {host_transfer}")
+        if host_transfer and not offload:
+            raise CommandError("--host-transfer goes with --offload-activations, the share that goes to host memory")
         texts = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
-        return cls({name: _numbers(_option(name), text) for name, text in texts.items()}, transfer)
+        return cls(
+            {name: _numbers(_option(name), text) for name, text in texts.items()}, transfer, offload, host_transfer
+        )
 
     def __str__(self) -> str:
         listed = [
             f"{name.replace('_', ' ')} {','.join(f'{number:g}' for number in numbers)}"
             for name, numbers in self.times.items()
         ]
-        return ", ".join([*listed, f"transfer {self.transfer:g}"])
+        host = f"{self.offload:.0%} of activations to host memory in {self.host_transfer:g}"
+        return ", ".join([*listed, f"transfer {self.transfer:g}", *([host] if self.offload else [])])
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """Simulate a schedule whose virtual stages share these costs out.
@@ -50,7 +63,11 @@ class CostOptions:
             ScheduleError: if the schedule deadlocks.
         """
         by_stage = self.by_stage(schedule.name, schedule.num_ranks, schedule.num_stages)
-        return simulate_schedule(schedule, **by_stage, transfer=self.transfer)
+        forward, input_grad, weight_grad = by_stage.values()
+        to_host = self.offload * self.host_transfer * schedule.num_ranks / schedule.num_stages
+        return simulate_schedule(
+            schedule, forward, input_grad, weight_grad, self.transfer, offload=self.offload, host_transfer=to_host
+        )
 
     def by_stage(self, schedule: str, num_ranks: int, num_stages: int) -> dict[str, list[float]]:
         """For each of `times` the share of each virtual stage.

@@ -13,6 +13,7 @@ from lightning_pipeline.cli.common import CommandError, bare_table, errors_witho
 from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.schedules import Simulation, save_chrome_trace, save_picture
 from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
+from lightning_pipeline.schedules.offloading import describe_away
 from lightning_pipeline.schedules.report import report_of_simulation
 from lightning_pipeline.schedules.timeline import Timeline, extent
 from lightning_pipeline.schedules.validation import MAX_PROCESSES, MAX_TIME, require_counts, shown
@@ -69,6 +70,16 @@ def plan(
     device_gbps: Annotated[float, typer.Option(min=1e-6, help="GB/s to and from a device's memory.")] = 1000.0,
     link_gbps: Annotated[float, typer.Option(min=1e-6, help="Gbit/s between two devices.")] = 100.0,
     link_latency: Annotated[float, typer.Option(min=0, help="Microseconds of any transfer.")] = 20.0,
+    offload_activations: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="SHARE",
+            help="The share of activations that goes to host memory while they wait for their backward; 1: all.",
+        ),
+    ] = 0.0,
+    host_gbps: Annotated[float, typer.Option(min=1e-6, help="GB/s from a device to host memory, and back.")] = 20.0,
     speeds: Annotated[
         str, typer.Option(metavar="FACTORS", help="How fast each device is, such as 1,1,0.5.", show_default="equal")
     ] = "",
@@ -99,7 +110,7 @@ def plan(
     """
     with errors_without_traceback(ValueError):
         require_counts(stages, microbatches or 1, 1)
-        _require_finite(device_tflops, device_gbps, link_gbps, link_latency)
+        _require_finite(device_tflops, device_gbps, link_gbps, link_latency, host_gbps)
         limits = [_bytes(part) for part in memory.split(",")] if memory else []
         if len(limits) not in (0, 1, stages):
             raise CommandError(f"--memory has {len(limits)} sizes for {stages} devices; give one, or one for each")
@@ -131,16 +142,22 @@ def plan(
                 bytes_per_second=link_gbps * 1e9 / 8,
                 latency=link_latency * 1e-6,
                 replicas=replicas,
+                offload=offload_activations,
+                host_bytes_per_second=host_gbps * 1e9,
             ),
             progress=lambda what: typer.echo(f"{what} ...", err=True),
         )
         _show(plans)
         name, (best, simulation) = next(iter(plans.plans.items()))
         typer.echo(f"\n{name}\n{_drawn(simulation.spans)}")
+        if offload_activations:
+            orders = [[action for action, _, _ in row] for row in simulation.spans]
+            typer.echo(describe_away(orders, simulation.peak_live, [1e3 * one for one in simulation.waited_for_host]))
+            typer.echo("(times in ms)")
         if output is not None:
             typer.echo(f"\nwritten: {best.save(output)}")
         if draw is not None:
-            _draw(best, simulation, draw, f"{plans.model}, {name}: a plan on paper")
+            _draw(best, simulation, draw, f"{plans.model}, {name}: a plan on paper", offload_activations)
 
 
 def _show(plans: OfflinePlans) -> None:
@@ -178,13 +195,16 @@ def _drawn(spans: Timeline, width: int = 71) -> str:
     return "\n".join(rows)
 
 
-def _draw(plan: StagePlan, simulation: Simulation, path: Path, title: str) -> None:
+def _draw(plan: StagePlan, simulation: Simulation, path: Path, title: str, offload: float) -> None:
     stages, spans = [asdict(stage) for stage in plan.stages], simulation.spans
     if path.suffix == ".html":
         config = plan.stage_config
-        report_of_simulation(simulation, title, unit="ms", scale=1e3, stages=stages, stage_config=config).save(path)
+        report_of_simulation(
+            simulation, title, unit="ms", scale=1e3, stages=stages, stage_config=config, offload=offload
+        ).save(path)
     elif path.suffix == ".json":
-        save_chrome_trace(spans, path, kept={number: stage["kept_bytes"] for number, stage in enumerate(stages)})
+        kept = {number: stage["kept_bytes"] for number, stage in enumerate(stages)}
+        save_chrome_trace(spans, path, kept=kept, offload=offload)
     else:
         milliseconds = [[(action, start * 1e3, end * 1e3) for action, start, end in row] for row in spans]
         save_picture(milliseconds, path, title=title, time_label="milliseconds")

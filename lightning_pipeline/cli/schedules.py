@@ -28,6 +28,7 @@ from lightning_pipeline.schedules import (
     save_csv,
     save_picture,
 )
+from lightning_pipeline.schedules.offloading import away_in, describe_away
 from lightning_pipeline.schedules.optimizing import OPTIMIZED
 from lightning_pipeline.schedules.report import report_of_simulation
 from lightning_pipeline.schedules.schedule import format_grid, loop_placement
@@ -63,6 +64,24 @@ Forward = Annotated[
 InputGrad = Annotated[str, typer.Option(metavar="TIME", help="Likewise, of the gradients of the inputs.")]
 WeightGrad = Annotated[str, typer.Option(metavar="TIME", help="Likewise, of the gradients of the weights.")]
 Transfer = Annotated[float, typer.Option(min=0, metavar="TIME", help="Time until a value is on another rank.")]
+Offload = Annotated[
+    float,
+    typer.Option(
+        "--offload-activations",
+        min=0,
+        max=1,
+        metavar="SHARE",
+        help="The share of activations that goes to host memory while they wait for their backward; 1: all.",
+    ),
+]
+HostTransfer = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="TIME",
+        help="Time that all activations of a rank's share of the model take to host memory, or back.",
+    ),
+]
 MostLive = Annotated[
     float | None,
     typer.Option("--max-live-microbatches", min=0, help=f"For {OPTIMIZED}: the most that a rank may hold."),
@@ -92,6 +111,8 @@ def simulate(
     input_grad: InputGrad = "1",
     weight_grad: WeightGrad = "1",
     transfer: Transfer = 0.0,
+    offload_activations: Offload = 0.0,
+    host_transfer: HostTransfer = 0.0,
     max_live_microbatches: MostLive = None,
     kept_bytes: KeptBytes = None,
     max_bytes: MaxBytes = None,
@@ -99,7 +120,7 @@ def simulate(
 ) -> None:
     """Compare schedules: time of a step, bubble, and how many virtual stages' activations each rank holds at most."""
     with errors_without_traceback():
-        costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
+        costs = CostOptions.parse(forward, input_grad, weight_grad, transfer, offload_activations, host_transfer)
         bound = Bound.parse(max_live_microbatches, kept_bytes, max_bytes)
         left_out: dict[str, str] = {}
         if schedules:
@@ -129,6 +150,8 @@ def draw(
     input_grad: InputGrad = "1",
     weight_grad: WeightGrad = "1",
     transfer: Transfer = 0.0,
+    offload_activations: Offload = 0.0,
+    host_transfer: HostTransfer = 0.0,
     max_live_microbatches: MostLive = None,
     kept_bytes: KeptBytes = None,
     max_bytes: MaxBytes = None,
@@ -151,7 +174,7 @@ def draw(
     On a terminal and in pictures, what is too large for that is drawn in brief, of some ranks.
     """
     with errors_without_traceback():
-        costs = CostOptions.parse(forward, input_grad, weight_grad, transfer)
+        costs = CostOptions.parse(forward, input_grad, weight_grad, transfer, offload_activations, host_transfer)
         bound = Bound.parse(max_live_microbatches, kept_bytes, max_bytes)
         if schedule == OPTIMIZED:
             chosen = _optimized(ranks, microbatches, virtual_stages, costs, bound)
@@ -160,6 +183,9 @@ def draw(
         simulation = costs.simulate(chosen)
         several = chosen.num_stages > chosen.num_ranks
         virtual = f", {_virtual_stages_of(chosen):g} virtual stages each" * several
+        in_host = ""
+        if offload_activations:
+            in_host = describe_away(chosen.compute().orders, simulation.peak_live, simulation.waited_for_host)
         title = f"{chosen.name}: {chosen.num_ranks} ranks{virtual}, {chosen.num_microbatches} micro-batches"
         is_wide = chosen.num_stages * chosen.num_microbatches > MAX_GRID_PASSES
         title_and_bubble = f"{title}, bubble {simulation.bubble:.1%}"
@@ -173,7 +199,7 @@ def draw(
 
         if output is None:
             drawn = text()
-            typer.echo(drawn)
+            typer.echo(f"{drawn}\n{in_host}" if in_host else drawn)
             _say_how_it_fits(max(map(len, drawn.splitlines())))
             return
         suffix = output.suffix.lower()
@@ -181,15 +207,15 @@ def draw(
             raise CommandError(f"--lowered is drawn as text only, got --output {output}; write to a .txt file")
         output.parent.mkdir(parents=True, exist_ok=True)
         if suffix == ".txt":
-            output.write_text(f"{text()}\n", encoding="utf-8")
+            output.write_text(f"{text()}\n{in_host}\n" if in_host else f"{text()}\n", encoding="utf-8")
         elif suffix == ".csv":
             save_csv(chosen, output)
         elif suffix == ".html":
             chosen.require_small("written as a page")
-            report_of_simulation(simulation, title).save(output)
+            report_of_simulation(simulation, title, offload=offload_activations).save(output)
         elif suffix == ".json":
             chosen.require_small("written as a trace")
-            save_chrome_trace(simulation.spans, output, unit=_TRACE_UNIT)
+            save_chrome_trace(simulation.spans, output, unit=_TRACE_UNIT, offload=offload_activations)
         elif suffix in (".svg", ".png"):
             if is_wide or chosen.num_ranks > MAX_PICTURE_RANKS:
                 save_overview(simulation.spans, output, simulation.makespan, title=title_and_bubble)
@@ -226,6 +252,14 @@ def _figures(schedule: Schedule, costs: CostOptions) -> dict[str, Any]:
         "bubble": simulation.bubble,
         "peak_live": simulation.peak_live,
         "peak_microbatches": [peak / virtual for peak in simulation.peak_live],
+        **(
+            {
+                "in_host_memory": [len(away_in(order)) for order in schedule.compute().orders],
+                "waited_for_host": list(simulation.waited_for_host),
+            }
+            if costs.offload
+            else {}
+        ),
     }
 
 
@@ -237,7 +271,11 @@ def _print_table(rows: list[dict[str, Any]], costs: CostOptions) -> None:
     table.columns[0].no_wrap = True
     table.add_column("activations\nby rank")
     table.add_column("the same in\nmicro-batches")
+    if costs.offload:
+        table.add_column("sent to\nhost")
+        table.add_column("time not\nhidden")
     for row in rows:
+        host = [spread(row["in_host_memory"]), spread(row["waited_for_host"])] if costs.offload else []
         table.add_row(
             row["schedule"],
             *([str(row["num_ranks"]), str(row["num_microbatches"])] * has_several_counts),
@@ -246,6 +284,7 @@ def _print_table(rows: list[dict[str, Any]], costs: CostOptions) -> None:
             f"{row['bubble']:.1%}",
             spread(row["peak_live"]),
             spread(row["peak_microbatches"]),
+            *host,
         )
     typer.echo(f"{costs}\n" if has_several_counts else f"{counts.pop()}; {costs}\n")
     wide_console().print(table)

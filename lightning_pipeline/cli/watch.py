@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightning_pipeline.cli.common import bare_table, errors_without_traceback, wide_console
+from lightning_pipeline.cli.common import CommandError, bare_table, errors_without_traceback, wide_console
 from lightning_pipeline.cli.report import file_of
 from lightning_pipeline.schedules import ScheduleError
+from lightning_pipeline.schedules.live import SUFFIX, LiveRank, read_live
 from lightning_pipeline.schedules.records import RecordedStep, Records, read_last
 from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share
 from lightning_pipeline.schedules.waits import Cause, Wait, shares, waits
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 _WIDTH = 30  # of the bar
+SILENT_S = 5.0
 
 
 def watch(
@@ -31,25 +34,64 @@ def watch(
 ) -> None:
     """Show the stages of a run: busy, waiting for whom, live micro-batches, memory, and the time of a step.
 
-    It shows the last recorded step; PipelineTimeline(every_n_steps=...) says how often there is one.
+    It shows what each rank is at, which is written twice a second, and the last recorded step, of which there is one as
+    often as PipelineTimeline(every_n_steps=...) says.
     """
     from rich.live import Live
 
     with errors_without_traceback():
         console = wide_console()
         if once:
-            console.print(_table(read_last(file_of(run))))
+            console.print(_view(run))
             return
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 try:
-                    live.update(_table(read_last(file_of(run))), refresh=True)
+                    live.update(_view(run), refresh=True)
                 except ScheduleError as error:  # nothing is recorded yet
                     live.update(str(error), refresh=True)
                 try:
                     time.sleep(every)
                 except KeyboardInterrupt:
                     return
+
+
+def _view(run: Path) -> Group:
+    """What the ranks are at, if the run goes on, above its last recorded step, if there is one.
+
+    Raises:
+        CommandError, ScheduleError: there is neither.
+    """
+    from rich.console import Group
+
+    folders = [path for path in run.rglob(f"*{SUFFIX}") if path.is_dir()] if run.is_dir() else []
+    ranks = read_live(max(folders, key=lambda path: path.stat().st_mtime)) if folders else []
+    try:
+        recorded: Table | str = _table(read_last(file_of(run)))
+    except (CommandError, ScheduleError) as error:  # nothing is recorded yet
+        if not ranks:
+            raise
+        recorded = str(error)
+    return Group(_live_table(ranks), "", recorded) if ranks else Group(recorded)
+
+
+def _live_table(ranks: list[tuple[LiveRank, float]]) -> Table:
+    """A rank that has written nothing for some seconds hangs, was killed, or its machine is not there."""
+    table = bare_table("rank", "stages", "now", right=("actions", "live", "memory", "step", "the one before", "seen"))
+    for rank, written in ranks:
+        age = max(0.0, time.time() - written)
+        table.add_row(
+            str(rank.rank),
+            " ".join(map(str, rank.stages)),
+            f"[yellow]{rank.now}[/]" if rank.is_waiting else rank.now,
+            f"{rank.done} of {rank.actions}",
+            str(rank.live),
+            f"{rank.memory / 2**20:.0f} MiB",
+            str(rank.step),
+            f"{rank.seconds * 1e3:.4g} ms" if rank.seconds else "",
+            f"{age:.0f} s ago" if age < SILENT_S else f"[red]{age:.0f} s ago[/]",
+        )
+    return table
 
 
 def _table(records: Records) -> Table:

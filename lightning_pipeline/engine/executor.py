@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from lightning_pipeline.engine.offloading import Move, with_moves
 from lightning_pipeline.schedules import Action, Kind
 
 RECEIVES_AHEAD = 2
@@ -38,6 +39,11 @@ class StageWork(Protocol):
     def receive_backward(self, microbatch: int) -> None: ...
     def post_forward(self, microbatch: int) -> bool: ...
     def post_backward(self, microbatch: int) -> bool: ...
+    def note_saved(self, microbatch: int) -> None: ...
+    def send_away(self, microbatch: int) -> None: ...
+    def settle(self, microbatch: int) -> None: ...
+    def fetch(self, microbatch: int) -> None: ...
+    def arrive(self, microbatch: int) -> None: ...
 
 
 METHODS = {
@@ -50,32 +56,46 @@ METHODS = {
     Kind.RECV_F: "receive_forward",
     Kind.RECV_B: "receive_backward",
 }
+_BACKWARD = (Kind.RECV_B, Kind.B, Kind.I)
 POSTS = {Kind.RECV_F: "post_forward", Kind.RECV_B: "post_backward"}
 
 
 class RankProgram:
     """One rank's actions, in a form that is computed once and used by all steps.
 
+    Args:
+        offloads: activations go to host memory while they wait: their moves are among the calls.
+
     Attributes:
-        prepared: for each receive, the micro-batch that can be prepared during the wait; -1 for other actions. In the
+        calls: stage, method and micro-batch of each action or move, and the action, None for a move.
+        prepared: for each receive, the micro-batch that can be prepared during the wait; -1 for other calls. In the
             warm-up a stage waits for one micro-batch per stage before it.
+        is_backward: whether each call belongs to a backward.
     """
 
-    def __init__(self, actions: Sequence[Action]) -> None:
+    def __init__(self, actions: Sequence[Action], *, offloads: bool = False) -> None:
         self.actions = actions
-        self.prepared = [-1] * len(actions)
+        called: Sequence[Action | Move] = with_moves(actions) if offloads else actions
+        self.prepared = [-1] * len(called)
         next_forward = -1
-        for index in reversed(range(len(actions))):
-            action = actions[index]
+        for index in reversed(range(len(called))):
+            action = called[index]
+            if isinstance(action, Move):
+                continue
             if action.kind is Kind.F:
                 next_forward = action.microbatch
             elif action.kind is Kind.RECV_F:
                 self.prepared[index] = action.microbatch + action.stage
             elif action.kind is Kind.RECV_B:
                 self.prepared[index] = next_forward
-        self.is_backward = [action.kind in (Kind.RECV_B, Kind.B, Kind.I) for action in actions]
+        self.is_backward = [one.kind in _BACKWARD if isinstance(one, Action) else False for one in called]
         self.splits = any(action.kind is Kind.I for action in actions)
-        self.calls = [(action.stage, METHODS[action.kind], action.microbatch, action.kind) for action in actions]
+        self.calls: list[tuple[int, str, int, Action | None]] = [
+            (one.stage, METHODS[one.kind], one.microbatch, one)
+            if isinstance(one, Action)
+            else (one.stage, one.method, one.microbatch, None)
+            for one in called
+        ]
         self.posts = {
             kind: [(action.stage, post, action.microbatch) for action in actions if action.kind == kind]
             for kind, post in POSTS.items()
@@ -106,13 +126,13 @@ class ScheduleRun:
         self._is_backward = program.is_backward
         ahead = {kind: _Ahead(posts, stages) for kind, posts in program.posts.items()}
         self._calls = [
-            (getattr(stages[stage], method), microbatch, ahead.get(kind))
-            for stage, method, microbatch, kind in program.calls
+            (getattr(stages[stage], method), microbatch, None if action is None else ahead.get(action.kind))
+            for stage, method, microbatch, action in program.calls
         ]
         if observe is not None:
             self._calls = [
-                (_observed(call, action, stages[action.stage], observe), microbatch, queue)
-                for (call, microbatch, queue), action in zip(self._calls, program.actions, strict=True)
+                one if action is None else (_observed(one[0], action, stages[action.stage], observe), *one[1:])
+                for one, (_, _, _, action) in zip(self._calls, program.calls, strict=True)
             ]
         self._is_done = bytearray(len(self._calls))
         self._queues = ahead.values()

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.expectations import Expectation
+from lightning_pipeline.engine.offloading import Parcel
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
@@ -144,6 +145,7 @@ class VisitState:
         gradients: gradients of the inputs, to be sent to the previous visit.
         outputs: tensors to be sent to the next visit.
         split: the backward that `backward_input` began and `backward_weight` finishes.
+        parcel: what of its saved tensors is in host memory, or on its way; None for nothing.
         kept_leaves, kept_edges: leaves and edges through which a later part of the step may run backward.
         is_posted, are_gradients_posted: whether the receives are posted.
     """
@@ -156,6 +158,7 @@ class VisitState:
     gradients: list[Tensor] = field(default_factory=list)
     outputs: list[tuple[Strand, Tensor]] = field(default_factory=list)
     split: SplitBackward | None = None
+    parcel: Parcel | None = None
     kept_leaves: dict[Strand, Tensor] = field(default_factory=dict)
     kept_edges: dict[Strand, GradientEdge | Tensor] = field(default_factory=dict)
     is_posted: bool = False
@@ -185,7 +188,7 @@ class EarlyForward:
     is_open: bool = True
     is_passed_over: bool = False
     num_compared: int = 0
-    num_live: int = 0
+    num_live: float = 0
     before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     error: Exception | None = None
     answers: dict[int, Tensor] | None = None

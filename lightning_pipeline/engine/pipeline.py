@@ -49,6 +49,7 @@ class Pipeline:
         holders: gives the ranks that hold a tensor of the module, by number.
         schedule: makes the schedule of a training step on this placement, given the number of micro-batches.
         num_microbatches: micro-batches per step; a batch with fewer samples is split into fewer.
+        offload: the share of a virtual stage's activations that goes to host memory while they wait for their backward.
         on_module_changed: called if the module's tensors are not those of the last step.
         context: the ranks that share this one's sequences; None if each has its own.
     """
@@ -65,6 +66,7 @@ class Pipeline:
         holders: Callable[[int], Sequence[int]],
         schedule: Callable[[int], Schedule],
         num_microbatches: int,
+        offload: float = 0,
         on_module_changed: Callable[[], None] = lambda: None,
         context: ContextRanks | None = None,
     ) -> None:
@@ -76,13 +78,14 @@ class Pipeline:
         self.num_microbatches = num_microbatches
         self.observe: Callable[[Span], None] | None = None
         """Called with every action of a step and its start and end."""
-        self.peak_live = 0
+        self.peak_live: float = 0
         """The largest number of virtual stages' activations alive on this rank at one time in the last step."""
         self.ran: list[tuple[Program | None, int]] = []
         """Of each micro-batch of the last observed step: its program, if it had one, and the number of its loss."""
-        self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, context)
+        self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, offload, context)
         self.stages = self._shared.stages
         self.recorder = self._shared.recorder
+        self.offload = self._shared.offload
         self.reached = self._shared.reached
         """Virtual stages on which any event has run so far."""
         self._transport = transport
@@ -160,7 +163,8 @@ class Pipeline:
                 schedule = self._schedule(num_microbatches)
             else:
                 schedule = forward_only(self.num_ranks, num_microbatches, placement=self.placement)
-            self._programs[key] = RankProgram(lower(schedule)[self.rank])
+            offloads = training and self.offload is not None and self.num_ranks > 1
+            self._programs[key] = RankProgram(lower(schedule)[self.rank], offloads=offloads)
         return self._programs[key]
 
     def take_uses(self) -> dict[str, set[int]]:

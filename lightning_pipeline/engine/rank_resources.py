@@ -13,6 +13,7 @@ from lightning_pipeline.engine.draws import Draws
 from lightning_pipeline.engine.expectations import Expectations
 from lightning_pipeline.engine.leaf_gradients import LeafGradients
 from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import TensorSpec
@@ -39,6 +40,7 @@ class RankResources:
         tensors: parameters and buffers of the module.
         calls: tells which stage the running submodule belongs to.
         holders: gives the ranks that hold a tensor of the module, by number.
+        offload: the share of a virtual stage's activations that goes to host memory while they wait.
         context: the ranks that share this one's sequences; None if each has its own.
 
     Attributes:
@@ -57,6 +59,7 @@ class RankResources:
         tensors: ModuleTensors,
         calls: KeyedCalls,
         holders: Callable[[int], Sequence[int]],
+        offload: float = 0,
         context: ContextRanks | None = None,
     ) -> None:
         self.context = context
@@ -71,6 +74,7 @@ class RankResources:
         self.recorder = Recorder(tensors, calls, self.placement)
         self.recorder.warns = rank == 0
         self.draws = Draws(device)
+        self.offload = Offload(offload, device) if offload else None
         self.expectations = Expectations()
         self.warnings = StepWarnings(is_first=rank == 0)
         self.has_learned = False

@@ -62,6 +62,7 @@ class PipelineStep:
         self.in_order: dict[int, InOrder] = {}
         self._observe = observe
         self._reads = StepReads(self)
+        self._num_recorded = 0
         self._is_rest_in_order = False  # an expectation has failed: the remaining micro-batches run in order
 
     def run_micro_batches(self, program: RankProgram) -> None:
@@ -92,12 +93,15 @@ class PipelineStep:
                 work=self.work,
                 live=self.live,
                 ahead=self.ahead,
+                offload=shared.offload,
             )
             for stage in shared.stages
         }
         for stage in visits:
             if stage + 1 in visits:
                 visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
+        if shared.offload is not None:
+            shared.offload.begin(shared.tensors.tensors, measures=self._observe is not None)
         before_backward = self._before_backward if self.ahead is not None else None
         self.run = ScheduleRun(program, visits, self._observe, before_backward, prepare)
         self.run.go_on()
@@ -140,9 +144,10 @@ class PipelineStep:
 
     def _record(self, state: Microbatch) -> None:
         """Run the user's step on this and earlier micro-batches that have not been recorded."""
-        for one in self.states[: state.index + 1]:
-            if one.recording is None:
-                self._record_one(one)
+        while self._num_recorded <= state.index:
+            one = self.states[self._num_recorded]
+            self._num_recorded += 1
+            self._record_one(one)
 
     def _record_ahead(self, microbatch: int) -> None:
         """Run the user's step while this rank would wait, which also lets receives be posted sooner."""

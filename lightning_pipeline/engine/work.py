@@ -44,11 +44,11 @@ class StepTask:
 
 @dataclass(slots=True)
 class LiveCount:
-    """Number of virtual stages' activations that are alive on a rank, now and at the peak."""
+    """Number of virtual stages' activations that are alive on a rank's device, now and at the peak."""
 
-    now: int = 0
-    peak: int = 0
+    now: float = 0
+    peak: float = 0
 
-    def add(self) -> None:
-        self.now += 1
+    def add(self, share: float = 1) -> None:
+        self.now += share
         self.peak = max(self.peak, self.now)

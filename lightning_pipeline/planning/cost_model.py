@@ -90,6 +90,8 @@ class Machine:
         replicas: pipelines that sum their gradients at the end of the step.
         receives_ahead: micro-batches whose values, and gradients, a rank allocates before they are needed.
         sends_underway: values, and gradients, that a rank may have sent and cannot free yet.
+        offload: the share of what stages keep that goes to host memory while micro-batches wait.
+        host_bytes_per_second: of the link to host memory, each way.
     """
 
     memory: float | Sequence[float] | None = None
@@ -102,6 +104,8 @@ class Machine:
     replicas: int = 1
     receives_ahead: int = 0
     sends_underway: int = 0
+    offload: float = 0.0
+    host_bytes_per_second: float = float("inf")
 
     def speed(self, rank: int) -> float:
         return self.speeds[rank] if self.speeds else 1.0
@@ -205,13 +209,17 @@ class Evaluator:
             backward.append(stage.backward / speed + fixed + sum(machine.byte * s.returned for s in boundaries))
         halves = [seconds / 2 for seconds in backward]  # of a split backward; their shares are unknown
         transfers = [machine.transfer(stage) for stage in stages[1:]]
-        simulation = simulate(self.schedule, forward, halves, halves, transfers)
         kept = [stage.kept + stage.received for stage in stages]
-        peaks = [
+        away = [machine.offload * size for size in kept] if machine.offload else []
+        to_host = [size / machine.host_bytes_per_second for size in away] or 0.0
+        simulation = simulate(
+            self.schedule, forward, halves, halves, transfers, offload=machine.offload, host_transfer=to_host
+        )
+        forward_peaks, backward_peaks = (
             [max(held, stage.received + peak) for held, stage, peak in zip(kept, stages, of_stages, strict=True)]
             for of_stages in ([s.forward_peak for s in stages], [s.backward_peak for s in stages])
-        ]
-        memory = peak_bytes(self.schedule, kept, *peaks)
+        )
+        memory = peak_bytes(self.schedule, kept, forward_peaks, backward_peaks, away)
         seconds = simulation.makespan
         for rank in range(num_ranks):
             own = [number for number, place in enumerate(self.placement) if place == rank]

@@ -55,7 +55,7 @@ class _Search:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._costs = evaluator
-        self._live = live_activations(evaluator.schedule)
+        self._live = live_activations(evaluator.schedule, evaluator.machine.offload)
         self._num_actions = sum(len(order) for order in evaluator.schedule.orders)
         self._limit = INF
         self._effort = INF

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,15 @@ class Frame:
         for arg in args:
             self.add_input(arg)
 
+    def inputs(self) -> list[Tensor]:
+        """The tensors that it computes from."""
+        return [value for value in self._inputs if isinstance(value, Tensor)]
+
+    def put_away(self, tensor: Tensor, saved: Saved) -> None:
+        """Hold another form of an input, which checks the version itself, until the tensors are computed again."""
+        self._versions = [(value, version) for value, version in self._versions if value is not tensor]
+        self._inputs = [_SavedInput(saved, tensor.requires_grad) if one is tensor else one for one in self._inputs]
+
     def add_input(self, value: Any) -> int:
         """Take in one more of what the function computes from. Returns its place among the function's arguments."""
         if isinstance(value, Tensor):
@@ -64,7 +73,7 @@ class Frame:
         before = torch.is_grad_enabled()
         try:
             with torch.enable_grad(), saved_tensors_hooks(self._put, _same):
-                function(*self._inputs)
+                function(*(one.get() if isinstance(one, _SavedInput) else one for one in self._inputs))
         except _AllThere:
             pass
         finally:
@@ -100,32 +109,52 @@ class Frame:
         return tensor
 
 
-class Place:
+class Saved:
+    """What autograd saves in place of a tensor."""
+
+    __slots__ = ()
+
+    def get(self) -> Tensor:
+        """The tensor."""
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        """The tensor is not needed any more."""
+        raise NotImplementedError
+
+
+class _SavedInput(NamedTuple):
+    saved: Saved
+    requires_grad: bool
+
+    def get(self) -> Tensor:
+        return self.saved.get().requires_grad_(self.requires_grad)
+
+
+class Place(Saved):
     """Where a tensor that was not kept goes when it is computed again."""
 
-    __slots__ = ("__weakref__", "_frame", "_tensor")
+    __slots__ = ("__weakref__", "_tensor", "frame")
 
     def __init__(self, frame: Frame) -> None:
-        self._frame: Frame | None = frame
+        self.frame: Frame | None = frame
         self._tensor: Tensor | None = None
 
     def put(self, tensor: Tensor) -> None:
         """The tensor is there."""
-        if self._frame is not None:
+        if self.frame is not None:
             self._tensor = tensor
 
     def get(self) -> Tensor:
-        """The tensor."""
         if self._tensor is None:
-            if self._frame is None:
+            if self.frame is None:
                 raise RuntimeError("trying to run backward a second time, after saved tensors were freed")
-            self._frame.compute()
+            self.frame.compute()
             assert self._tensor is not None
         return self._tensor
 
     def let_go(self) -> None:
-        """The tensor is not needed any more."""
-        self._frame = self._tensor = None
+        self.frame = self._tensor = None
 
 
 class _AllThere(BaseException):

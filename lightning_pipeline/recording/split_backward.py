@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -20,13 +20,14 @@ from torch.autograd.variable import Variable
 
 from lightning_pipeline import _torch
 from lightning_pipeline.recording.graph_walk import LEAF, Branch, Walk
-from lightning_pipeline.recording.recomputation import Place
+from lightning_pipeline.recording.recomputation import Saved
+from lightning_pipeline.recording.saved_tensors import saved_names
 
 
 def let_go(nodes: Iterable[Node]) -> None:
     """Free the tensors that nodes have saved. The nodes cannot run again."""
     for node in nodes:
-        for name in _names(type(node)):
+        for name, _ in saved_names(type(node)):
             saved = getattr(node, name)
             for one in saved if isinstance(saved, (list, tuple)) else (saved,):
                 _let_go(one)
@@ -34,15 +35,10 @@ def let_go(nodes: Iterable[Node]) -> None:
 
 def _let_go(saved: Any) -> None:
     packed = getattr(saved, "data", None)
-    if isinstance(packed, Place):
+    if isinstance(packed, Saved):
         packed.let_go()
     elif isinstance(packed, Tensor) and saved.unpack_hook is None:  # with hooks of the user's, it stays
         saved.register_hooks(_nothing, _gone)
-
-
-@cache
-def _names(kind: type[Node]) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _nothing(_: Tensor) -> None:

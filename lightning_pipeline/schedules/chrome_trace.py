@@ -57,6 +57,7 @@ def save_chrome_trace(
     reductions: Reductions = (),
     labels: Sequence[str] = (),
     kept: Mapping[int, float] | None = None,
+    offload: float = 0,
 ) -> Path:
     """Write every action, sends and receives too, as a complete event, one thread for each rank.
 
@@ -71,6 +72,7 @@ def save_chrome_trace(
         reductions: for each rank, the start and end of the all-reduce of each bucket of gradients.
         labels: the ranks' names; default: ``"rank 0"`` and so on.
         kept: bytes that each virtual stage keeps of a micro-batch; without them only the activations are counted.
+        offload: the share of activations that goes to host memory while they wait (`simulate`).
 
     Returns:
         ``path``.
@@ -79,7 +81,7 @@ def save_chrome_trace(
         ScheduleError: if there are no actions.
     """
     begin, _ = extent(timeline)
-    live = live_over_time(timeline, kept)
+    live = live_over_time(timeline, kept, offload)
 
     def event(rank: int, name: str, phase: str, time: float, **others: object) -> dict[str, object]:
         microseconds = (time - begin) * unit * 1e6

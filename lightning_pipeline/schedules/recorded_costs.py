@@ -35,13 +35,17 @@ class Costs:
     transfer: float
     backward: list[float]
 
-    def simulate(self, schedule: Schedule) -> Simulation:
-        """What `schedule` would do with these costs: the stages that it does not split take `backward`."""
+    def simulate(self, schedule: Schedule, offload: float = 0) -> Simulation:
+        """What `schedule` would do with these costs: the stages that it does not split take `backward`.
+
+        Args:
+            offload: the share of activations that goes to host memory while they wait, which takes no time here.
+        """
         split = {action.stage for order in schedule.orders for action in order if action.kind is Kind.I}
         input_grad, weight_grad = list(self.input_grad), list(self.weight_grad)
         for stage in set(range(schedule.num_stages)) - split:
             input_grad[stage], weight_grad[stage] = self.backward[stage], 0.0
-        return simulate(schedule, self.forward, input_grad, weight_grad, self.transfer)
+        return simulate(schedule, self.forward, input_grad, weight_grad, self.transfer, offload=offload)
 
 
 def equal_costs(num_stages: int) -> Costs:

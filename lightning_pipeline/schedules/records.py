@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,22 @@ class RecordedStep:
         peak_live: the most activations of virtual stages that were live at once in a step so far.
         sent: bytes of each send.
         memory: the most bytes that the device's tensors took so far; on the CPU, that the process took.
+        offload: the share of activations that goes to host memory while they wait; where there is one, also:
+        live_bytes: the most bytes that saved tensors took on the device at once in the step.
+        kept: bytes that each virtual stage saved of a micro-batch.
+        away: those of them that went to host memory.
     """
 
     rank: int
     actions: list[tuple[Action, float, float]] = field(default_factory=list)
     reductions: list[tuple[float, float]] = field(default_factory=list)
-    peak_live: int = 0
+    peak_live: float = 0
     sent: dict[Action, int] = field(default_factory=dict)
     memory: int = 0
+    offload: float = 0
+    live_bytes: int = 0
+    kept: dict[int, int] = field(default_factory=dict)
+    away: dict[int, int] = field(default_factory=dict)
 
     def note_reduction(self, bucket: int, start: float, end: float) -> None:
         """Take what a reducer's `observe` gets, bucket after bucket."""
@@ -58,7 +66,7 @@ class RecordedStep:
         """A copy with all times moved later by `seconds`."""
         actions = [(action, start + seconds, end + seconds) for action, start, end in self.actions]
         reductions = [(start + seconds, end + seconds) for start, end in self.reductions]
-        return RecordedStep(self.rank, actions, reductions, self.peak_live, self.sent, self.memory)
+        return replace(self, actions=actions, reductions=reductions)
 
 
 Pipelines = Sequence[Sequence[RecordedStep]]
@@ -204,6 +212,7 @@ def _as_builtins(rank: RecordedStep) -> dict[str, Any]:
         "peak_live": rank.peak_live,
         "sent": {str(action): size for action, size in rank.sent.items()},
         "memory": rank.memory,
+        "offload": rank.offload,
     }
 
 
@@ -212,9 +221,10 @@ def _rank(content: dict[str, Any]) -> RecordedStep:
         int(_number(content["rank"], MAX_PROCESSES)),
         [(Action.parse(name), _number(start), _number(end)) for name, start, end in content["actions"]],
         [(_number(start), _number(end)) for start, end in content["reductions"]],
-        int(_number(content["peak_live"])),
+        _number(content["peak_live"]),
         {Action.parse(name): int(_number(size, 2**63)) for name, size in content["sent"].items()},
         int(_number(content["memory"], 2**63)),
+        _number(content.get("offload", 0), 2),
     )
 
 

@@ -120,6 +120,7 @@ def report_of_simulation(
     stages: Sequence[Mapping[str, Any]] = (),
     stage_config: Mapping[str, int] | None = None,
     moves: Sequence[Mapping[str, Any]] = (),
+    offload: float = 0,
 ) -> Report:
     """The report of a schedule, or of a plan.
 
@@ -127,6 +128,7 @@ def report_of_simulation(
         unit: of the times in the report.
         scale: of these in one unit of the simulation's times.
         stages, stage_config, moves: see `Report`.
+        offload: as in `simulate`.
 
     Raises:
         ScheduleError: there are more ranks than a report has room for.
@@ -136,7 +138,7 @@ def report_of_simulation(
             f"a report has room for {4 * MAX_ROWS} ranks, got {len(simulation.spans)}; write a trace (.json) instead"
         )
     kept = {number: float(stage.get("kept_bytes") or 0) for number, stage in enumerate(stages)}
-    ranks = [RecordedStep(rank, list(row)) for rank, row in enumerate(simulation.spans)]
+    ranks = [RecordedStep(rank, list(row), offload=offload) for rank, row in enumerate(simulation.spans)]
     step = _step("", [ranks], kept, scale=scale, is_simulated=True)
     return Report(title, unit, labels_of([ranks]), [step], list(stages), list(moves), "", stage_config or {})
 
@@ -178,6 +180,7 @@ def _step(
     bubbles: list[float] = []
     for pipeline in pipelines:
         timeline = [rank.actions for rank in pipeline]
+        offload = pipeline[0].offload
         transfer = math.inf  # in a simulation, nothing but a transfer comes between a result and its user
         if not is_simulated:
             placement = placement_of_timeline(timeline)
@@ -185,9 +188,9 @@ def _step(
             transfer = costs.transfer
             simulation = costs.simulate(recorded_schedule(timeline, placement))
             bubbles.append(simulation.bubble)
-            simulated += _rows(simulation.spans, kept, math.inf, lambda time: round(time * scale, 5))
+            simulated += _rows(simulation.spans, kept, math.inf, lambda time: round(time * scale, 5), (), offload)
         reductions = [rank.reductions for rank in pipeline]
-        measured = _rows(timeline, kept, transfer, at, reductions if any(reductions) else ())
+        measured = _rows(timeline, kept, transfer, at, reductions if any(reductions) else (), offload)
         for row, rank in zip(measured, pipeline, strict=True):
             spans = [[at(start), at(stop)] for start, stop in rank.reductions]
             sent = {str(action): size for action, size in rank.sent.items()}
@@ -209,10 +212,11 @@ def _rows(
     transfer: float,
     at: Any,
     reductions: Sequence[Sequence[tuple[float, float]]] = (),
+    offload: float = 0,
 ) -> list[dict[str, Any]]:
     begin, end = extent(timeline)
     found = []
-    lives = live_over_time(timeline, kept)
+    lives = live_over_time(timeline, kept, offload)
     for row, own, live in zip(timeline, waits(timeline, reductions, transfer), lives, strict=True):
         found.append(
             {

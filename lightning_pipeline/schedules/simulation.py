@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_pipeline.schedules.offloading import HostLink, away_in, by_place, changes_of
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, format_grid
 from lightning_pipeline.schedules.validation import ScheduleError
 
@@ -79,14 +80,18 @@ class Simulation:
     Attributes:
         makespan: from the first start to the last end, in the unit of the costs.
         bubble: the share of all ranks' time that is idle, 0 to 1.
-        peak_live: for each rank, how many activations of a virtual stage it holds at most at once.
+        peak_live: for each rank, how many activations of a virtual stage it holds at most at once; one that is in host
+            memory counts as the share that stays.
         spans: for each rank, its compute actions with their times.
+        waited_for_host: for each rank, the time that it waits for transfers to host memory and back, which nothing
+            hides; empty where nothing goes there.
     """
 
     makespan: float
     bubble: float
-    peak_live: list[int]
+    peak_live: list[float]
     spans: Sequence[list[Span]]
+    waited_for_host: Sequence[float] = ()
 
 
 def simulate(
@@ -95,6 +100,9 @@ def simulate(
     input_grad: Cost = 1.0,
     weight_grad: Cost = 1.0,
     transfer: Cost = 0.0,
+    *,
+    offload: float = 0.0,
+    host_transfer: Cost = 0.0,
 ) -> Simulation:
     """Run the schedule on paper: each rank starts its next action as soon as it is free and the inputs are there.
 
@@ -105,9 +113,13 @@ def simulate(
         weight_grad: time of W, likewise.
         transfer: time until a value arrives on another rank, one number or one for each virtual stage but the last, for
             the boundary after it.
+        offload: the share of a virtual stage's activations that goes to host memory while they wait
+            (``offloading.away_in``); they go and come back beside the computation.
+        host_transfer: time that they take to go, and to come back; one number or one for each virtual stage.
 
     Raises:
-        ScheduleError: if the schedule deadlocks, or a list of costs has not one number for each virtual stage.
+        ScheduleError: if the schedule deadlocks, a list of costs has not one number for each virtual stage, or a
+            schedule of arrays is to send activations.
     """
     schedule = schedule.compute()
     f, i, w = (
@@ -117,7 +129,12 @@ def simulate(
     costs = {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: [a + b for a, b in zip(i, w, strict=True)]}
     between = transfer if isinstance(transfer, Sequence) else [transfer] * (schedule.num_stages - 1)
     between = _per_stage("transfer", [*between, 0.0], schedule.num_stages)
-    if (arrays := as_arrays(schedule)) is not None:
+    links, share = [], [offload] * schedule.num_stages if offload else []
+    if offload:
+        schedule.require_small("simulated with activations in host memory")
+        to_host = _per_stage("host_transfer", host_transfer, schedule.num_stages)
+        links = [HostLink(order, to_host) for order in schedule.orders]
+    elif (arrays := as_arrays(schedule)) is not None:
         from lightning_pipeline.schedules import compact
 
         try:
@@ -126,15 +143,15 @@ def simulate(
             if schedule.is_large:
                 raise
             # The deadlock is shown in the grid, below.
-    spans, ready = _spans(schedule, costs, between)
+    spans, ready = _spans(schedule, costs, between, links)
     stuck = {rank: len(done) for rank, done in enumerate(spans) if len(done) < len(schedule.orders[rank])}
     if stuck:
         raise _deadlock(schedule, stuck, ready)
     makespan = max((order[-1].end for order in spans if order), default=0.0)
     busy = sum(span.end - span.start for order in spans for span in order)
     bubble = 1 - busy / (makespan * schedule.num_ranks) if makespan else 0.0
-    peaks = [_peak_live(order, has_backward=schedule.has_backward) for order in schedule.orders]
-    return Simulation(makespan, bubble, peaks, spans)
+    peaks = [_peak_live(order, share, has_backward=schedule.has_backward) for order in schedule.orders]
+    return Simulation(makespan, bubble, peaks, spans, [link.waited for link in links])
 
 
 _LONG = 8192  # passes, from which on arrays are worth it
@@ -155,12 +172,13 @@ def as_arrays(schedule: Schedule) -> Schedule | None:
 
 
 def _spans(
-    schedule: Schedule, costs: dict[Kind, list[float]], transfer: list[float]
+    schedule: Schedule, costs: dict[Kind, list[float]], transfer: list[float], links: Sequence[HostLink] = ()
 ) -> tuple[list[list[Span]], dict[Action, float]]:
     """What each rank does when, up to a deadlock; and when each value is there.
 
     Args:
         transfer: for each virtual stage, the time that a value takes over the boundary after it.
+        links: of each rank, to its host memory; empty where nothing goes there.
     """
     ready: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.orders]
@@ -187,8 +205,11 @@ def _spans(
                 there = arrival(action, rank)
                 if there is None:
                     break
-                start = max(there, done[-1].end if done else 0.0)
+                place, free = len(done), done[-1].end if done else 0.0
+                start = links[rank].start(place, free, there) if links else max(there, free)
                 done.append(Span(action, start, start + costs[action.kind][action.stage]))
+                if links:
+                    links[rank].note_end(place, done[-1].end)
                 ready.update(dict.fromkeys(yields(action), done[-1].end))
                 progress = True
     return spans, ready
@@ -203,12 +224,15 @@ def _deadlock(schedule: Schedule, stuck: dict[int, int], ready: dict[Action, flo
     return schedule.error(f"deadlock, {'; '.join(waits)}", set(stuck.items()))
 
 
-def _peak_live(order: Sequence[Action], *, has_backward: bool) -> int:
+def _peak_live(order: Sequence[Action], share: Sequence[float], *, has_backward: bool) -> float:
     """An activation lives from its F to the end of its B or W; without a backward only while F runs."""
     if not has_backward:
         return min(1, len(order))
-    live = peak = 0
-    for action in order:
+    changes = changes_of(order, share)
+    live = peak = 0.0 if share else 0
+    for place, action in enumerate(order):
+        live += changes.get(place, 0)
+        peak = max(peak, live)
         if action.kind is Kind.F:
             live += 1
             peak = max(peak, live)
@@ -261,20 +285,24 @@ def peak_bytes(
     kept: Sequence[float],
     forward: Sequence[float] | None = None,
     backward: Sequence[float] | None = None,
+    sent: Sequence[float] = (),
 ) -> list[float]:
-    """For each rank, the most bytes of activations that it holds at once.
+    """For each rank, the most bytes of activations that its device holds at once.
 
     Args:
         kept: bytes that each virtual stage keeps of a micro-batch from its F to the end of its B or W.
         forward: the most that it takes of the micro-batch during F, what it keeps included; None: no more than that.
         backward: likewise during B or I.
+        sent: bytes of `kept` that go to host memory while a micro-batch waits (``offloading.away_in``).
     """
     during = {Kind.F: forward or kept, Kind.B: backward or kept, Kind.I: backward or kept}
     peaks = []
     for order in schedule.compute():
         live = peak = 0.0
-        for action in order:
+        changes = changes_of(order, sent)
+        for place, action in enumerate(order):
             stage = action.stage
+            live += changes.get(place, 0.0)
             others = live - kept[stage] * (action.kind is not Kind.F)
             peak = max(peak, live, others + during.get(action.kind, kept)[stage])
             if action.kind is Kind.F:
@@ -285,12 +313,18 @@ def peak_bytes(
     return peaks
 
 
-def live_activations(schedule: Schedule) -> list[int]:
-    """For each virtual stage, the most micro-batches whose activations it holds at once."""
-    live = [0] * schedule.num_stages
-    peaks = [0] * schedule.num_stages
+def live_activations(schedule: Schedule, offload: float = 0) -> list[float]:
+    """For each virtual stage, the most micro-batches whose activations it holds at once; `offload` as in `simulate`."""
+    live: list[float] = [0] * schedule.num_stages
+    peaks: list[float] = [0] * schedule.num_stages
     for order in schedule.compute():
-        for action in order:
+        away = away_in(order) if offload else []
+        gone, back = by_place(away, "gone"), by_place(away, "back")
+        for place, action in enumerate(order):
+            for some, share in ((gone, -offload), (back, offload)):
+                for one in some.get(place, ()):
+                    live[one.stage] += share
+                    peaks[one.stage] = max(peaks[one.stage], live[one.stage])
             if action.kind is Kind.F:
                 live[action.stage] += 1
                 peaks[action.stage] = max(peaks[action.stage], live[action.stage])

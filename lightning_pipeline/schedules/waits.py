@@ -7,6 +7,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
+from lightning_pipeline.schedules.offloading import away_in
 from lightning_pipeline.schedules.schedule import Action, Kind
 from lightning_pipeline.schedules.simulation import needs
 from lightning_pipeline.schedules.timeline import Timeline, extent
@@ -141,27 +142,35 @@ def _values(timeline: Timeline) -> tuple[dict[Action, tuple[Action, float]], dic
     return made, sent, rank_of
 
 
-def live_over_time(timeline: Timeline, kept: Mapping[int, float] | None = None) -> list[list[tuple[float, int, float]]]:
-    """For each rank, from when on it holds how many activations of virtual stages, and how many bytes.
+def live_over_time(
+    timeline: Timeline, kept: Mapping[int, float] | None = None, offload: float = 0
+) -> list[list[tuple[float, float, float]]]:
+    """For each rank, from when on its device holds how many activations of virtual stages, and how many bytes.
 
     An activation lives from the start of its F to the end of its B or W; without a backward only while F runs.
 
     Args:
         kept: bytes that a virtual stage keeps of a micro-batch; without them all bytes are 0.
+        offload: the share of activations that goes to host memory while they wait (`simulate`).
     """
     has_backward = any(action.kind in (Kind.B, Kind.W) for row in timeline for action, _, _ in row)
-    found: list[list[tuple[float, int, float]]] = []
+    found: list[list[tuple[float, float, float]]] = []
     for row in timeline:
-        changes: list[tuple[float, int, float]] = []
+        changes: list[tuple[float, float, float]] = []
+        computed = sorted((span for span in row if span[0].kind.is_compute), key=lambda span: span[1])
+        for one in away_in([action for action, _, _ in computed]) if offload else ():
+            size = offload * kept.get(one.stage, 0.0) if kept else 0.0
+            changes += [(computed[one.gone][1], -offload, -size), (computed[one.back][1], offload, size)]
         for action, start, end in row:
             size = kept.get(action.stage, 0.0) if kept else 0.0
             if action.kind is Kind.F:
                 changes.append((start, 1, size))
             if action.kind in ((Kind.B, Kind.W) if has_backward else (Kind.F,)):
                 changes.append((end, -1, -size))
-        count, size, line = 0, 0.0, []
-        for time, one, more in sorted(changes):
-            count, size = count + one, size + more
+        count: float = 0
+        size, line = 0.0, []
+        for time, change, more in sorted(changes):
+            count, size = count + change, size + more
             line.append((time, count, size))
         found.append(line)
     return found

@@ -63,6 +63,7 @@ class LocalStages:
             holders=self.local.holders,
             schedule=schedules,
             num_microbatches=cut.num_microbatches,
+            offload=strategy.offload_activations,
             on_module_changed=self._note_new_tensors,
             context=None if context is None else ContextRanks(context.group, context.control_group),
         )

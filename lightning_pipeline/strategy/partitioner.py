@@ -123,6 +123,7 @@ class Partitioner:
             replicas=replicas,
             receives_ahead=RECEIVES_AHEAD,
             sends_underway=SEND_WINDOW if device.type == "cpu" else 1,
+            offload=float(strategy.offload_activations),
         )
 
     def at_start(self) -> Cut:

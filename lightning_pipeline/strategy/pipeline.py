@@ -56,6 +56,9 @@ class PipelineStrategy(SessionStrategy):
             ``Advisor``); "optimized" searches for a faster order then, and writes it to ``optimized.csv`` in the
             trainer's ``default_root_dir`` (see ``schedules.optimize``).
         max_live_microbatches: with "auto" and "optimized", the most micro-batches whose activations a device may hold.
+        offload_activations: True, or a share between 0 and 1 of a stage's bytes: what micro-batches have saved goes to
+            pinned host memory while they wait, and comes back while the action before their backward runs. Only those
+            go whose absence lowers the most that a device holds (``schedules.offloading``). Results are the same bits.
         gradients_mean: gradients are averaged over replicas; else summed.
         data_parallel: "replicate" keeps a stage's parameters and optimizer state whole on each of its replicas; "zero1"
             shards the optimizer state and the update (see ``OptimizerShards``); "fsdp" also shards parameters and
@@ -94,6 +97,7 @@ class PipelineStrategy(SessionStrategy):
         num_microbatches: int | str | None = None,
         schedule: ScheduleArgument = "1f1b",
         max_live_microbatches: float | None = None,
+        offload_activations: bool | float = False,
         gradients_mean: bool = True,
         data_parallel: str = "replicate",
         opt_shard: bool = False,
@@ -129,6 +133,7 @@ class PipelineStrategy(SessionStrategy):
         self.schedule = schedule
         self.schedule_choice = ScheduleChoice(schedule)
         self.max_live_microbatches = max_live_microbatches
+        self.offload_activations = offload_activations
         self.gradients_mean = gradients_mean
         self.data_parallel = validation.data_parallel_of(data_parallel, opt_shard=opt_shard)
         self.tensor_parallel_size = tensor_parallel_size

@@ -252,6 +252,7 @@ class Advisor:
     Args:
         num_stages: device groups, with `num_virtual_stages` each.
         max_live_microbatches: the most micro-batches whose activations a rank may hold; None for no bound.
+        offload: the share of activations that goes to host memory while they wait, and counts no more.
         optimizes: search for an order besides (see `optimize`), and use that.
         csv: where to write the order that was found; None: nowhere.
 
@@ -266,6 +267,7 @@ class Advisor:
         num_virtual_stages: int,
         num_microbatches: int,
         max_live_microbatches: float | None,
+        offload: float = 0,
         optimizes: bool = False,
         csv: Path | None = None,
     ) -> None:
@@ -273,6 +275,7 @@ class Advisor:
         self._optimizes = optimizes
         self._most_live = max_live_microbatches
         self._csv = csv
+        self._offload = offload
         self._peaks: dict[str, float] = {}
         self._candidates: dict[str, Schedules] = {}
         sizes = {
@@ -289,7 +292,7 @@ class Advisor:
             known = any(schedules.full == other.full for other in self._candidates.values())
             if not known and tuple(schedules.placement) == loop_placement(num_stages, num_virtual_stages):
                 self._candidates[name] = schedules
-                self._peaks[name] = max(simulate(schedules.full).peak_live) / num_virtual_stages
+                self._peaks[name] = max(simulate(schedules.full, offload=offload).peak_live) / num_virtual_stages
         if max_live_microbatches is not None:
             least = min(self._peaks, key=self._peaks.__getitem__)
             if self._peaks[least] > max_live_microbatches and not optimizes:
@@ -318,7 +321,7 @@ class Advisor:
         num_ranks = schedule.num_ranks
         virtual = schedule.num_stages // num_ranks
         self._candidates[OPTIMIZED] = Schedules(schedule, "", num_ranks, virtual)
-        self._peaks[OPTIMIZED] = max(simulate(schedule).peak_live) / virtual
+        self._peaks[OPTIMIZED] = max(simulate(schedule, offload=self._offload).peak_live) / virtual
 
     @property
     def first(self) -> Schedules:

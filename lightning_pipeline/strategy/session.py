@@ -140,11 +140,15 @@ class Session:
             self.advisor = Advisor(
                 **sizes,
                 max_live_microbatches=strategy.max_live_microbatches,
+                offload=strategy.offload_activations,
                 optimizes=strategy.schedule_choice.optimizes,
                 csv=Path(trainer.default_root_dir) / f"{OPTIMIZED}.csv" if trainer.is_global_zero else None,
             )
         schedules = self.advisor.first if self.advisor is not None else strategy.schedule_choice.bind(**sizes)
         self.topology = strategy.topology_of(self.num_stages).along(schedules.placement)
+        if not self.advisor:
+            label = strategy.schedule_choice.label
+            validation.warn_of_idle_offload(strategy.offload_activations, schedules.full, label)
         if not self.is_single_process:
             warn_of_placement(self.num_stages)
         if self.device.type == "cpu":

@@ -52,7 +52,7 @@ class SessionStrategy(ProcessStrategy):
     """The automatic cut, with its expected costs; None if the module is cut by stage_config."""
     advice = FromSession[Advice | None](lambda session: session.advice, None)
     """The choice of schedule="auto"; None until it is made."""
-    peak_live = FromSession[int](lambda session: session.runner.peak_live, 0)
+    peak_live = FromSession[float](lambda session: session.runner.peak_live, 0)
     """The most activations of virtual stages that were live on this rank at once in a training step so far."""
 
     def __init__(self, *args: Any, save_distributed_checkpoint: bool, **kwargs: Any) -> None:

@@ -43,7 +43,7 @@ class StageRunner:
 
     def __init__(self, session: Session, seed: int) -> None:
         strategy = session.strategy
-        self.peak_live: int = 0
+        self.peak_live: float = 0
         self._module = session.module
         self._stages = session.stages
         self._session = session

@@ -144,6 +144,7 @@ def write_chrome_trace(recorded: Pipelines, path: Path, kept: Mapping[int, float
         reductions=[rank.reductions for rank in ranks],
         labels=labels_of(recorded),
         kept=kept,
+        offload=ranks[0].offload,
     )
 
 

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.engine.fully_sharded import is_sharded, sharded_elsewhere
 from lightning_pipeline.partition.stage_config import AUTO
+from lightning_pipeline.schedules import Schedule
+from lightning_pipeline.schedules.offloading import away_in
 from lightning_pipeline.schedules.validation import MAX_PASSES, MAX_PROCESSES, MAX_RANKS, shown
 
 from .._lightning import (
@@ -23,6 +25,7 @@ from .._lightning import (
     ModelPruning,
     Precision,
     Trainer,
+    rank_zero_warn,
 )
 from ..checkpoint.state import copies_of
 from .lightning_private import check_name, data_sources
@@ -37,6 +40,7 @@ ALIKE = (
     "num_stages",
     "num_microbatches",
     "max_live_microbatches",
+    "offload_activations",
     "gradients_mean",
     "data_parallel",
     "tensor_parallel_size",
@@ -80,6 +84,27 @@ def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
             f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto" or "optimized", which '
             f"choose; with {choice.label!r} it is given"
         )
+
+    offload = asked.offload_activations
+    if not isinstance(offload, (bool, int, float)) or not 0 <= offload <= 1:
+        raise ValueError(
+            f"offload_activations is True, False, or the share of a stage's activations that goes to host memory, a "
+            f"number from 0 to 1; got {shown(offload)}"
+        )
+
+
+def warn_of_idle_offload(share: float, schedule: Schedule, label: str) -> None:
+    """Say so where the option to send activations to host memory has nothing to send."""
+    if share and not any(map(away_in, schedule.compute().orders)):
+        reason = "one device, where each micro-batch runs backward at once"
+        if schedule.num_ranks > 1:
+            reason = (
+                f"{label!r} on {schedule.num_ranks} devices with {schedule.num_microbatches} micro-batches: what waits "
+                f"is needed again too soon for a device to hold less. `lightning-pipeline simulate -p "
+                f"{schedule.num_ranks} -m {schedule.num_microbatches} --offload-activations 1` shows under which "
+                f"schedules it helps"
+            )
+        rank_zero_warn(f"offload_activations={share} sends nothing to host memory under {reason}")
 
 
 def _check_context(asked: PipelineStrategy) -> None:

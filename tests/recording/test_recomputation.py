@@ -36,7 +36,7 @@ def test_keeps_nothing_before_and_nothing_after() -> None:
     expected = torch.autograd.grad(body(x * 1).sum(), [x, weight, matrix])
     made.clear()
     y = recomputed(body, (x * 1,), True)
-    saved = weakref.ref(y.grad_fn.next_functions[0][0]._raw_saved_mat2.data._frame)
+    saved = weakref.ref(y.grad_fn.next_functions[0][0]._raw_saved_mat2.data.frame)
     assert alive() == [False, False]
     parts = SplitBackward([y.sum()], [None], [get_gradient_edge(x)])
     del y

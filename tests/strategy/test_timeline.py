@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pipeline import PipelineTimeline
 from lightning_pipeline.schedules import Action, build, simulate
+from lightning_pipeline.schedules.live import LiveRank, read_live
 from lightning_pipeline.schedules.records import read_records
-from tests.launching import launch
+from tests.launching import SOON_S, launch
 from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import pipeline_trainer, plain_trainer
 
@@ -37,11 +40,28 @@ class Seen(Callback):
         self.observed.append(trainer.strategy.pipeline.observe is not None)
 
 
+class Late(Callback):
+    """The second rank comes late to the second step, and looks what both are at meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: list[LiveRank] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == 1:
+            limit = time.monotonic() + SOON_S
+            while time.monotonic() < limit and not any(rank.is_waiting and rank.step == 1 for rank in self.seen):
+                time.sleep(0.1)
+                self.seen = [rank for rank, _ in read_live(self.folder)]
+
+
 def run(schedule: str, world: int, folder: str, timeline: PipelineTimeline | None, **options: Any) -> dict[str, Any]:
     """Four training steps and a validation in the middle; metrics every two steps."""
     L.seed_everything(1, verbose=False)
-    seen = Seen()
+    seen, late = Seen(), Late(Path(folder) / "timeline.live")
     callbacks = [timeline, seen] if timeline is not None else [seen]
+    if schedule == "1f1b" and timeline is not None and world == 2 and not options:
+        callbacks.append(late)
     trainer = pipeline_trainer(
         gpt_stages(world * VIRTUAL_STAGES[schedule]),
         world=world,
@@ -60,6 +80,7 @@ def run(schedule: str, world: int, folder: str, timeline: PipelineTimeline | Non
         "metrics": final,
         "has_metrics": seen.has_metrics,
         "observed": seen.observed,
+        "live": [asdict(rank) for rank in late.seen],
         "bubble": timeline.bubble if timeline is not None else None,
     }
 
@@ -126,6 +147,16 @@ class TestSchedules:
 
     def test_validation_is_not_recorded(self, two_ranks: list[dict[str, Any]], name: str) -> None:
         assert two_ranks[0][name]["observed"] == [False, False]
+
+
+@pytest.mark.multiprocess
+def test_while_it_trains_each_rank_tells_what_it_is_at(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    first, second = two_ranks[1]["1f1b"]["live"]
+    assert (first["rank"], first["stages"], first["step"], first["now"]) == (0, [0], 1, "waits for 1B0 of rank 1")
+    # 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0: the receive is posted, and 0B0 waits for it.
+    assert first["done"] == 5 and first["live"] == 2 and first["seconds"] > 0 and first["memory"] > 2**24
+    assert (second["rank"], second["stages"], second["now"], second["done"]) == (1, [1], "is between steps", 0)
+    assert not (folder / "1f1b" / "timeline.live").exists()
 
 
 @pytest.mark.multiprocess

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import csv
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -12,7 +17,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lightning_pipeline import PipelineTimeline
 from lightning_pipeline.strategy.timeline_loggers import log_picture, log_report
-from tests.launching import launch
+from tests.browser import window
+from tests.launching import SOON_S, launch
 from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import pipeline_trainer
 
@@ -32,19 +38,55 @@ def train(folder: str) -> None:
     trainer.fit(LitTokens(), token_loader(24, 8))
 
 
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    launch(train, str(folder), world=2)
+    return folder
+
+
 @pytest.mark.multiprocess
-def test_tensorboard_has_pictures_and_scalars(tmp_path: Path) -> None:
+def test_tensorboard_has_pictures_and_scalars(trained: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    launch(train, str(tmp_path), world=2)
-    events = accumulator.EventAccumulator(str(tmp_path / "board"), size_guidance={"images": 0})
+    events = accumulator.EventAccumulator(str(trained / "board"), size_guidance={"images": 0})
     events.Reload()
     # Every second step, and the last one when training ends.
     assert [image.step for image in events.Images("pipeline/timeline")] == [2, 3]
     assert all(image.width > 900 for image in events.Images("pipeline/timeline"))
     names = {f"pipeline/{name}" for name in ("bubble", "busy/rank0", "busy/rank1", "live_activations/rank1")}
     assert names <= set(events.Tags()["scalars"])
-    with (tmp_path / "csv" / "metrics.csv").open() as file:  # a logger without pictures has the numbers
+    with (trained / "csv" / "metrics.csv").open() as file:  # a logger without pictures has the numbers
         assert "pipeline/busy/rank1" in next(csv.reader(file))
+
+
+@contextmanager
+def tensorboard(logs: Path) -> Iterator[str]:
+    """The address of a TensorBoard that shows these logs."""
+    pytest.importorskip("tensorboard")
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs), "--port", "0", "--host", "127.0.0.1"]
+    with subprocess.Popen([*command, "--load_fast=false"], stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            found = (re.search(r"at (http://\S+)", line) for line in server.stderr)
+            yield next(match[1] for match in found if match)
+        finally:
+            server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_tensorboards_own_page_shows_them(trained: Path) -> None:
+    with window() as page, tensorboard(trained / "board") as address:
+        page.set_default_timeout(1000 * SOON_S)
+        page.goto(f"{address}#images")
+        page.get_by_text("pipeline/timeline", exact=True).wait_for()
+        picture = page.locator("img[src*=individualImage]").first
+        picture.wait_for()
+        page.wait_for_function("picture => picture.naturalWidth > 900", arg=picture.element_handle())
+
+        page.goto(f"{address}#scalars&tagFilter=pipeline/(bubble%7Cbusy)")
+        for name in ("bubble", "bubble_simulated", "busy/rank0", "busy/rank1"):
+            page.get_by_text(f"pipeline/{name}", exact=True).first.wait_for()
+            page.locator(f"tf-scalar-card:has-text('pipeline/{name}') path.line").first.wait_for(state="attached")
 
 
 class MLflowClient:

@@ -1,0 +1,140 @@
+"""Activations of waiting micro-batches in host memory: what is sent, when it moves, and what stays on the device.
+
+``schedules.offloading`` chooses whose activations wait there. Their moves stand between a rank's actions::
+
+    0F4  send  0B1  settle  0F5  0B2  0F6  0B3  fetch  0F7  arrive  0B4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.memory import memory_of
+from lightning_pipeline.recording.saved_tensors import Block, HostMemory, SavedMemory, memories_of
+from lightning_pipeline.schedules import Action, Kind
+from lightning_pipeline.schedules.offloading import away_in, by_place
+
+
+class Move(NamedTuple):
+    """A method of `Visit` that is called between actions."""
+
+    method: str
+    stage: int
+    microbatch: int
+
+
+def with_moves(actions: Sequence[Action]) -> list[Action | Move]:
+    """A rank's actions, sends and receives included, with the moves to host memory and back among them."""
+    computed = [action for action in actions if action.kind.is_compute]
+    away = away_in(computed)
+    before = [
+        (method, by_place(away, place)) for method, place in (("settle", "gone"), ("fetch", "back"), ("arrive", "used"))
+    ]
+    sent = {(one.stage, one.microbatch) for one in away}
+    found: list[Action | Move] = []
+    waiting: Move | None = None
+    place = 0
+    for action in actions:
+        # A send of the outputs goes first: the next stage waits for it.
+        if waiting is not None and action.kind is not Kind.SEND_F:
+            found.append(waiting)
+            waiting = None
+        if action.kind.is_compute:
+            for method, of_place in before:
+                found += [Move(method, one.stage, one.microbatch) for one in of_place.get(place, ())]
+            place += 1
+        found.append(action)
+        if action.kind is Kind.F:
+            key = action.stage, action.microbatch
+            waiting = Move("send_away" if key in sent else "note_saved", *key)
+    return found if waiting is None else [*found, waiting]
+
+
+class Offload:
+    """Sends saved tensors of this rank to host memory.
+
+    Args:
+        share: of a virtual stage's bytes, the most that is sent.
+
+    Attributes:
+        measures: whether to count bytes, which takes a look at everything that is saved.
+        peak_bytes: the most bytes that saved tensors took on the device in the step, where that is counted.
+        kept: bytes that each virtual stage of this rank saved of a micro-batch, where they are counted.
+        sent: those that went to host memory.
+    """
+
+    def __init__(self, share: float, device: torch.device) -> None:
+        self.share = share
+        self.measures = False
+        self.peak_bytes = 0
+        self.kept: dict[int, int] = {}
+        self.sent: dict[int, int] = {}
+        self._memory = HostMemory(device)
+        self._held: set[int] = set()
+        self._live: list[tuple[_torch.StorageWeakRef, int]] = []
+
+    def begin(self, module_tensors: Iterable[Tensor], *, measures: bool) -> None:
+        """Begin a step."""
+        self.measures, self.peak_bytes, self.kept, self.sent, self._live = measures, 0, {}, {}, []
+        # Each step anew, as parameters that are sharded over replicas have other memory in each.
+        self._held = {memory for tensor in module_tensors for memory in memories_of(tensor)}
+
+    def note(self, stage: int, roots: Iterable[Node], held: Iterable[Tensor]) -> SavedMemory:
+        """Look at what a micro-batch's graph has saved.
+
+        Args:
+            held: tensors that somebody besides the graph refers to.
+        """
+        saved = SavedMemory(roots, self._held.union(memory for tensor in held for memory in memories_of(tensor)))
+        if self.measures:
+            self.kept[stage] = sum(saved.sizes.values())
+            self._live += ((ref, saved.sizes[memory]) for memory, ref in saved.refs.items())
+            self._measure()
+        return saved
+
+    def send(self, stage: int, saved: SavedMemory) -> Parcel:
+        """Begin to copy what a micro-batch has saved to host memory."""
+        blocks = saved.send(self.share, self._memory)
+        self.sent[stage] = sum(saved.sizes[memory] for memory in blocks)
+        return Parcel(blocks)
+
+    def fetch(self, parcel: Parcel) -> None:
+        """Begin to copy it back."""
+        back = [block.fetch() for block in parcel.blocks.values()]
+        if self.measures:
+            self._live += ((_torch.StorageWeakRef(memory), memory.nbytes()) for memory in back)
+            self._measure()
+
+    def _measure(self) -> None:
+        self._live = [(ref, size) for ref, size in self._live if not ref.expired()]
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live))
+
+
+class Parcel:
+    """What of one micro-batch's visit is in host memory, or on its way."""
+
+    def __init__(self, blocks: dict[int, Block]) -> None:
+        self.blocks = blocks
+
+    def let_go(self, leaves: Iterable[Tensor]) -> None:
+        """Free the memory on the device.
+
+        Args:
+            leaves: received tensors that begin the graph. Backward needs their place in it, not their data.
+        """
+        for leaf in leaves:
+            if memory_of(leaf) in self.blocks:
+                leaf.data = leaf.new_empty(0)
+        for block in self.blocks.values():
+            block.let_go()
+
+    def arrive(self) -> None:
+        """Let what follows wait for the memory on the device."""
+        for block in self.blocks.values():
+            block.arrive()
