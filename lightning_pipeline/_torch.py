@@ -80,6 +80,9 @@ FunctionBase, SingleLevelFunction = torch._C._FunctionBase, torch.autograd.funct
 """The base classes of `torch.autograd.Function`."""
 PROCESS_FLAGS: Any = torch._C
 """Has the functions that set and tell flags of the process, such as which kernels attention may use."""
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+"""The kernel behind `scaled_dot_product_attention`, which also returns the logarithms of the softmax's denominators."""
 ScriptFunction = torch._C.ScriptFunction
 """What `torch.jit.script` and `torch.jit.trace` return for functions."""
 

@@ -34,6 +34,7 @@ SECONDS = {
     "training/test_three_dimensions": 25,
     "training/test_tensor_parallel": 11,
     "training/test_offloading": 11,
+    "training/test_context_parallel": 25,
     "test_registration": 11,
     "training/test_broken_files": 11,
     "runtime/test_failure": 11,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.engine.microbatch import Microbatch, digests
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become
 from lightning_pipeline.runtime.direct import DirectTransport
+from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.tensor_meta import as_bytes, from_bytes, num_bytes, places
 from lightning_pipeline.runtime.transport import Transport
 
@@ -84,7 +87,9 @@ def end_step(
     rows = transport.all_gather_vector(row, "the end of the step")
     digests = rows[:, CAPACITY // 8].tolist()
     if len(set(digests)) > 1:
-        _tell_difference(microbatches, transport)
+        own = _what_ran(microbatches)
+        told = [transport.broadcast_object(own, rank, "what a rank ran") for rank in range(transport.num_stages)]
+        _tell_difference(told, transport.name_of)
     parts = [rows.view(torch.uint8)[:, :CAPACITY][:, : len(first)]]
     if len(rest):
         more = transport.all_gather_vector(rest.view(torch.float64), "values of the step")
@@ -130,21 +135,45 @@ _WAY_OUT = (
 )
 
 
-def _tell_difference(microbatches: Sequence[Microbatch], transport: Transport) -> None:
-    """Find the first difference between what ranks ran, and raise an error that names it."""
+def check_alike(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], group: dist.ProcessGroup) -> None:
+    """Compare what ran with the ranks of a group that share sequences. All of them must call it.
+
+    Args:
+        group: carries tensors on the CPU.
+
+    Raises:
+        RuntimeError: they did not run the same; the message names the first call that differs.
+    """
+    size = dist.get_world_size(group)
+    own = torch.tensor([digest_of(microbatches, wanted)], dtype=torch.float64)
+    digests = [torch.empty_like(own) for _ in range(size)]
+    with waiting_for("the end of the step of ranks that share its sequences"):
+        dist.all_gather(digests, own, group=group)
+        if len({float(digest) for digest in digests}) > 1:
+            told: list[Any] = [None] * size
+            dist.all_gather_object(told, _what_ran(microbatches), group=group)
+            _tell_difference(told, "context-parallel rank {}".format)
+
+
+def _what_ran(microbatches: Sequence[Microbatch]) -> list[Any]:
+    """The events of each micro-batch, and digests of what they captured."""
     own = []
     for state in microbatches:
         assert state.recording is not None
         events = [(event.digest, event.name, event.line, event.num_captured) for event in state.recording.event.path()]
         own.append((events, digests(state.contents)))
-    told = [transport.broadcast_object(own, rank, "what a rank ran") for rank in range(transport.num_stages)]
+    return own
+
+
+def _tell_difference(told: Sequence[list[Any]], name_of: Callable[[int], str]) -> NoReturn:
+    """Find the first difference between what ranks ran, and raise an error that names it, and them by `name_of`."""
     for index, ran in enumerate(zip(*told, strict=True)):
         paths = [path for path, _ in ran]
         for number in range(max(map(len, paths))):
             found = [path[number] if number < len(path) else (b"", "nothing more", "its end", 0) for path in paths]
             if len({digest for digest, *_ in found}) > 1:
                 shown = "; ".join(
-                    f"{transport.name_of(rank)} ran {name} at {line}" for rank, (_, name, line, _) in enumerate(found)
+                    f"{name_of(rank)} ran {name} at {line}" for rank, (_, name, line, _) in enumerate(found)
                 )
                 raise RuntimeError(f"the ranks did not run the same code in micro-batch {index}: {shown}. {_WAY_OUT}")
         for place, taken in enumerate(zip(*(taken for _, taken in ran), strict=False)):

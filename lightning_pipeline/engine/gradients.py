@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeline.engine.fully_sharded import FullySharded
@@ -11,7 +12,6 @@ from lightning_pipeline.engine.parameter_map import ParameterMap
 from lightning_pipeline.engine.reducer import PipelineGradReducer
 from lightning_pipeline.engine.shared_parameters import SharedGradients, Stages, shared_parameters
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
 
@@ -68,6 +68,8 @@ class Gradients:
         module: the LightningModule.
         stages: this rank's virtual stages.
         leaves: names of the modules that are sharded one by one.
+        group: the ranks that hold the same as this one, over which gradients are reduced; None if there are none.
+        parts: how many of them share the sequences of a replica (`context`).
         gradients_mean: average gradients over replicas; else sum them.
         sharded: shards parameters over replicas; None keeps them whole.
     """
@@ -80,7 +82,8 @@ class Gradients:
         leaves: Sequence[str] = (),
         *,
         transport: Transport | None,
-        replicas: Replicas | None,
+        group: dist.ProcessGroup | None,
+        parts: int = 1,
         gradients_mean: bool,
         sharded: FullySharded | None = None,
     ) -> None:
@@ -91,7 +94,7 @@ class Gradients:
         self._placement = placement
         self._stages = stages
         self._leaves = leaves
-        self._replicas = replicas
+        self._group, self._parts = group, parts
         self._gradients_mean = gradients_mean
         self._hold = GradientHold()
         self._over_stages = SharedGradients(transport, placement.rank)
@@ -148,7 +151,7 @@ class Gradients:
         self.gather()
         maybe_shared = self._named(self._maybe_shared)
         self._over_stages.begin(maybe_shared)
-        self._reducing = self._begin_reducing(maybe_shared) if complete and self._replicas is not None else None
+        self._reducing = self._begin_reducing(maybe_shared) if complete and self._group is not None else None
 
     def after_backward(self, stage: int, microbatch: int, *, last: bool) -> None:
         """After a micro-batch's backward on a virtual stage. `last`: it is the step's last one there."""
@@ -179,12 +182,15 @@ class Gradients:
 
     def _begin_reducing(self, maybe_shared: Mapping[str, nn.Parameter]) -> PipelineGradReducer:
         if self._reducer is None:
-            assert self._replicas is not None
             sharded = set(self.sharded.parameters()) if self.sharded is not None else set()
             parameters = self._module.named_parameters()
             named = {name: p for name, p in parameters if not p.is_meta and p not in sharded}
             self._reducer = PipelineGradReducer(
-                named.values(), group=self._replicas.group, gradients_mean=self._gradients_mean, names=list(named)
+                named.values(),
+                1.0 if self._gradients_mean else self._parts,
+                group=self._group,
+                gradients_mean=self._gradients_mean,
+                names=list(named),
             )
             self._final = self._groups(maybe_shared)
         self._reducer.observe = self.observe_buckets

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_pipeline.engine.collectives import over_replicas
+from lightning_pipeline.engine.context import ContextRanks
 from lightning_pipeline.engine.delivery import Delivery
 from lightning_pipeline.engine.executor import RankProgram, Span
 from lightning_pipeline.engine.gradient_hooks import hooks_of_parameters
@@ -50,6 +51,7 @@ class Pipeline:
         num_microbatches: micro-batches per step; a batch with fewer samples is split into fewer.
         offload: the share of a virtual stage's activations that goes to host memory while they wait for their backward.
         on_module_changed: called if the module's tensors are not those of the last step.
+        context: the ranks that share this one's sequences; None if each has its own.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Pipeline:
         num_microbatches: int,
         offload: float = 0,
         on_module_changed: Callable[[], None] = lambda: None,
+        context: ContextRanks | None = None,
     ) -> None:
         self.rank = rank
         self.placement = tuple(placement)
@@ -79,7 +82,7 @@ class Pipeline:
         """The largest number of virtual stages' activations alive on this rank at one time in the last step."""
         self.ran: list[tuple[Program | None, int]] = []
         """Of each micro-batch of the last observed step: its program, if it had one, and the number of its loss."""
-        self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, offload)
+        self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, offload, context)
         self.stages = self._shared.stages
         self.recorder = self._shared.recorder
         self.offload = self._shared.offload

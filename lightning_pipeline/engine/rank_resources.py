@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_pipeline.engine.context import ContextRanks
 from lightning_pipeline.engine.draws import Draws
 from lightning_pipeline.engine.expectations import Expectations
 from lightning_pipeline.engine.leaf_gradients import LeafGradients
@@ -24,6 +25,7 @@ from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import Program, average_in, needs_order
 from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.recording.recording import Recording
+from lightning_pipeline.recording.sequence_cut import SequenceCut, cut_sequence
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
 from lightning_pipeline.runtime.transport import Transport
@@ -39,6 +41,7 @@ class RankResources:
         calls: tells which stage the running submodule belongs to.
         holders: gives the ranks that hold a tensor of the module, by number.
         offload: the share of a virtual stage's activations that goes to host memory while they wait.
+        context: the ranks that share this one's sequences; None if each has its own.
 
     Attributes:
         stages: this rank's virtual stages, ascending.
@@ -57,7 +60,9 @@ class RankResources:
         calls: KeyedCalls,
         holders: Callable[[int], Sequence[int]],
         offload: float = 0,
+        context: ContextRanks | None = None,
     ) -> None:
+        self.context = context
         self.rank, self.placement, self.device = rank, tuple(placement), device
         self.stages = [stage for stage, place in enumerate(placement) if place == rank]
         self.transport = transport
@@ -92,6 +97,9 @@ class RankResources:
             program = recording.event.program = Program(recording.event, state.structure.large)
             program.needs_order = needs_order(program.events, len(self.placement))
             self._note_uses(program)
+            if self.context is not None:
+                program.cut = cut_sequence(program, self.context, training=work.loss_of is not None)
+                self.warnings.note_joined(program.cut)
             if work.loss_of is not None:
                 self.warnings.note_average(program, self.tensors, state.num_microbatches)
             self.has_learned = True
@@ -178,6 +186,17 @@ class StepWarnings:
             f"or prints it, so each micro-batch waits for the one before, and stages do not work at the same time. "
             f"The result is the same; where speed matters, keep or log the tensor, and read it in "
             f"on_train_batch_end"
+        )
+
+    def note_joined(self, cut: SequenceCut | None) -> None:
+        """Functions between parts of the sequence that are computed on the whole of it, on each rank."""
+        if cut is None or not cut.joined:
+            return
+        first, more = cut.joined[0], len(cut.joined) - 1
+        self._note(
+            f"each of {cut.ranks.size} ranks computes {first.name} ({first.line}){f' and {more} more' * (more > 0)} on "
+            f"the whole sequence, as it is not known to give parts of its result for parts of the sequence. The result "
+            f"is the same; context_parallel_size saves nothing there"
         )
 
     def note_average(self, program: Program, tensors: ModuleTensors, num_microbatches: int) -> None:

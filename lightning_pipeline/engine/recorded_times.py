@@ -70,7 +70,7 @@ def sent_bytes(pipeline: Pipeline) -> dict[Action, int]:
                 continue
             crossing = {Kind.SEND_F: program.visits[stage].sends, Kind.SEND_B: program.returning(stage, loss)}
             for kind, strands in crossing.items():
-                size = sum(program.specs[strand.value].num_bytes for strand in strands)
+                size = sum(program.sent_spec(strand.value).num_bytes for strand in strands)
                 if size:
                     sent[Action(kind, stage, microbatch)] = size
     return sent

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeline.engine.ahead import EarlyForwards
-from lightning_pipeline.engine.ending import digest_of, end_step, wanted_values
+from lightning_pipeline.engine.ending import check_alike, digest_of, end_step, wanted_values
 from lightning_pipeline.engine.executor import RankProgram, ScheduleRun, Span
 from lightning_pipeline.engine.in_order import InOrder
 from lightning_pipeline.engine.microbatch import Content, EarlyForward, Microbatch, StepResult, contents
@@ -298,6 +298,8 @@ class PipelineStep:
         assert shared.transport is not None
         owners = {state.index: {value: shared.owner(state, value) for value in state.places} for state in states}
         wanted = wanted_values(states, owners)
+        if shared.context is not None:
+            check_alike(states, wanted, shared.context.control_group)
         if work.results_on is not None and not work.waits and not wanted and not shared.has_learned:
             unchecked = digest_of(states, wanted, unchecked)
             self._give_results(work.results_on)

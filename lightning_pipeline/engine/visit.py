@@ -96,9 +96,9 @@ class Visit:
         if not inside.is_posted:
             inside.is_posted = True
             assert self._transport is not None
-            specs = state.program.specs
+            sent_spec = state.program.sent_spec
             inside.arriving = [
-                self._transport.recv(wire(specs[strand.value]), self._rank_before, Channel.FORWARD)
+                self._transport.recv(wire(sent_spec(strand.value)), self._rank_before, Channel.FORWARD)
                 for strand in self._receives(state)
             ]
         return True
@@ -185,7 +185,7 @@ class Visit:
         # The next rank has posted its receives: it needs tensors of the right shape even when there is no result.
         if (state.ahead.is_passed_over or state.ahead.error) and self.visit < len(state.program.visits):
             sends = state.program.visits[self.visit].sends
-            inside.outputs = [(strand, zeros_like(state.program.specs[strand.value])) for strand in sends]
+            inside.outputs = [(strand, zeros_like(state.program.sent_spec(strand.value))) for strand in sends]
         self._ahead.tell(state, self.visit)
 
     def _resolve(self, state: Microbatch) -> None:
@@ -204,7 +204,7 @@ class Visit:
         inside = state.on(self.visit)
         assert self._transport is not None and state.program is not None
         for strand, tensor in inside.outputs:
-            spec = state.program.specs[strand.value]
+            spec = state.program.sent_spec(strand.value)
             self._transport.send(conform(tensor, spec), self._rank_after, Channel.FORWARD)
         inside.outputs = []
 
@@ -214,7 +214,7 @@ class Visit:
         use = []
         assert state.program is not None
         for strand, arriving in zip(self._receives(state), inside.arriving or (), strict=True):
-            spec = state.program.specs[strand.value]
+            spec = state.program.sent_spec(strand.value)
             tensor = laid_out(arriving.wait(what), spec.stride)
             if self._training and spec.requires_grad:
                 # The step may modify its input in place, which autograd forbids for a leaf.
@@ -340,7 +340,7 @@ class Visit:
         assert program is not None
         found = program.gradient_strides.get(key)
         if found is None:
-            specs = [program.specs[strand.value] for strand in program.returning(*key)]
+            specs = [program.sent_spec(strand.value) for strand in program.returning(*key)]
             found = program.gradient_strides[key] = GradientStrides(specs)
         return found
 
@@ -454,7 +454,7 @@ class Visit:
         inside = state.on(self.visit)
         strands = state.program.returning(self.visit, state.loss_value)
         for strand, gradient in zip(strands, gradients, strict=True):
-            inside.gradients.append(zeros_like(state.program.specs[strand.value]) if gradient is None else gradient)
+            inside.gradients.append(zeros_like(state.program.sent_spec(strand.value)) if gradient is None else gradient)
         if self.preceding is not None:
             state.on(self.visit - 1).arriving_gradients = [ArrivedTensor(gradient) for gradient in inside.gradients]
             inside.gradients = []

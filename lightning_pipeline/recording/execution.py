@@ -136,7 +136,7 @@ class _Writer:
                 self._region(region, list(numbers), forks, last)
         self._leave_autocast()
         sends = ", ".join(self._variable(strand.value, source) for strand, source in plan.sends.items())
-        kept = ", ".join(self._variable(value, None) for value in self._kept)
+        kept = ", ".join(self._whole(value) for value in self._kept)
         self._line(f"return [{sends}], [{kept}]")
         source = "\n".join(self._lines)
         code = compile(source, f"<visit of {program.digest.hex()}>", "exec")
@@ -193,6 +193,9 @@ class _Writer:
             self._autocast = None
 
     def _event(self, number: int, event: Event) -> None:
+        cut = self._program.cut
+        if cut is not None and number in cut.skipped:
+            return
         if event.state[0] is not self._grad:
             self._grad = event.state[0]
             self._line(f"{self._constant(_torch.set_grad_enabled)}({self._grad})")
@@ -201,13 +204,16 @@ class _Writer:
             self._autocast = event.state[2]
             if self._autocast is not None:
                 self._line(f"cast = {self._constant(autocast_as)}({self._constant(self._autocast)}); cast.__enter__()")
-        function = self._constant(event.function)
+        function, args, kwargs = event.function, event.call.args, event.call.kwargs
+        if cut is not None and number in cut.calls:
+            function, args, kwargs = cut.calls[number]
+        function = self._constant(function)
         if event.draws and hasattr(event.function, "seeded"):
             function = f"{function}.seeded(seed, captured[{event.first_captured}])"
         elif event.draws:
             self._line(f"seed(captured[{event.first_captured}])")
-        arguments = [self._text(number, event, template) for template in event.call.args]
-        for name, template in event.call.kwargs.items():
+        arguments = [self._text(number, event, template) for template in args]
+        for name, template in kwargs.items():
             text = self._text(number, event, template)
             arguments.append(f"{name}={text}" if name.isidentifier() else f"**{{{name!r}: {text}}}")
         call = f"{function}({', '.join(arguments)})"
@@ -235,10 +241,11 @@ class _Writer:
     def _text(self, number: int, event: Event, template: Template) -> str:
         kind = type(template)
         if kind is TensorSlot:
-            value = event.inputs[template.number]
-            if type(value) is not int:
-                return f"captured[{event.first_captured + event.matcher.captured_tensors[template.number]}]"
-            return f"tensors[{-1 - value}]" if value < 0 else self._operand(number, value)
+            cut = self._program.cut
+            if cut is not None and (number, template.number) in cut.taken:
+                taken, dim = cut.taken[number, template.number]
+                return f"{self._constant(taken)}({self._tensor(number, event, template)}, {dim})"
+            return self._tensor(number, event, template)
         if kind is NumberSlot:
             return f"captured[{event.first_captured + event.matcher.captured_numbers[template.number]}]"
         if kind is tuple or kind is list:
@@ -252,6 +259,21 @@ class _Writer:
         if kind in (int, bool, type(None), str):
             return repr(template)
         return self._constant(template)
+
+    def _tensor(self, number: int, event: Event, slot: TensorSlot) -> str:
+        value = event.inputs[slot.number]
+        if type(value) is not int:
+            return f"captured[{event.first_captured + event.matcher.captured_tensors[slot.number]}]"
+        return f"tensors[{-1 - value}]" if value < 0 else self._operand(number, value)
+
+    def _whole(self, value: int) -> str:
+        """A value, as the user's code sees it."""
+        cut, text = self._program.cut, self._variable(value, None)
+        return (
+            text
+            if cut is None or value not in cut.dims
+            else f"{self._constant(cut.ranks.join)}({text}, {cut.dims[value]})"
+        )
 
     def _operand(self, number: int, value: int) -> str:
         return self._variable(value, self._plan.operands.get((number, value)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.sequence_cut import SequenceCut
 
 VisitFunction = Callable[..., tuple[list[Tensor], list[Tensor]]]
 """(received, captured, module's tensors, seeding, batch) -> what goes on to the next visit, and what is kept."""
@@ -112,6 +115,8 @@ class Program:
         leaves: places among what is captured of tensors that require gradients.
         comes_back: whether a value of an earlier micro-batch comes from another visit.
         writes_again: whether a region writes into tensors of the module, which it does again in backward.
+        cut: how ranks that share a sequence run it, each on its part; None for whole. Set by the caller
+            (`sequence_cut`).
         needs_order: whether a micro-batch has to be done with before the next one begins; set by the caller
             (`module_writes.needs_order`).
     """
@@ -144,6 +149,7 @@ class Program:
         self.leaves: list[int] = []
         self.comes_back = False
         self.needs_order = False
+        self.cut: SequenceCut | None = None
         self.writes_again = False
         self.regions = regions_of(self.events)
         uses: dict[int, list[int]] = {}
@@ -182,6 +188,11 @@ class Program:
     def has_events(self) -> bool:
         """Whether anything runs."""
         return any(plan.events for plan in self.visits)
+
+    def sent_spec(self, value: int) -> TensorSpec:
+        """The spec of what goes from visit to visit: of this rank's part where the value is cut."""
+        spec = None if self.cut is None else self.cut.specs.get(value)
+        return spec or self.specs[value]
 
     def visit_of(self, number: int) -> int:
         """Of an event, counted from where the program begins."""

@@ -23,8 +23,8 @@ class Topology:
                                             stage 1   rank 2      rank 3
                                             stage 2   rank 4      rank 5
 
-    With tensor parallelism each replica of a stage is several neighbouring ranks, which hold slices of its tensors; the
-    n-th ranks of all stages make a pipeline of their own.
+    With tensor or context parallelism each replica of a stage is several neighbouring ranks, which hold slices of its
+    tensors, or parts of its sequences; the n-th ranks of all stages make a pipeline of their own.
 
     Args:
         num_ranks_per_pipeline: ranks of one pipeline, as many as stages.
@@ -33,6 +33,7 @@ class Topology:
         placement: the place in the pipeline of each virtual stage, for routes and messages; empty if each rank has one,
             in the order of the ranks.
         tensor_parallel_size: ranks among which the tensors of one replica of a stage are split.
+        context_parallel_size: ranks among which the sequences of one replica of a stage are cut; not both.
 
     Raises:
         ValueError: there are more stages than devices, or the number of devices is no multiple of the stages.
@@ -43,6 +44,7 @@ class Topology:
     rank: int
     placement: tuple[int, ...] = ()
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         stages, world = self.num_ranks_per_pipeline, self.world_size
@@ -59,11 +61,13 @@ class Topology:
                 f"{world} devices are not a multiple of {stages} stages: use {world - world % stages} or "
                 f"{world - world % stages + stages} devices, or a num_stages that divides {world} ({divisors})"
             )
-        if self.tensor_parallel_size < 1 or (world // stages) % self.tensor_parallel_size:
-            raise ValueError(
-                f"{world} devices in {stages} stages are {world // stages} to a stage, which tensor_parallel_size="
-                f"{self.tensor_parallel_size} does not divide: use devices={stages * self.tensor_parallel_size}"
-            )
+        for name in ("tensor_parallel_size", "context_parallel_size"):
+            size = getattr(self, name)
+            if size < 1 or (world // stages) % size:
+                raise ValueError(
+                    f"{world} devices in {stages} stages are {world // stages} to a stage, which {name}={size} does "
+                    f"not divide: use devices={stages * size}"
+                )
         if not 0 <= self.rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}, got {self.rank}")
 
@@ -87,9 +91,14 @@ class Topology:
         return self.rank % self.num_pipelines
 
     @property
+    def replica_size(self) -> int:
+        """Ranks of one replica of a stage, which see the same data."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
     def data_parallel_size(self) -> int:
         """Replicas of each stage, which see different data."""
-        return self.num_pipelines // self.tensor_parallel_size
+        return self.num_pipelines // self.replica_size
 
     @property
     def stage_rank(self) -> int:
@@ -99,7 +108,7 @@ class Topology:
     @property
     def replica(self) -> int:
         """This rank's replica, 0 .. data_parallel_size - 1."""
-        return self.pipeline // self.tensor_parallel_size
+        return self.pipeline // self.replica_size
 
     @property
     def is_first_stage(self) -> bool:
@@ -114,8 +123,8 @@ class Topology:
     @property
     def data_ranks(self) -> list[int]:
         """Global ranks that hold the same as this one, one of each replica."""
-        start = self.stage_rank * self.num_pipelines + self.pipeline % self.tensor_parallel_size
-        return list(range(start, start + self.num_pipelines, self.tensor_parallel_size))
+        start = self.stage_rank * self.num_pipelines + self.pipeline % self.replica_size
+        return list(range(start, start + self.num_pipelines, self.replica_size))
 
     def ranks_of_pipeline(self, pipeline: int) -> list[int]:
         """Global ranks of one pipeline, in stage order."""
@@ -134,7 +143,7 @@ class Topology:
         """A DeviceMesh with dimensions ``("stage", "data")``. Every rank calls it, as it makes process groups.
 
         With tensor parallelism they are ``("stage", "data_parallel", "tensor_parallel")``, the names that modules for
-        Lightning's ModelParallelStrategy expect.
+        Lightning's ModelParallelStrategy expect; with context parallelism the last one is ``"context_parallel"``.
 
         Raises:
             RuntimeError: torch.distributed is not initialised.
@@ -145,8 +154,9 @@ class Topology:
 
         shape: tuple[int, ...] = (self.num_stages, self.data_parallel_size)
         names: tuple[str, ...] = ("stage", "data")
-        if self.tensor_parallel_size > 1:
-            shape, names = (*shape, self.tensor_parallel_size), ("stage", "data_parallel", "tensor_parallel")
+        if self.replica_size > 1:
+            inner = "tensor_parallel" if self.tensor_parallel_size > 1 else "context_parallel"
+            shape, names = (*shape, self.replica_size), ("stage", "data_parallel", inner)
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 

@@ -82,7 +82,7 @@ class LocalModule:
         self._device = session.device
         self._transport = session.transport
         self._replicas = session.replicas
-        self._tensor_group = session.tensor_group
+        self._replica_group = session.tensor_group or session.context_group
         self._came_in_parts = any(tensor.is_meta for _, tensor in named_tensors(module))
         if sharded is not None:
             sharded.adopt(module)
@@ -148,8 +148,8 @@ class LocalModule:
         here = [tensor for tensor, _ in held.values() if not tensor.is_meta]
         if self._replicas is not None:  # which have the same slices of what tensor parallelism alone has split
             self._replicas.spread(local_part(tensor) for tensor in here if not is_sharded(tensor))
-        if self._tensor_group is not None:
-            self._tensor_group.spread(tensor for tensor in here if not isinstance(tensor, DTensor))
+        if self._replica_group is not None:
+            self._replica_group.spread(tensor for tensor in here if not isinstance(tensor, DTensor))
 
     def to_cpu(self) -> None:
         """Move the module back to the CPU at the end of a run."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_pipeline.engine.context import ContextRanks
 from lightning_pipeline.engine.fully_sharded import FullySharded
 from lightning_pipeline.engine.gradients import Gradients
 from lightning_pipeline.engine.microbatch import Microbatch
@@ -40,7 +41,7 @@ class LocalStages:
         device, transport, replicas = session.device, session.transport, session.replicas
         self._module = module
         self._cut = cut
-        self._tensor_group = session.tensor_group
+        self._tensor_group, context = session.tensor_group, session.context_group
         self._is_single_process = session.is_single_process
         self._on_released = lambda: session.optimizers.settle(self.local.ownership)
         self._is_settled = False
@@ -64,6 +65,7 @@ class LocalStages:
             num_microbatches=cut.num_microbatches,
             offload=strategy.offload_activations,
             on_module_changed=self._note_new_tensors,
+            context=None if context is None else ContextRanks(context.group, context.control_group),
         )
         self.owner_computes: OwnerComputes | None = None
         if transport is not None:
@@ -75,7 +77,8 @@ class LocalStages:
             self.pipeline.stages,
             [leaf.name for leaf in self.local.leaves],
             transport=transport,
-            replicas=replicas,
+            group=context.stage_group if context is not None else replicas.group if replicas is not None else None,
+            parts=session.topology.context_parallel_size,
             gradients_mean=strategy.gradients_mean,
             sharded=self._sharded,
         )

@@ -41,7 +41,7 @@ from .measure import (
 )
 from .schedule_choice import ScheduleChoice, Schedules
 from .trials import MOST, TrialSteps, choose_plan, fault_of_cut
-from .validation import check_tensors_are_whole
+from .validation import check_can_be_measured
 
 if TYPE_CHECKING:
     from .pipeline import PipelineStrategy
@@ -118,7 +118,7 @@ class Partitioner:
         self._is_open = num_stages > 1 and not self._config  # the first training step decides
         self._is_cut_for_evaluation = False
         if self._is_open:
-            check_tensors_are_whole(module, strategy.tensor_parallel_size)
+            check_can_be_measured(module, strategy.tensor_parallel_size, strategy.context_parallel_size)
         self._machine = Machine(
             memory=memory_of_ranks(device, strategy, num_stages) if self._is_open else None,
             replicas=replicas,

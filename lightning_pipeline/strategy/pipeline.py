@@ -67,6 +67,9 @@ class PipelineStrategy(SessionStrategy):
         opt_shard: MindSpore's name: True is ``data_parallel="zero1"``.
         tensor_parallel_size: ranks among which `configure_model` splits the tensors of each replica of a stage, by
             ``parallelize_module(..., self.device_mesh["tensor_parallel"], ...)``; needs ``num_stages``.
+        context_parallel_size: ranks among which the sequences of each replica of a stage are cut, with ring attention
+            for ``scaled_dot_product_attention``; what mixes positions in another way gets the whole sequence. Needs
+            ``num_stages`` and a stage_config.
         weights: files of weights to start from, of which each rank reads what it holds (see ``load_weights``).
         loss_reduction: the step's loss is the "mean" over micro-batches, weighted by samples, or their "sum", for
             losses that are sums over samples (see ``is_sum_over_samples``). It is logged accordingly.
@@ -100,6 +103,7 @@ class PipelineStrategy(SessionStrategy):
         data_parallel: str = "replicate",
         opt_shard: bool = False,
         tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
         weights: Weights | None = None,
         loss_reduction: str = "mean",
         output_broadcast: bool = True,
@@ -134,11 +138,13 @@ class PipelineStrategy(SessionStrategy):
         self.gradients_mean = gradients_mean
         self.data_parallel = validation.data_parallel_of(data_parallel, opt_shard=opt_shard)
         self.tensor_parallel_size = tensor_parallel_size
+        self.context_parallel_size = context_parallel_size
         self.weights = weights
         self.loss_reduction = loss_reduction
         self.output_broadcast = output_broadcast
         validation.check_arguments(self, self.schedule_choice)
         self.tensor_group: TensorGroup | None = None
+        self.context_group: TensorGroup | None = None
         self.told_replicas: int | None = None
         """The number of replicas that hooks were told before set-up, in this run."""
         self._restores_late: bool | None = None  # in this run; None until Lightning has asked
@@ -180,17 +186,21 @@ class PipelineStrategy(SessionStrategy):
             world_size=self.world_size,
             rank=self.global_rank,
             tensor_parallel_size=self.tensor_parallel_size,
+            context_parallel_size=self.context_parallel_size,
         )
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._restores_late = self.told_replicas = None
-        if self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1 or self.context_parallel_size > 1:
             assert self.num_stages is not None  # or `check_arguments` has refused it
-            topology = self.topology_of(self.num_stages)
-            self.tensor_group = TensorGroup.shared(topology, self.root_device.type, self.timeout)
-            note_mesh(self.module, self.tensor_group.mesh)
+            group = TensorGroup.shared(self.topology_of(self.num_stages), self.root_device.type, self.timeout)
+            if self.tensor_parallel_size > 1:
+                self.tensor_group = group
+                note_mesh(self.module, group.mesh)
+            else:
+                self.context_group = group
 
     @override
     def settings(self) -> dict[str, str]:
@@ -203,7 +213,7 @@ class PipelineStrategy(SessionStrategy):
             return self.topology.data_parallel_size
         config = read_stage_config(self.module, self.stage_config)
         num_stages = self.num_stages or num_stages_for(config, self.schedule_choice, world_size)
-        self.told_replicas = max(1, world_size // (num_stages * self.tensor_parallel_size))
+        self.told_replicas = max(1, world_size // (num_stages * self.tensor_parallel_size * self.context_parallel_size))
         return self.told_replicas
 
     @property

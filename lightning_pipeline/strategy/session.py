@@ -65,6 +65,7 @@ class Session:
         transport: to the other stages; None with one stage.
         replicas: the ranks that run the same stages on other samples; None if there are none.
         tensor_group: the ranks among which this stage's tensors are split; None if they are whole.
+        context_group: those among which its sequences are cut; None if they are whole.
         stages: this rank's, under the present cut.
         runner: runs steps on them.
         optimizers: those of the last fit, if any.
@@ -98,7 +99,7 @@ class Session:
         self.signals = Signals(module, has_replicas=replicas > 1)
         self.strategy = strategy
         self.device = strategy.root_device
-        self.tensor_group = strategy.tensor_group
+        self.tensor_group, self.context_group = strategy.tensor_group, strategy.context_group
         self.is_single_process = strategy.world_size == 1
         self._shares_batches = False  # every rank gets the batches, not only the first stage
         self._installed = ExitStack()

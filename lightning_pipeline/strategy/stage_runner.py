@@ -65,9 +65,15 @@ class StageRunner:
         if self._stages.pipeline.rank != 0:
             return None
         if isinstance(batch, Iterator) and not isinstance(batch, OneBatch):  # the step takes batches itself
+            if self._session.context_group is not None:
+                raise NotImplementedError(
+                    "the step takes its batches from dataloader_iter, and with context_parallel_size each rank would "
+                    "take its own: have the step take a batch instead"
+                )
             return [batch]
-        if self._session.tensor_group is not None:
-            batch = self._session.tensor_group.same(batch)
+        group = self._session.tensor_group or self._session.context_group
+        if group is not None:
+            batch = group.same(batch)
         try:
             return microbatches_of(batch, self._stages.pipeline.num_microbatches, self._module)
         except ValueError:

@@ -44,6 +44,7 @@ ALIKE = (
     "gradients_mean",
     "data_parallel",
     "tensor_parallel_size",
+    "context_parallel_size",
     "loss_reduction",
     "output_broadcast",
 )
@@ -71,6 +72,9 @@ def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
             f"tensor_parallel_size={asked.tensor_parallel_size} needs num_stages as well, as configure_model gets the "
             f"device mesh before the stages are counted"
         )
+    _check_count("context_parallel_size", asked.context_parallel_size, MAX_PROCESSES)
+    if asked.context_parallel_size > 1:
+        _check_context(asked)
     if asked.num_stages is not None:
         _check_count("num_stages", asked.num_stages, MAX_RANKS)
     if asked.num_microbatches is not None and asked.num_microbatches != AUTO:
@@ -103,6 +107,26 @@ def warn_of_idle_offload(share: float, schedule: Schedule, label: str) -> None:
         rank_zero_warn(f"offload_activations={share} sends nothing to host memory under {reason}")
 
 
+def _check_context(asked: PipelineStrategy) -> None:
+    """Raise a ValueError for options that do not go with sequences in parts."""
+    option = f"context_parallel_size={asked.context_parallel_size}"
+    if asked.num_stages is None or asked.num_stages == 1:
+        raise ValueError(
+            f"{option} needs num_stages as well, 2 or more: sequences are cut where stages run, and in one process the "
+            f"step runs as it is written"
+        )
+    if asked.tensor_parallel_size > 1:
+        raise ValueError(
+            f"{option} does not go with tensor_parallel_size={asked.tensor_parallel_size}, which gives DTensors, of "
+            f"which no parts are cut: leave one of them out"
+        )
+    if asked.data_parallel == "fsdp":
+        raise ValueError(
+            f'{option} does not go with data_parallel="fsdp", which would leave gradients unsummed over the parts of '
+            f'a sequence: use data_parallel="zero1", which shards the optimizer state'
+        )
+
+
 def _check_count(name: str, value: int | str, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is a whole number from 1, got {shown(value)}")
@@ -130,8 +154,14 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
             )
 
 
-def check_tensors_are_whole(module: LightningModule, tensor_parallel_size: int) -> None:
-    """Raise a ValueError where a module cannot be cut automatically, as each rank has only slices of its tensors."""
+def check_can_be_measured(module: LightningModule, tensor_parallel_size: int, context_parallel_size: int) -> None:
+    """Raise a ValueError where a module cannot be cut automatically, as each rank has only slices of its tensors, or
+    only parts of its sequences."""
+    if context_parallel_size > 1:
+        raise ValueError(
+            f"{type(module).__name__} has no stage_config, and with context_parallel_size={context_parallel_size} no "
+            f"rank runs a step by itself to find where to cut: name the first module of each later stage"
+        )
     if tensor_parallel_size > 1:
         raise ValueError(
             f"{type(module).__name__} has no stage_config, and with tensor_parallel_size={tensor_parallel_size} no "
