@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from torch.profiler import record_function
+
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.offloading import Move, with_moves
 from lightning_pipeline.schedules import Action, Kind
 
@@ -134,6 +137,11 @@ class ScheduleRun:
                 one if action is None else (_observed(one[0], action, stages[action.stage], observe), *one[1:])
                 for one, (_, _, _, action) in zip(self._calls, program.calls, strict=True)
             ]
+        if _torch.is_profiling():
+            self._calls = [
+                one if action is None else (_profiled(one[0], action), *one[1:])
+                for one, (_, _, _, action) in zip(self._calls, program.calls, strict=True)
+            ]
         self._is_done = bytearray(len(self._calls))
         self._queues = ahead.values()
         for queue in self._queues:
@@ -198,3 +206,13 @@ def _observed(
         observe((action, max(start, stage.ready_at) if action.kind.is_compute else start, time.perf_counter()))
 
     return timed
+
+
+def _profiled(call: Callable[[int], None], action: Action) -> Callable[[int], None]:
+    """A call that torch's profiler shows as a range, with the kernels that it launches beneath it."""
+
+    def ranged(microbatch: int) -> None:
+        with record_function(f"pipeline {action}"):
+            call(microbatch)
+
+    return ranged

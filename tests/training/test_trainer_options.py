@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ def on_stages(folder: str) -> dict[str, Any]:
 
     results: dict[str, Any] = {name: scenario(make, folder) for name, scenario in SCENARIOS.items()}
     results["profile"] = [path.read_text() for path in Path(folder).glob("*profile*.txt")]
+    fit(make, folder, Normalised(), profiler=PyTorchProfiler(dirpath=folder, filename="trace"))
+    results["traces"] = [json.loads(path.read_text())["traceEvents"] for path in Path(folder).glob("*trace-0*.json")]
     with pytest.raises(ValueError, match="tries batches until a device is full") as refused:
         Tuner(make(max_epochs=2, default_root_dir=folder)).scale_batch_size(Normalised())
     results["refused"] = str(refused.value)
@@ -146,6 +149,20 @@ def test_it_comes_to_what_it_does_on_one_device(on_ranks: list[dict[str, Any]], 
 
 def test_the_profile_is_written(on_ranks: list[dict[str, Any]]) -> None:
     assert any("aten::" in profile for profile in on_ranks[0]["profile"])
+
+
+def test_kernels_lie_beneath_the_actions_of_the_schedule(on_ranks: list[dict[str, Any]]) -> None:
+    [trace] = on_ranks[0]["traces"]
+    spans = [event for event in trace if event.get("ph") == "X"]
+    actions = {event["name"]: event for event in spans if event["name"].startswith("pipeline ")}
+    for name, kernel in (("pipeline 0F2", "aten::addmm"), ("pipeline 0B2", "aten::mm")):
+        action = actions[name]
+        assert any(
+            event["name"] == kernel
+            and event["tid"] == action["tid"]
+            and action["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= action["ts"] + action["dur"]
+            for event in spans
+        ), name
 
 
 def test_ranks_validate_by_the_first_ones_clock(on_ranks: list[dict[str, Any]]) -> None:
