@@ -130,6 +130,13 @@ class RankDependent(Plain):
         return self.second(x)
 
 
+class RankFromEnvironment(Plain):
+    def between(self, x: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and os.environ.get("LOCAL_RANK") == "1":
+            x = x + 3
+        return self.second(x)
+
+
 class ReducesOverAll(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
