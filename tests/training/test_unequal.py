@@ -11,10 +11,20 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.strategy import partitioner
 from tests.launching import launch
 from tests.training.models import WIDTH, LitTokens, token_loader
-from tests.training.runs import Losses, Present, differing, measured_shortly, pipeline_trainer, weights
+from tests.training.runs import (
+    NUM_MICROBATCHES,
+    QUIET,
+    Losses,
+    Present,
+    differing,
+    measured_shortly,
+    pipeline_trainer,
+    weights,
+)
 from tests.training.unequal import LitLayers, SlowedDown, rows
 
 pytestmark = pytest.mark.multiprocess
@@ -132,3 +142,31 @@ def test_the_stage_that_needs_it_is_on_the_rank_with_more_memory(ranks: Any) -> 
         assert found["placement"] == (1, 0)
         assert list(found["plan"]["stage_config"].values()) == ["1@0"]
         assert found["plan"]["peak_bytes"][0] <= 1e6
+
+
+def with_replicas(kind: str) -> dict[str, Any]:
+    found = {}
+    for name, config in (("in order", {"net.blocks.2": 1}), ("swapped", SWAPPED)):
+        L.seed_everything(1, verbose=False)
+        losses = Losses()
+        trainer = L.Trainer(
+            strategy=PipelineStrategy(
+                stage_config=config, num_stages=2, num_microbatches=NUM_MICROBATCHES, data_parallel=kind
+            ),
+            devices=4,
+            max_epochs=1,
+            callbacks=[losses],
+            **QUIET,
+        )
+        trainer.fit(LitTokens(dropout=0.1, tied=True), token_loader(32, 4), token_loader(8, 4))
+        placement = trainer.strategy.pipeline.placement
+        found[name] = {"losses": losses.values, "weights": weights(trainer), "placement": placement}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_replicas_of_named_ranks_come_to_the_same_bits(kind: str) -> None:
+    found = launch(with_replicas, kind, world=4)[0]
+    assert found["swapped"]["placement"] != found["in order"]["placement"]
+    assert found["swapped"]["losses"] == found["in order"]["losses"]
+    assert not differing(found["swapped"]["weights"], found["in order"]["weights"])
