@@ -42,15 +42,6 @@ NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.i
 NOT_REDUCED = {"hccl": frozenset({torch.float64, torch.complex128, torch.uint16, torch.uint32, torch.uint64})}
 
 
-def connect_on_first_use() -> None:
-    """Have the Gloo groups of this process connect two ranks when these first talk, unless the environment says else.
-
-    Otherwise each group connects all pairs when it is made, which on eight ranks takes a third of a second for what a
-    pipeline asks of neighbours.
-    """
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
-
 def new_group(ranks: Sequence[int] | None, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
     """``dist.new_group`` for some ranks (None: all), with a bound on all waits. Every rank has to call it.
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_pipeline._names import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_pipeline._registration import is_pipeline
 from lightning_pipeline.partition.overrides import InPlaceOf
-from lightning_pipeline.runtime.backends import HOST, backend_for, connect_on_first_use, warm_up
+from lightning_pipeline.runtime.backends import HOST, backend_for, warm_up
 
 from .._lightning import (
     NAMES,
@@ -75,7 +75,6 @@ def connect_processes(
         store = dist.HashStore()
     if not dist.is_initialized() and backend != HOST:
         atexit.register(_destroy_dist_connection)  # device backends complain of groups that outlive the process
-    connect_on_first_use()
     _init_dist_connection(environment, backend, timeout=timeout, store=store)
     warm_up()
     return backend

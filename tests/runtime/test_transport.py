@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.planning.calibration import measure_link
-from lightning_pipeline.runtime.backends import connect_on_first_use
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel, Topology
 from lightning_pipeline.runtime.transport import Transport
@@ -35,7 +33,6 @@ def _run(body: Callable[[Transport], None], stages: int, options: dict[str, Any]
     backend = options.pop("backend", "gloo")
     if backend != "gloo":
         register_backend(backend)
-    connect_on_first_use()
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=TIMEOUT)
     topology = Topology(num_ranks_per_pipeline=stages, world_size=world, rank=rank).along(options.get("placement", ()))
     store = dist.distributed_c10d._get_default_store()
@@ -195,7 +192,6 @@ def two_stages(transport: Transport) -> None:
 
 
 def three_stages(transport: Transport) -> None:
-    neighbours_alone_are_connected(transport)
     exchange(transport)
     objects_and_vectors(transport)
 
@@ -207,35 +203,6 @@ def replicas_stay_apart(transport: Transport) -> None:
     assert transport.recv_object(peer, "the replica") == replica
     mesh = transport.topology.mesh("cpu")
     assert list(mesh.get_coordinate()) == [transport.stage, replica]
-
-
-def neighbours_alone_are_connected(transport: Transport) -> None:
-    """Ranks that do not talk have no connection, in any of the groups."""
-    stage, last = transport.stage, transport.topology.num_stages - 1
-    meta = TensorMeta((1,), (1,), torch.float32)
-    if stage > 0:
-        transport.recv(meta, stage - 1, FORWARD).wait("the first")
-    if stage < last:
-        transport.send(torch.zeros(1), stage + 1, FORWARD)
-        transport.recv(meta, stage + 1, BACKWARD).wait("the reply")
-    if stage > 0:
-        transport.send(torch.zeros(1), stage - 1, BACKWARD)
-    transport.flush()
-    neighbours = (stage > 0) + (stage < last)
-    assert neighbours <= num_connections() <= neighbours + 1  # one if another rank has gone on to what follows
-
-
-def num_connections() -> int:
-    """Connections of this process over TCP, but for those to the store."""
-    found = 0
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(entry))) as one:
-                ports = {one.getsockname()[1], one.getpeername()[1]}
-        except OSError:  # no socket, or one that listens
-            continue
-        found += one.family in (socket.AF_INET, socket.AF_INET6) and int(os.environ["MASTER_PORT"]) not in ports
-    return found
 
 
 def another_backend(transport: Transport) -> None:
