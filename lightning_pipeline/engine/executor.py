@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.profiler import record_function
 
@@ -27,10 +27,12 @@ Span = tuple[Action, float, float]
 class StageWork(Protocol):
     """The actions of a virtual stage; each method takes the number of the micro-batch.
 
-    `ready_at` is when the inputs of the last computation had arrived (`time.perf_counter`).
+    `ready_at` is when the inputs of the last computation had arrived (`time.perf_counter`). `waiting` has the methods
+    of moves to host memory and back, if there are any.
     """
 
     ready_at: float
+    waiting: Any
 
     def forward(self, microbatch: int) -> None: ...
     def backward(self, microbatch: int) -> None: ...
@@ -42,11 +44,6 @@ class StageWork(Protocol):
     def receive_backward(self, microbatch: int) -> None: ...
     def post_forward(self, microbatch: int) -> bool: ...
     def post_backward(self, microbatch: int) -> bool: ...
-    def note_saved(self, microbatch: int) -> None: ...
-    def send_away(self, microbatch: int) -> None: ...
-    def settle(self, microbatch: int) -> None: ...
-    def fetch(self, microbatch: int) -> None: ...
-    def arrive(self, microbatch: int) -> None: ...
 
 
 METHODS = {
@@ -128,20 +125,19 @@ class ScheduleRun:
         self._before_backward = before_backward
         self._is_backward = program.is_backward
         ahead = {kind: _Ahead(posts, stages) for kind, posts in program.posts.items()}
-        self._calls = [
-            (getattr(stages[stage], method), microbatch, None if action is None else ahead.get(action.kind))
-            for stage, method, microbatch, action in program.calls
-        ]
-        if observe is not None:
-            self._calls = [
-                one if action is None else (_observed(one[0], action, stages[action.stage], observe), *one[1:])
-                for one, (_, _, _, action) in zip(self._calls, program.calls, strict=True)
-            ]
-        if _torch.is_profiling():
-            self._calls = [
-                one if action is None else (_profiled(one[0], action), *one[1:])
-                for one, (_, _, _, action) in zip(self._calls, program.calls, strict=True)
-            ]
+        is_profiling = _torch.is_profiling()
+        self._calls: list[tuple[Callable[[int], None], int, _Ahead | None]] = []
+        for number, method, microbatch, action in program.calls:
+            stage = stages[number]
+            if action is None:
+                self._calls.append((getattr(stage.waiting, method), microbatch, None))
+                continue
+            call = getattr(stage, method)
+            if observe is not None:
+                call = _observed(call, action, stage, observe)
+            if is_profiling:
+                call = _profiled(call, action)
+            self._calls.append((call, microbatch, ahead.get(action.kind)))
         self._is_done = bytearray(len(self._calls))
         self._queues = ahead.values()
         for queue in self._queues:

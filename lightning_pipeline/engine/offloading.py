@@ -22,7 +22,7 @@ from lightning_pipeline.schedules.offloading import away_in, by_place
 
 
 class Move(NamedTuple):
-    """A method of `Visit` that is called between actions."""
+    """A method of `WaitingActivations` that is called between actions."""
 
     method: str
     stage: int

@@ -25,6 +25,7 @@ from lightning_pipeline.engine.suspended import (
 )
 from lightning_pipeline.engine.transfers import Transfer, Transfers
 from lightning_pipeline.partition import tree
+from lightning_pipeline.recording.alive import take_alive, values_in_use
 from lightning_pipeline.recording.program import Program, needs_order
 from lightning_pipeline.recording.recording import Recording
 
@@ -93,8 +94,8 @@ class StepParts:
         ends = meeting.what == STEP_ENDS
         if ends:
             state.contents = contents_of(recording)
-            state.places = {place.value: place for place in recording.take_alive()}
-        state.in_use = set(state.places) if ends else recording.values_in_use()
+            state.places = {place.value: place for place in take_alive(recording)}
+        state.in_use = set(state.places) if ends else values_in_use(recording)
         part = None if is_new else self._part_of(state, recording)
         if part is not None and self._is_simple(part, state, meeting, is_scheduled=is_scheduled):
             own = [value for value in state.in_use | {meeting.value} if value in part.homes]

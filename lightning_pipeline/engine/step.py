@@ -21,6 +21,7 @@ from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.recording.alive import take_alive
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.provenance import Provenance, made_again
 from lightning_pipeline.recording.recording import Recording
@@ -229,7 +230,7 @@ class PipelineStep:
         """Decide how a micro-batch runs, now that its program is known."""
         value = recording.value_of(state.loss)
         loss_value = -1 if value is None else value
-        state.places = {place.value: place for place in recording.take_alive()}
+        state.places = {place.value: place for place in take_alive(recording)}
         returned = state.result.values() if isinstance(state.result, StepResult) else ()
         asked = tuple(dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]))
         shared = self.shared

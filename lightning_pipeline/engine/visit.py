@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.ahead import EarlyForwards
@@ -23,6 +23,7 @@ from lightning_pipeline.engine.gradient_strides import GradientStrides
 from lightning_pipeline.engine.microbatch import ArrivedTensor, Microbatch, VisitState
 from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.transfers import written_into
+from lightning_pipeline.engine.waiting import WaitingActivations
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.recording.backward_calls import backward_from, caught
 from lightning_pipeline.recording.execution import visit_function
@@ -48,6 +49,7 @@ class Visit:
 
     Attributes:
         following, preceding: the next and previous visit if they are on this rank, else None; set by the caller.
+        waiting: moves activations to host memory and back; None if all stay.
         ready_at: when the inputs of the last forward or backward had arrived (`time.perf_counter`).
     """
 
@@ -81,7 +83,7 @@ class Visit:
         self._training = work.loss_of is not None
         self._live = live
         self._ahead = ahead
-        self._offload = offload
+        self.waiting = None if offload is None else WaitingActivations(visit, microbatches, live, offload)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -242,70 +244,6 @@ class Visit:
             elif visit == self.visit + 1:
                 [tensor] = [tensor for sent, tensor in inside.outputs if sent == strand]
                 inside.kept_edges[strand] = get_gradient_edge(tensor)
-
-    # -- while it waits for its backward ------------------------------------------------------------------------------
-
-    def note_saved(self, microbatch: int) -> None:
-        """Count the bytes that a micro-batch has saved, in steps that are observed."""
-        state = self._microbatches[microbatch]
-        if self._offload is not None and self._offload.measures and not state.is_done:
-            self._offload.note(self.visit, self._saving_nodes(state), self._held_of(state))
-
-    def send_away(self, microbatch: int) -> None:
-        """Begin to copy what a micro-batch has saved to host memory."""
-        state = self._microbatches[microbatch]
-        nodes = self._saving_nodes(state)
-        if self._offload is not None and nodes and not state.is_done:
-            saved = self._offload.note(self.visit, nodes, self._held_of(state))
-            state.on(self.visit).parcel = self._offload.send(self.visit, saved)
-
-    def settle(self, microbatch: int) -> None:
-        """Free what has gone to host memory."""
-        state = self._microbatches[microbatch]
-        inside = state.on(self.visit)
-        if inside.parcel is not None:
-            crossing = inside.kept_leaves.values()  # a later part of the step uses their data
-            inside.parcel.let_go(leaf for leaf in inside.received.values() if all(leaf is not one for one in crossing))
-            self._note_away(state, -1)
-
-    def fetch(self, microbatch: int) -> None:
-        """Begin to copy it back."""
-        state = self._microbatches[microbatch]
-        parcel = state.on(self.visit).parcel
-        if parcel is not None:
-            assert self._offload is not None
-            self._offload.fetch(parcel)
-            self._note_away(state, 1)
-
-    def arrive(self, microbatch: int) -> None:
-        """Let the backward that follows wait for it."""
-        inside = self._microbatches[microbatch].on(self.visit)
-        if inside.parcel is not None:
-            inside.parcel.arrive()
-            inside.parcel = None
-
-    def _note_away(self, state: Microbatch, sign: int) -> None:
-        assert self._offload is not None
-        share = sign * self._offload.share
-        self._live.add(share)
-        if state.ahead is not None:
-            state.ahead.num_live += share
-
-    def _saving_nodes(self, state: Microbatch) -> list[Node]:
-        """Where the graph of this visit begins, from its end."""
-        inside = state.on(self.visit)
-        nodes = [edge.node for edge in inside.edges.values() if isinstance(edge, GradientEdge)]
-        is_here = state.program is not None and state.program.homes.get(state.loss_value) == self.visit
-        if is_here and state.loss_tensor is not None and state.loss_tensor.grad_fn is not None:
-            nodes.append(state.loss_tensor.grad_fn)
-        return nodes
-
-    def _held_of(self, state: Microbatch) -> list[Tensor]:
-        """Tensors that stay on the device as long as a micro-batch does."""
-        inside, captured = state.on(self.visit), (one for one in state.captured if isinstance(one, Tensor))
-        here = () if state.carried is None else state.carried.here.values()
-        outputs = (tensor for _, tensor in inside.outputs)
-        return [*state.given, *captured, *state.kept.values(), *here, *inside.kept_leaves.values(), *outputs]
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

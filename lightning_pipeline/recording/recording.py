@@ -68,6 +68,7 @@ class Recording(TorchFunctionMode):
         captured: tensors and numbers that events have captured.
         seeds: seeds of the user's own generators that were drawn from.
         overwritten: ids of captured tensors that a stage writes into, which may have been uninitialized.
+        kept: placeholders that are in no event's pool, which the user's code may refer to.
         hooks: hooks on gradients of its values, in order of registration.
         retained: values whose gradients are retained.
         has_run_backward: whether the step has run a backward of its own.
@@ -105,7 +106,7 @@ class Recording(TorchFunctionMode):
         self.module_reads: list[int] = []
         self.provenance: Provenance | None = None
         self.floor = 0
-        self._kept: list[Placeholder] = []
+        self.kept: list[Placeholder] = []
         self._is_over = False
         self.data_source = data_source
         self.seed_draw = seed_draw
@@ -194,47 +195,6 @@ class Recording(TorchFunctionMode):
         made.value, made.recording = value, self
         return made
 
-    def take_alive(self) -> list[Placeholder]:
-        """Take the placeholders that the user's code refers to out of the pools, in the order of their values."""
-        found: dict[int, Placeholder] = {}
-        for pool in self._pools():
-            for index in range(len(pool)):
-                # Two references are the pool's and the call's.
-                if sys.getrefcount(pool[index]) > 2 and pool[index].recording is self:
-                    place = pool[index]
-                    found[place.value] = place
-                    pool[index] = placeholder(place.spec, place.what)
-        while self._kept:
-            place = self._kept.pop()
-            if sys.getrefcount(place) > 2:
-                found[place.value] = place
-        return [found[value] for value in sorted(found)]
-
-    def values_in_use(self) -> set[int]:
-        """The values that the user's code refers to in the middle of a step."""
-        of_batch = (reference() for reference in self.batch_places)
-        found = {place.value for place in of_batch if type(place) is Placeholder}
-        for places in (self._kept, *self._pools()):
-            for index in range(len(places)):
-                # Two references are the list's and the call's.
-                if sys.getrefcount(places[index]) > 2 and places[index].recording is self:
-                    found.add(places[index].value)
-        return found
-
-    def _pools(self) -> Iterator[list[Placeholder]]:
-        """The pools of the events so far, which may hold placeholders that were not handed out."""
-        event: Event | None = self.event
-        while event is not None:
-            yield event.pool
-            skipped = self.skipped.get(event)
-            if skipped is None:
-                event = event.parent
-                continue
-            before, maker = skipped
-            if maker is not None and maker is not event:
-                yield maker.pool
-            event = before
-
     def watch_array(self, array: Any, content: bytes, place: Placeholder) -> None:
         """Watch an array that shares its memory with a value in one process.
 
@@ -273,7 +233,7 @@ class Recording(TorchFunctionMode):
 
     def let_go(self) -> None:
         """Release tensors after the step: pooled placeholders refer to the recording for a long time."""
-        self.captured, self._kept, self.copied_from = [], [], {}
+        self.captured, self.kept, self.copied_from = [], [], {}
         self._is_over = True
 
     # -- called by generated matchers --------------------------------------------------------------------------------
@@ -318,7 +278,7 @@ class Recording(TorchFunctionMode):
 
     def keep(self, place: Placeholder) -> None:
         if not self._is_over:
-            self._kept.append(place)
+            self.kept.append(place)
 
     def change(self, place: Placeholder, spec: TensorSpec) -> None:
         value = place.value
@@ -330,7 +290,7 @@ class Recording(TorchFunctionMode):
         if spec is not place.spec:
             become(place, placeholder(spec, place.what))
         place.value, place.recording = value, self
-        self._kept.append(place)
+        self.kept.append(place)
 
     def absorb(self, tensor: Tensor, spec: TensorSpec, value: int, what: str) -> None:
         """Make a tensor that every rank had, and a stage has written into, a value of that stage."""
@@ -349,7 +309,7 @@ class Recording(TorchFunctionMode):
                 self.captured[index] = before
         become(tensor, placeholder(spec, what))
         tensor.value, tensor.recording = value, self  # type: ignore[attr-defined]
-        self._kept.append(tensor)  # type: ignore[arg-type]
+        self.kept.append(tensor)  # type: ignore[arg-type]
 
     def register(
         self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]

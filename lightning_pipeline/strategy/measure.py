@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from .manual import losses_noted
 from .outputs import loss_in
 from .patches import own_statistics
 from .stage_optimizers import inner
+
+if TYPE_CHECKING:
+    from .pipeline import PipelineStrategy
 
 SeededStep = Callable[..., Tensor | None]
 """A `Step` that also takes a `seed`."""
@@ -257,3 +260,26 @@ def bytes_with_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> Call
         return parameter.numel() * parameter.element_size() * (1.0 + parameter.requires_grad * (1.0 + share))
 
     return state_bytes
+
+
+_USABLE = 0.9
+"""The share of a device's memory for parameters and activations; allocators and libraries need the rest."""
+
+
+def memory_of_ranks(device: torch.device, strategy: PipelineStrategy, num_stages: int) -> list[float] | None:
+    """Bytes that stages may use on each rank of a pipeline, by the replica that has the least; None where unknown.
+
+    All ranks must call it.
+    """
+    own = _memory_of(device)
+    if own is None:  # and so it is on the others, which have devices of the same kind
+        return None
+    of_all = [strategy.broadcast(own, rank) for rank in range(strategy.world_size)]
+    each = strategy.world_size // num_stages
+    return [min(of_all[rank * each : (rank + 1) * each]) for rank in range(num_stages)]
+
+
+def _memory_of(device: torch.device) -> float | None:
+    """Bytes that a stage may use on a device; None where unknown."""
+    info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
+    return _USABLE * info(device)[1] if info is not None else None

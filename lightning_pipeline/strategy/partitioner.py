@@ -34,6 +34,7 @@ from .measure import (
     estimate_training_step,
     loss_step,
     measure_step,
+    memory_of_ranks,
     on_all_ranks,
     restored,
     speeds_of,
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
     from .pipeline import PipelineStrategy
 
 _PLAN = "_automatic_plan"
-_USABLE = 0.9
-"""The share of a device's memory for parameters and activations; allocators and libraries need the rest."""
-
 _FACTORS = (1, 2, 4, 8)
 """Micro-batches per stage to choose from, with num_microbatches="auto"."""
 
@@ -385,20 +383,3 @@ def note_cut(module: LightningModule, plan: StagePlan) -> None:
     vars(module)[_PLAN] = plan
     for logger in module.trainer.loggers:
         logger.log_hyperparams({"pipeline_plan": {k: v for k, v in plan.as_dict().items() if k != "stages"}})
-
-
-def memory_of_ranks(device: torch.device, strategy: PipelineStrategy, num_stages: int) -> list[float] | None:
-    """Bytes that stages may use on each rank of a pipeline: of all replicas' ranks, the one that has the least counts.
-    All ranks must call it. None where unknown."""
-    own = _memory_of(device)
-    if own is None:  # and so it is on the others, which have devices of the same kind
-        return None
-    of_all = [strategy.broadcast(own, rank) for rank in range(strategy.world_size)]
-    each = strategy.world_size // num_stages
-    return [min(of_all[rank * each : (rank + 1) * each]) for rank in range(num_stages)]
-
-
-def _memory_of(device: torch.device) -> float | None:
-    """Bytes that a stage may use on a device; None where unknown."""
-    info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
-    return _USABLE * info(device)[1] if info is not None else None

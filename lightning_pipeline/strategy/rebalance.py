@@ -13,9 +13,9 @@ from lightning_pipeline.planning.rebalance import Rebalance, rebalance
 from lightning_pipeline.schedules import measured_costs, recorded_schedule
 
 from .._lightning import Callback, LightningModule, Trainer, rank_zero_info
+from .advisor import is_usual
 from .measure import estimate_training_step, on_all_ranks, without_side_effects
 from .pipeline import pipeline_of
-from .schedule_choice import is_usual
 
 
 class PipelineRebalance(Callback):

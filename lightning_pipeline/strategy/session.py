@@ -31,6 +31,7 @@ from ..accelerators.rank_table_environment import warn_of_placement
 from ..checkpoint.optimizer_layout import OptimizerLayout
 from ..checkpoint.state import copies_of
 from . import validation
+from .advisor import Advice, Advisor, observed
 from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader
 from .hooks import has_batch_hooks, is_plain_optimizer
 from .installed import installed
@@ -41,7 +42,6 @@ from .manual_step import ManualStep
 from .partitioner import Cut, Partitioner, num_stages_for
 from .patches import convert_batch_norms
 from .peers import parts_of
-from .schedule_choice import Advice, Advisor, observed
 from .signals import Signals
 from .stage_optimizers import StageOptimizers, inner
 from .stage_runner import StageRunner

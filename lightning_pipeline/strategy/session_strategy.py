@@ -24,6 +24,7 @@ from lightning_pipeline.runtime.transport import Transport
 from .._lightning import CheckpointIO, LightningModule, Trainer, TrainerFn, TrainerStatus
 from ..checkpoint.files import AtomicCheckpointIO
 from . import validation
+from .advisor import Advice, Observer
 from .checkpointing import Checkpoints
 from .dataloading import has_length
 from .hooks import on_local_tensors
@@ -31,7 +32,6 @@ from .lightning_private import checkpoint_io_or, leave_module_uncompiled, leave_
 from .measure import after_batch
 from .peers import EVEN, evaluation_of, training_of
 from .processes import ProcessStrategy
-from .schedule_choice import Advice, Observer
 from .session import FromSession, Session
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.schedules import ScheduleError, check, simulate
-from lightning_pipeline.strategy.schedule_choice import Advisor, ScheduleChoice
+from lightning_pipeline.strategy.advisor import Advisor
+from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
 from tests.launching import launch
 from tests.training.models import LitTokens, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, weights

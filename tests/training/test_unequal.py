@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.strategy import partitioner
+from lightning_pipeline.strategy import measure, partitioner
 from tests.launching import launch
 from tests.training.models import WIDTH, LitTokens, token_loader
 from tests.training.runs import (
@@ -83,7 +83,7 @@ def with_one_large_memory(folder: str) -> dict[str, Any]:
     """The first stage fits the second rank only."""
     memory = [1e6, 1e9][torch.distributed.get_rank()]
     with (
-        mock.patch.object(partitioner, "_memory_of", lambda device: memory),
+        mock.patch.object(measure, "_memory_of", lambda device: memory),
         mock.patch.object(partitioner.Partitioner, "_is_big", lambda self: False),
         measured_shortly(),
     ):

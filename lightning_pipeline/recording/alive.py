@@ -1,0 +1,59 @@
+"""Which of a recording's placeholders the user's code refers to: what it may still ask the values of.
+
+Events keep the placeholders that they have handed out in pools, to hand them out again. Whoever counts references has
+to know its own: two are the list's and that of the call to `getrefcount`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lightning_pipeline.partition.placeholder import Placeholder, placeholder
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.event import Event
+    from lightning_pipeline.recording.recording import Recording
+
+
+def take_alive(recording: Recording) -> list[Placeholder]:
+    """Take the placeholders that the user's code refers to out of the pools, in the order of their values."""
+    found: dict[int, Placeholder] = {}
+    for pool in _pools(recording):
+        for index in range(len(pool)):
+            if sys.getrefcount(pool[index]) > 2 and pool[index].recording is recording:
+                place = pool[index]
+                found[place.value] = place
+                pool[index] = placeholder(place.spec, place.what)
+    while recording.kept:
+        place = recording.kept.pop()
+        if sys.getrefcount(place) > 2:
+            found[place.value] = place
+    return [found[value] for value in sorted(found)]
+
+
+def values_in_use(recording: Recording) -> set[int]:
+    """The values that the user's code refers to in the middle of a step."""
+    of_batch = (reference() for reference in recording.batch_places)
+    found = {place.value for place in of_batch if type(place) is Placeholder}
+    for places in (recording.kept, *_pools(recording)):
+        for index in range(len(places)):
+            if sys.getrefcount(places[index]) > 2 and places[index].recording is recording:
+                found.add(places[index].value)
+    return found
+
+
+def _pools(recording: Recording) -> Iterator[list[Placeholder]]:
+    """The pools of the events so far, which may hold placeholders that were not handed out."""
+    event: Event | None = recording.event
+    while event is not None:
+        yield event.pool
+        skipped = recording.skipped.get(event)
+        if skipped is None:
+            event = event.parent
+            continue
+        before, maker = skipped
+        if maker is not None and maker is not event:
+            yield maker.pool
+        event = before
