@@ -113,14 +113,15 @@ def run_ranks(function: Callable[..., Any], *args: Any, world: int = 2, timeout:
     return ended
 
 
-def free_port() -> int:
+def free_port(first: int = 25_000) -> int:
     """A port that nothing listens on, and that no other worker of pytest is given.
 
     The system hands out ports from 32768 on its own account. This one is below, so that no connection can take it
-    between this probe and its use.
+    between this probe and its use, and above those that jobs under SLURM and with a rank table have by themselves
+    (15000 to 24999).
     """
     while True:
-        port = 10_000 + next(_PORTS) % 20_000
+        port = first + next(_PORTS) % 7_680
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

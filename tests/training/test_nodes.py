@@ -74,7 +74,7 @@ def under_torchrun() -> Iterator[tuple[list[str], dict[str, str]]]:
 
 def under_slurm() -> Iterator[tuple[list[str], dict[str, str]]]:
     """As srun starts them; the environment derives the port from the job's id."""
-    port = next(port for port in iter(free_port, None) if 15_000 <= port < 25_000)
+    port = free_port(15_000)
     for rank in range(WORLD):
         yield (
             [],
