@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_pipeline.schedules import (
+    SCHEDULE_NAMES,
     Action,
     ScheduleError,
     build,
+    default_virtual_stages,
     extent,
     idle_share,
     save_chrome_trace,
@@ -18,6 +21,7 @@ from lightning_pipeline.schedules import (
 )
 from lightning_pipeline.schedules.chrome_trace import load_chrome_trace
 from lightning_pipeline.schedules.timeline import one_at_a_time, overlapped_share
+from tests.trace_format import complaints
 
 # Two ranks from 10 to 14 seconds: 3 + 1 of 8 seconds compute.
 RECORDED = [
@@ -111,3 +115,36 @@ def test_chrome_trace_has_arrows_from_sends_to_their_users_and_counters(tmp_path
         ("bytes of live activations, rank 0", 4e6, {"bytes": 0.0}),
     ]
     assert [len(row) for row in load_chrome_trace(path)] == [3, 2, 3, 2]
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_perfetto_has_nothing_to_complain_about(tmp_path: Path, name: str) -> None:
+    """Thirds of a millisecond are no whole nanoseconds, so no time is what its neighbours' sums come to."""
+    spans = simulate(build(name, 4, 8, default_virtual_stages(name)), transfer=1 / 3).spans
+    shown: dict[str, Any] = {"reductions": [[(2.0, 20.0), (3.0, 9.0)]] * 4, "kept": dict.fromkeys(range(8), 1e6)}
+    assert complaints(save_chrome_trace(spans, tmp_path / "t.json", unit=1e-3 / 3, **shown)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"dur": 1_000_000.002}, "overlap on"),
+        ({"ts": float("nan")}, "NaN is no JSON"),
+        ({"ts": -1}, "its ts is no number from 0"),
+        ({"ph": "B"}, "its phase is B"),
+        ({"tid": 3}, "lies in no slice"),
+    ],
+)
+def test_a_trace_that_perfetto_would_not_show(tmp_path: Path, changed: dict[str, object], complaint: str) -> None:
+    path = save_chrome_trace(RECORDED, tmp_path / "t.json")
+    content = json.loads(path.read_text())
+    assert complaints(path) == []
+    next(event for event in content["traceEvents"] if event.get("name") == "0SEND_F0").update(changed)
+    first = next(event for event in content["traceEvents"] if event.get("name") == "0F0")
+    first.update({key: value for key, value in changed.items() if key == "dur"})
+    path.write_text(json.dumps(content))
+    try:
+        found = complaints(path)
+    except ValueError as error:
+        found = [str(error)]
+    assert complaint in " ".join(found)

@@ -19,6 +19,7 @@ from lightning_pipeline.schedules import Action, build, simulate
 from lightning_pipeline.schedules.live import LiveRank, read_live
 from lightning_pipeline.schedules.records import read_records
 from tests.launching import SOON_S, launch
+from tests.trace_format import complaints
 from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import pipeline_trainer, plain_trainer
 
@@ -126,6 +127,7 @@ class TestSchedules:
 
     def test_the_files_show_both_ranks(self, two_ranks: list[dict[str, Any]], name: str, folder: Path) -> None:
         assert (folder / name / "timeline.png").stat().st_size > 0
+        assert complaints(folder / name / "timeline.json") == []
         events = json.loads((folder / name / "timeline.json").read_text())["traceEvents"]
         spans = [event for event in events if event["ph"] == "X"]
         forwards = [event["tid"] for event in spans if "F" in event["name"] and "_" not in event["name"]]

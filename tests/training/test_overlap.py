@@ -21,6 +21,7 @@ from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.schedules import build, simulate
 from lightning_pipeline.schedules.records import RecordedStep
 from tests.launching import PATIENCE_S, launch
+from tests.trace_format import complaints
 from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import QUIET
 
@@ -109,6 +110,7 @@ class Trace:
     """The written trace: times of events by row and name, in microseconds."""
 
     def __init__(self, path: Path) -> None:
+        assert complaints(path) == []
         events = json.loads(path.read_text())["traceEvents"]
         self.rows = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M"}
         self.actions = [e for e in events if e["ph"] == "X"]
