@@ -27,7 +27,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """``who`` is "one process", "torch" or "ours"; the last two run a schedule."""
+    """``who`` is "one process", "lightning" (alone, in one process), "torch" or "ours"; the last two run a schedule."""
 
     who: str
     schedule: str | None = None

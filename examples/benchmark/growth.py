@@ -1,6 +1,7 @@
 """How costs grow with blocks, micro-batches, ranks, replicas and schedules: ``python examples/benchmark/growth.py``.
 
-Writes growth.json and growth.png. Beside this package stand torch.distributed.pipelining, and DDP for the start.
+Writes growth.json and growth.png. Beside this package stand torch.distributed.pipelining, DDP for the start, and
+for one stage Lightning alone, which accumulates over the same micro-batches.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from run import run_turn
 
 SIZES = {"batch_size": 16, "width": 32, "num_blocks": 8, "length": 16, "num_microbatches": 8}
 SETTINGS = {**SIZES, "num_stages": 2, "num_replicas": 1, "num_linear_microbatches": 16}
-OURS, TORCH, DDP = "ours 1f1b", "torch 1f1b", "ddp"
+OURS, TORCH, DDP, ALONE = "ours 1f1b", "torch 1f1b", "ddp", "lightning"
 START = "--start"
 
 
@@ -60,6 +61,10 @@ def of_blocks(contender: str, num_blocks: int, num_steps: int) -> float:
 
 def of_microbatches(contender: str, number: int, num_steps: int) -> float:
     return step_ms(contender, num_steps, "linear", num_linear_microbatches=number) / number
+
+
+def of_one_stage(contender: str, number: int, num_steps: int) -> float:
+    return step_ms(contender, num_steps, "linear", num_linear_microbatches=number, num_stages=1) / number
 
 
 def of_ranks(contender: str, number: int, num_steps: int) -> float:
@@ -99,6 +104,14 @@ SWEEPS = {
         (4, 16, 64, 256),
         (TORCH, OURS),
         of_microbatches,
+    ),
+    "one stage": Sweep(
+        "an 8x8 Linear in one process",
+        "micro-batches",
+        "ms a micro-batch",
+        (4, 16, 64, 256),
+        (ALONE, OURS),
+        of_one_stage,
     ),
     "ranks": Sweep(
         "an 8x8 Linear a stage, 16 micro-batches", "ranks", "ms a micro-batch", (2, 4, 8), (TORCH, OURS), of_ranks

@@ -1,4 +1,4 @@
-"""PipelineStrategy under Lightning's own loop, with all that the loop does between two steps."""
+"""PipelineStrategy under Lightning's own loop, with all that it does between two steps; or the loop alone."""
 
 import logging
 import time
@@ -15,23 +15,38 @@ from workload import Workload
 
 
 def train(workload: Workload, plan: Plan) -> Measured:
-    """Train this rank's stages for ``plan.num_steps``, as a user would."""
+    """Train this rank's stages for ``plan.num_steps``, as a user would.
+
+    Without a schedule, one process trains alone, and accumulates over the micro-batches.
+    """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     num_ranks = len(set(plan.placement))
-    clock = Clock()
+    batch, each = workload.batch, 1
+    pipeline: dict[str, Any] = {}
+    if plan.schedule:
+        strategy = PipelineStrategy(
+            num_stages=num_ranks, num_microbatches=plan.num_microbatches, schedule=plan.schedule
+        )
+        pipeline = {"strategy": strategy, "devices": num_ranks * plan.num_replicas}
+    else:
+        each = plan.num_microbatches
+        inputs, targets = batch
+        batch = inputs[: len(inputs) // each], targets[: len(targets) // each]
+        pipeline = {"devices": 1, "accumulate_grad_batches": each}
+    clock = Clock(each)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=num_ranks * plan.num_replicas,
-        strategy=PipelineStrategy(num_stages=num_ranks, num_microbatches=plan.num_microbatches, schedule=plan.schedule),
+        **pipeline,
         max_steps=plan.num_steps,
+        max_epochs=-1,
         callbacks=[clock],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    batches = Repeated(workload.batch, plan.num_steps * plan.num_replicas)  # a sampler deals them to the replicas
+    batches = Repeated(batch, plan.num_steps * each * plan.num_replicas)  # a sampler deals them to the replicas
     trainer.fit(LitWorkload(workload), DataLoader(batches, batch_size=None))
     return Measured(intervals(clock.starts), clock.loss)
 
@@ -70,12 +85,16 @@ class Repeated(Dataset):
 class Clock(L.Callback):
     """Notes when each step starts and when the last one ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, batches_a_step: int) -> None:
         self.starts: list[float] = []
         self.loss = float("nan")
+        self._batches_a_step = batches_a_step
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.starts.append(time.perf_counter())
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx % self._batches_a_step == 0:
+            self.starts.append(time.perf_counter())
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

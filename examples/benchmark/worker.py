@@ -18,7 +18,12 @@ NUM_WARMUP = 2
 """Steps of every turn that are not counted: shapes are learnt and buffers made in them."""
 
 # Imported by name, so that no contender's process holds another's libraries.
-MODULES = {"one process": "one_process", "torch": "with_torch", "ours": "with_lightning"}
+MODULES = {
+    "one process": "one_process",
+    "lightning": "with_lightning",
+    "torch": "with_torch",
+    "ours": "with_lightning",
+}
 
 
 def take_turn(contender: Contender, workload: Workload, plan: Plan) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def test_growth_of_steps(tmp_path: Path) -> None:
     results = grow("--largest", "8", folder=tmp_path)
     for name, peer in (
         ("micro-batches", "torch 1f1b"),
+        ("one stage", "lightning"),
         ("ranks", "torch 1f1b"),
         ("replicas", "torch 1f1b"),
         ("start", "ddp"),
