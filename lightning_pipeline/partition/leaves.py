@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.overrides import has_forward
-from lightning_pipeline.partition.stage_config import StageMap, places
+from lightning_pipeline.partition.stage_map import StageMap, places
 
 
 @dataclass(slots=True, eq=False)

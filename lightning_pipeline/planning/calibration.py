@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.work import StepTask
-from lightning_pipeline.partition.stage_config import resolve
+from lightning_pipeline.partition.stage_map import resolve
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.runtime.endpoint import PendingReceive

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
-from lightning_pipeline.partition.stage_config import nearest
+from lightning_pipeline.partition.stage_map import nearest
 from lightning_pipeline.planning.cost_model import Evaluator, Machine, Plan, Segment, join
 from lightning_pipeline.planning.plan import StagePlan, describe
 from lightning_pipeline.planning.planner import EFFORT, FINENESS, MAX_CANDIDATES, NEGLIGIBLE

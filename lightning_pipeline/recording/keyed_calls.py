@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_pipeline.partition.overrides import has_forward, overridden
-from lightning_pipeline.partition.stage_config import StageMap
+from lightning_pipeline.partition.stage_map import StageMap
 
 IS_KEYED = "is_keyed"
 """Marks what is put around the forward of a module with a key."""

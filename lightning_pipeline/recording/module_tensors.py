@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.partition.ownership import holders_of, named_tensors
-from lightning_pipeline.partition.stage_config import StageMap
+from lightning_pipeline.partition.stage_map import StageMap
 from lightning_pipeline.recording.split_modules import SplitCall, split_calls
 
 

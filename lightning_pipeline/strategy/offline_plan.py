@@ -19,7 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
-from lightning_pipeline.partition.stage_config import read_stage_config, resolve
+from lightning_pipeline.partition.stage_config import read_stage_config
+from lightning_pipeline.partition.stage_map import resolve
 from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.planning.observing import Step
 from lightning_pipeline.planning.plan import StagePlan

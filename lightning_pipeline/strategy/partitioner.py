@@ -13,7 +13,8 @@ import torch
 
 from lightning_pipeline.engine.executor import RECEIVES_AHEAD
 from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
-from lightning_pipeline.partition.stage_config import AUTO, Stage, StageMap, count_stages, resolve
+from lightning_pipeline.partition.stage_config import AUTO, Stage, count_stages
+from lightning_pipeline.partition.stage_map import StageMap, resolve
 from lightning_pipeline.planning.calibration import measure_link, measure_overhead
 from lightning_pipeline.planning.cost_model import Machine
 from lightning_pipeline.planning.plan import StagePlan, print_plan

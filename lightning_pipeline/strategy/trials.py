@@ -23,7 +23,7 @@ from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.microbatch import microbatches_of
-from lightning_pipeline.partition.stage_config import resolve
+from lightning_pipeline.partition.stage_map import resolve
 from lightning_pipeline.planning.observing import Step, gradients_apart
 from lightning_pipeline.planning.plan import StagePlan
 from lightning_pipeline.planning.restoring import left_as_it_was

@@ -19,7 +19,7 @@ from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.step import PipelineStep
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition.placeholder import Placeholder
-from lightning_pipeline.partition.stage_config import resolve
+from lightning_pipeline.partition.stage_map import resolve
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.schedules import Action, Kind, Schedule

@@ -19,7 +19,8 @@ from lightning_pipeline.accelerators.rank_table_formats import FORMATS, format_r
 from lightning_pipeline.accelerators.rank_table_rules import check_placement, check_rank_table, place_stages, renumber
 from lightning_pipeline.checkpoint.torch_files import CheckpointError
 from lightning_pipeline.checkpoint.weights import load_weights
-from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
+from lightning_pipeline.partition.stage_config import count_stages, read_stage_config
+from lightning_pipeline.partition.stage_map import resolve
 from lightning_pipeline.schedules import (
     Schedule,
     ScheduleError,

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lightning_pipeline.partition.leaves import certain_stages, find_leaves
-from lightning_pipeline.partition.stage_config import count_stages, read_stage_config, resolve
+from lightning_pipeline.partition.stage_config import count_stages, read_stage_config
+from lightning_pipeline.partition.stage_map import resolve
 from tests.memory_limit import little_memory
 
 

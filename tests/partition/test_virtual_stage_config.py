@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_pipeline.partition.stage_config import resolve
+from lightning_pipeline.partition.stage_map import resolve
 from lightning_pipeline.schedules import build
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec
-from lightning_pipeline.partition.stage_config import StageMap
+from lightning_pipeline.partition.stage_map import StageMap
 from lightning_pipeline.recording.execution import run_event
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
