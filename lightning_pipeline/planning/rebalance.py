@@ -79,13 +79,15 @@ def rebalance(
     measured: Costs,
     schedule: Schedule,
     state_bytes: Callable[[str], float] = lambda name: 0.0,
+    speeds: Sequence[float] = (),
 ) -> Rebalance:
     """The best cut, if the segments of a stage share its measured times in proportion to the profile's.
 
     Args:
         stage_config: where the step is cut: the first module of each later virtual stage.
-        measured: times of each virtual stage.
+        measured: times of each virtual stage, on its own rank.
         schedule: of the run.
+        speeds: relative speed of each rank; empty for equal ranks.
 
     Raises:
         ValueError: a stage begins with a module that the step does not call.
@@ -99,19 +101,19 @@ def rebalance(
     calls = _candidates(profile, beginnings, schedule.num_stages)
     segments = profile.segments(calls, state_bytes)
     cuts = tuple(calls.index(call) + 1 for call in beginnings)
+    machine = Machine(latency=measured.transfer, speeds=speeds)
     scaled: list[Segment] = []
     for stage, (start, stop) in enumerate(pairwise((0, *cuts, len(segments)))):
         own = segments[start:stop]
-        whole = join(own)
+        whole, speed = join(own), machine.speed(schedule.placement[stage])  # segments have their times at speed 1
         scaled += [
             replace(
                 segment,
-                forward=measured.forward[stage] * _share(segment.forward, whole.forward, len(own)),
-                backward=measured.backward[stage] * _share(segment.backward, whole.backward, len(own)),
+                forward=measured.forward[stage] * speed * _share(segment.forward, whole.forward, len(own)),
+                backward=measured.backward[stage] * speed * _share(segment.backward, whole.backward, len(own)),
             )
             for segment in own
         ]
-    machine = Machine(latency=measured.transfer)
     now = Evaluator(scaled, schedule, machine).plan(cuts)
     best = best_plans(scaled, schedule, machine, effort=EFFORT, gap=NEGLIGIBLE)[0]
     if best.seconds > now.seconds * (1 - NEGLIGIBLE):

@@ -73,9 +73,7 @@ class Given(NamedTuple):
     def is_like(self, argument: Any, recording: Any) -> bool:
         kind = type(argument)
         if kind is Placeholder:
-            return (
-                argument.value == self.value and argument.spec is self.spec and argument.recording is recording
-            )
+            return argument.value == self.value and argument.spec is self.spec and argument.recording is recording
         if kind is Tensor:
             spec = self.spec
             return (
@@ -237,12 +235,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         if caller is not module and isinstance(caller, nn.Module) and vars(caller).get("_call_impl") is call:
             return plain(caller, *args, **kwargs)  # a copy that a step has made, with all attributes
         recording = recorder.current
-        if (
-            recording is None
-            or fruitless > _MAX_FRUITLESS
-            or is_inference()
-            or num_modes() != recording.num_modes
-        ):
+        if recording is None or fruitless > _MAX_FRUITLESS or is_inference() or num_modes() != recording.num_modes:
             return plain(module, *args, **kwargs)
         items, layout = _flat(args, kwargs)
         begin = recording.event
@@ -337,9 +330,7 @@ def _given(items: Sequence[Any], recording: Any) -> list[Given] | None:
     return found
 
 
-def _source_of(
-    result: Placeholder, begin: Event, end: Event, items: Sequence[Any]
-) -> tuple[Event | None, int] | None:
+def _source_of(result: Placeholder, begin: Event, end: Event, items: Sequence[Any]) -> tuple[Event | None, int] | None:
     """What makes a call's result, and its place in the pool; None with the place of the argument that it is."""
     for place, item in enumerate(items):
         if result is item:

@@ -54,9 +54,7 @@ def result_on_data(recording: Recording, func: Any, call: Call, specs: Sequence[
         return recording.recorder.inference.result_on_data(func, call, data, specs)
 
 
-def _known_data(
-    recording: Recording, func: Any, call: Call, specs: Sequence[TensorSpec]
-) -> list[Tensor] | None:
+def _known_data(recording: Recording, func: Any, call: Call, specs: Sequence[TensorSpec]) -> list[Tensor] | None:
     """Data that suffices to infer a result without a read, as every rank has it; None if it does not suffice."""
     if not is_laid_out_by_others(func) or not call.args or type(call.args[0]) is not TensorSlot:
         return None

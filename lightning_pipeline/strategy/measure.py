@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +25,7 @@ from lightning_pipeline.planning.planner import ALIKE
 from lightning_pipeline.planning.profile import Profile
 from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.planning.timing import measured_speed, time_step
-from lightning_pipeline.planning.tracing import estimate_step, trace_step
+from lightning_pipeline.planning.tracing import DeviceSpeed, estimate_step, trace_step
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
@@ -127,10 +128,31 @@ def measure_step(module: LightningModule, step: SeededStep, microbatch: Any, dev
         return time_step(step, microbatch, traced, device)
 
 
-def estimate_training_step(module: LightningModule, microbatch: Any, device: torch.device) -> Profile:
-    """Profile the training step without running it: parts of the module may be on the meta device."""
+def estimate_training_step(
+    module: LightningModule, microbatch: Any, device: torch.device, speed: DeviceSpeed | None = None
+) -> Profile:
+    """Profile the training step without running it: parts of the module may be on the meta device.
+
+    Args:
+        speed: of the device that is to run it; None for this one.
+    """
     step = loss_step(module, "training_step", after_batch(module, 0), device)
-    return estimate_step(module, step, microbatch, measured_speed(device, dtype_of(module)))
+    return estimate_step(module, step, microbatch, speed or measured_speed(device, dtype_of(module)))
+
+
+def estimate_on_ranks(
+    estimate: Callable[[DeviceSpeed], Profile], devices: Sequence[DeviceSpeed]
+) -> tuple[Profile, tuple[float, ...]]:
+    """The profile on the first rank's device, and the speed of each rank relative to it; empty if all are alike."""
+    first = devices[0]
+    profile = estimate(first)
+
+    def speed_of(device: DeviceSpeed) -> float:
+        ratios = [one / other for one, other in zip(astuple(device), astuple(first), strict=True)]
+        return 1.0 if max(ratios) <= ALIKE * min(1.0, *ratios) else profile.seconds / estimate(device).seconds
+
+    speeds = tuple(map(speed_of, devices))
+    return profile, speeds if max(speeds) > ALIKE * min(speeds) else ()
 
 
 def _over_replicas(module: LightningModule) -> AbstractContextManager[None]:

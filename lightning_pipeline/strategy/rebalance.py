@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+from functools import partial
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.recorded_times import gather_spans
 from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.planning.rebalance import Rebalance, rebalance
+from lightning_pipeline.planning.timing import measured_speed
+from lightning_pipeline.planning.tracing import DeviceSpeed
 from lightning_pipeline.schedules import measured_costs, recorded_schedule
 
 from .._lightning import Callback, LightningModule, Trainer, rank_zero_info
 from .advisor import is_usual
-from .measure import estimate_training_step, on_all_ranks, without_side_effects
+from .measure import dtype_of, estimate_on_ranks, estimate_training_step, on_all_ranks, without_side_effects
 from .pipeline import pipeline_of
 
 
 class PipelineRebalance(Callback):
     """Records some training steps, and reports once which modules to move to other stages, and what that would save.
 
-    It moves nothing: the report ends with the stage_config for the next run. The stages' times are measured; how much
-    of a stage's time each of its modules takes is estimated from their operations.
+    It moves nothing: the report ends with the stage_config for the next run. The stages' times are measured, and so is
+    how fast each rank is; how much of a stage's time each of its modules takes is estimated from their operations.
 
     Args:
         first_step: the optimizer step to start recording at, when the run has warmed up.
@@ -64,18 +69,22 @@ class PipelineRebalance(Callback):
             self._steps.append(self._spans)
         if len(self._steps) < self.num_steps or self.rebalance is not None or pipeline.num_ranks == 1:
             return
+        assert transport is not None  # there are several stages
+        device = strategy.root_device
         timelines = [gather_spans(spans, transport) for spans in self._steps]
+        own_speed = torch.tensor(astuple(measured_speed(device, dtype_of(pl_module))), dtype=torch.float64)
+        of_ranks = transport.all_gather_vector(own_speed, "how fast each rank is").tolist()
 
         def decide() -> Rebalance:
             schedule = recorded_schedule(timelines[-1], pipeline.placement)
             measured = measured_costs(timelines, pipeline.placement)
             microbatch = microbatches_of(batch, pipeline.num_microbatches, pl_module)[0]
-            with without_side_effects(pl_module, strategy.root_device):
-                costs = estimate_training_step(pl_module, microbatch, strategy.root_device)
-            return rebalance(costs, pipeline.recorder.calls.stages.exact, measured, schedule)
+            estimate = partial(estimate_training_step, pl_module, microbatch, device)
+            with without_side_effects(pl_module, device):
+                costs, speeds = estimate_on_ranks(estimate, [DeviceSpeed(*figures) for figures in of_ranks])
+            return rebalance(costs, pipeline.recorder.calls.stages.exact, measured, schedule, speeds=speeds)
 
         # Each pipeline decides by itself: replicas may see usual batches in different steps.
-        assert transport is not None  # there are several stages
         self.rebalance = on_all_ranks(
             decide, lambda found: transport.broadcast_object(found, 0, "a better cut"), decides=pipeline.rank == 0
         )

@@ -346,6 +346,22 @@ def test_a_slow_stage_gives_a_part_away() -> None:
         rebalance(costs, {"5": 1, "6": 2}, level, build("1f1b", 2, 8))
 
 
+def test_what_a_slow_rank_takes_is_quicker_elsewhere() -> None:
+    """The second rank is four times as slow, and has eight layers: of ten it should have two."""
+    net = nn.Sequential(*(Layer() for _ in range(10)))
+
+    def step(batch: Tensor) -> Tensor:
+        return net(batch).mean()
+
+    costs = trace_step(net, step, torch.ones(ROWS, WIDTH), SPEED)
+    measured = Costs([2.0, 32.0], [2.0, 32.0], [2.0, 32.0], 0.0, [4.0, 64.0])
+    schedule = build("1f1b", 2, 32)
+    assert rebalance(costs, {"2": 1}, measured, schedule).better.stage_config == {"6": 1}
+    found = rebalance(costs, {"2": 1}, measured, schedule, speeds=(1.0, 0.25))
+    assert found.better.stage_config == {"8": 1}
+    assert found.now.step_seconds == pytest.approx(rebalance(costs, {"2": 1}, measured, schedule).now.step_seconds)
+
+
 def test_a_stage_may_begin_inside_of_a_module_that_begins_another() -> None:
     net = nn.Sequential(Layer(), nn.Sequential(*(Layer() for _ in range(4))))
 
