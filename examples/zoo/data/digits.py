@@ -8,7 +8,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 
 class DigitsDataModule(L.LightningDataModule):
-    """Batches of images (N, 1, image_size, image_size) in [0, 1] and labels (N,); a fixed fifth is for validation."""
+    """Batches of images (N, 1, image_size, image_size) in [0, 1] and labels (N,); a fixed fifth is for validation.
+
+    What is left for training after the last whole batch is dropped, so that all steps take as long.
+    """
 
     def __init__(self, *, batch_size: int = 64, image_size: int = 8) -> None:
         super().__init__()
@@ -33,4 +36,4 @@ class DigitsDataModule(L.LightningDataModule):
         return self._loader(self.val)
 
     def _loader(self, dataset: Dataset, *, shuffle: bool = False) -> DataLoader:
-        return DataLoader(dataset, self.batch_size, shuffle=shuffle)
+        return DataLoader(dataset, self.batch_size, shuffle=shuffle, drop_last=shuffle)
