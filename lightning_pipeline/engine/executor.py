@@ -64,7 +64,8 @@ class RankProgram:
     """One rank's actions, in a form that is computed once and used by all steps.
 
     Args:
-        offloads: activations go to host memory while they wait: their moves are among the calls.
+        offload: the share of activations that goes to host memory while they wait: their moves are among the calls. Of
+            0, activations are only counted; None: neither.
 
     Attributes:
         calls: stage, method and micro-batch of each action or move, and the action, None for a move.
@@ -73,9 +74,9 @@ class RankProgram:
         is_backward: whether each call belongs to a backward.
     """
 
-    def __init__(self, actions: Sequence[Action], *, offloads: bool = False) -> None:
+    def __init__(self, actions: Sequence[Action], *, offload: float | None = None) -> None:
         self.actions = actions
-        called: Sequence[Action | Move] = with_moves(actions) if offloads else actions
+        called: Sequence[Action | Move] = actions if offload is None else with_moves(actions, sends=offload > 0)
         self.prepared = [-1] * len(called)
         next_forward = -1
         for index in reversed(range(len(called))):

@@ -29,10 +29,13 @@ class Move(NamedTuple):
     microbatch: int
 
 
-def with_moves(actions: Sequence[Action]) -> list[Action | Move]:
-    """A rank's actions, sends and receives included, with the moves to host memory and back among them."""
-    computed = [action for action in actions if action.kind.is_compute]
-    away = away_in(computed)
+def with_moves(actions: Sequence[Action], *, sends: bool) -> list[Action | Move]:
+    """A rank's actions, sends and receives included, with the moves to host memory and back among them.
+
+    Args:
+        sends: whether anything moves; else what is saved is only counted.
+    """
+    away = away_in([action for action in actions if action.kind.is_compute]) if sends else []
     before = [
         (method, by_place(away, place)) for method, place in (("settle", "gone"), ("fetch", "back"), ("arrive", "used"))
     ]
@@ -57,21 +60,22 @@ def with_moves(actions: Sequence[Action]) -> list[Action | Move]:
 
 
 class Offload:
-    """Sends saved tensors of this rank to host memory.
+    """Sends saved tensors of this rank to host memory, and counts their bytes.
 
     Args:
-        share: of a virtual stage's bytes, the most that is sent.
+        share: of a virtual stage's bytes, the most that is sent; 0 only counts.
 
     Attributes:
-        measures: whether to count bytes, which takes a look at everything that is saved.
+        may_measure: whether the bytes of observed steps are counted, which takes a look at everything that is saved.
+        measures: whether those of this step are.
         peak_bytes: the most bytes that saved tensors took on the device in the step, where that is counted.
-        kept: bytes that each virtual stage of this rank saved of a micro-batch, where they are counted.
+        kept: the most bytes that each virtual stage of this rank saved of a micro-batch, where they are counted.
         sent: those that went to host memory.
     """
 
     def __init__(self, share: float, device: torch.device) -> None:
         self.share = share
-        self.measures = False
+        self.may_measure, self.measures = True, False
         self.peak_bytes = 0
         self.kept: dict[int, int] = {}
         self.sent: dict[int, int] = {}
@@ -79,9 +83,12 @@ class Offload:
         self._held: set[int] = set()
         self._live: list[tuple[_torch.StorageWeakRef, int]] = []
 
-    def begin(self, module_tensors: Iterable[Tensor], *, measures: bool) -> None:
+    def begin(self, module_tensors: Iterable[Tensor], *, is_observed: bool) -> None:
         """Begin a step."""
-        self.measures, self.peak_bytes, self.kept, self.sent, self._live = measures, 0, {}, {}, []
+        self.measures = self.may_measure and is_observed
+        self.peak_bytes, self.kept, self.sent, self._live = 0, {}, {}, []
+        if not (self.measures or self.share):
+            return
         # Each step anew, as parameters that are sharded over replicas have other memory in each.
         self._held = {memory for tensor in module_tensors for memory in memories_of(tensor)}
 
@@ -93,8 +100,9 @@ class Offload:
         """
         saved = SavedMemory(roots, self._held.union(memory for tensor in held for memory in memories_of(tensor)))
         if self.measures:
-            self.kept[stage] = sum(saved.sizes.values())
-            self._live += ((ref, saved.sizes[memory]) for memory, ref in saved.refs.items())
+            sizes = {**saved.sizes, **saved.staying}
+            self.kept[stage] = max(self.kept.get(stage, 0), sum(sizes.values()))
+            self._live += ((ref, sizes[memory]) for memory, ref in saved.refs.items())
             self._measure()
         return saved
 

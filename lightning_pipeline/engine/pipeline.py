@@ -25,6 +25,7 @@ from lightning_pipeline.engine.delivery import Delivery
 from lightning_pipeline.engine.executor import RankProgram, Span
 from lightning_pipeline.engine.gradient_hooks import hooks_of_parameters
 from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.one_rank import OneRankStep
 from lightning_pipeline.engine.parts import StepParts
 from lightning_pipeline.engine.rank_resources import RankResources
@@ -50,6 +51,7 @@ class Pipeline:
         schedule: makes the schedule of a training step on this placement, given the number of micro-batches.
         num_microbatches: micro-batches per step; a batch with fewer samples is split into fewer.
         offload: the share of a virtual stage's activations that goes to host memory while they wait for their backward.
+        counts_bytes: observed steps count the bytes of activations, as they do if any go to host memory.
         on_module_changed: called if the module's tensors are not those of the last step.
         context: the ranks that share this one's sequences; None if each has its own.
     """
@@ -67,6 +69,7 @@ class Pipeline:
         schedule: Callable[[int], Schedule],
         num_microbatches: int,
         offload: float = 0,
+        counts_bytes: bool = False,
         on_module_changed: Callable[[], None] = lambda: None,
         context: ContextRanks | None = None,
     ) -> None:
@@ -82,7 +85,8 @@ class Pipeline:
         """The largest number of virtual stages' activations alive on this rank at one time in the last step."""
         self.ran: list[tuple[Program | None, int]] = []
         """Of each micro-batch of the last observed step: its program, if it had one, and the number of its loss."""
-        self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, offload, context)
+        offloading = Offload(offload, device) if offload or counts_bytes else None
+        self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, offloading, context)
         self.stages = self._shared.stages
         self.recorder = self._shared.recorder
         self.offload = self._shared.offload
@@ -163,8 +167,8 @@ class Pipeline:
                 schedule = self._schedule(num_microbatches)
             else:
                 schedule = forward_only(self.num_ranks, num_microbatches, placement=self.placement)
-            offloads = training and self.offload is not None and self.num_ranks > 1
-            self._programs[key] = RankProgram(lower(schedule)[self.rank], offloads=offloads)
+            offload = self.offload.share if training and self.offload is not None and self.num_ranks > 1 else None
+            self._programs[key] = RankProgram(lower(schedule)[self.rank], offload=offload)
         return self._programs[key]
 
     def take_uses(self) -> dict[str, set[int]]:

@@ -40,7 +40,7 @@ class RankResources:
         tensors: parameters and buffers of the module.
         calls: tells which stage the running submodule belongs to.
         holders: gives the ranks that hold a tensor of the module, by number.
-        offload: the share of a virtual stage's activations that goes to host memory while they wait.
+        offload: sends activations to host memory, or counts them; None for neither.
         context: the ranks that share this one's sequences; None if each has its own.
 
     Attributes:
@@ -59,7 +59,7 @@ class RankResources:
         tensors: ModuleTensors,
         calls: KeyedCalls,
         holders: Callable[[int], Sequence[int]],
-        offload: float = 0,
+        offload: Offload | None = None,
         context: ContextRanks | None = None,
     ) -> None:
         self.context = context
@@ -74,7 +74,7 @@ class RankResources:
         self.recorder = Recorder(tensors, calls, self.placement)
         self.recorder.warns = rank == 0
         self.draws = Draws(device)
-        self.offload = Offload(offload, device) if offload else None
+        self.offload = offload
         self.expectations = Expectations()
         self.warnings = StepWarnings(is_first=rank == 0)
         self.has_learned = False

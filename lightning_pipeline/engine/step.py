@@ -102,7 +102,7 @@ class PipelineStep:
             if stage + 1 in visits:
                 visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
         if shared.offload is not None:
-            shared.offload.begin(shared.tensors.tensors, measures=self._observe is not None)
+            shared.offload.begin(shared.tensors.tensors, is_observed=self._observe is not None)
         before_backward = self._before_backward if self.ahead is not None else None
         self.run = ScheduleRun(program, visits, self._observe, before_backward, prepare)
         self.run.go_on()

@@ -145,24 +145,30 @@ class SavedMemory:
         held: memory (`memory_of`) that somebody else keeps, so that sending it would free nothing.
 
     Attributes:
-        sizes: bytes of each memory that the graph alone keeps.
-        refs: whether each still is there.
+        sizes: bytes of each memory that the graph alone keeps, and that can be sent.
+        refs: whether each still is there, and those of what cannot be sent, such as DTensors.
+        staying: bytes of the latter.
     """
 
     def __init__(self, roots: Iterable[Node], held: Collection[int]) -> None:
         self._users: dict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
+        staying: dict[int, torch.UntypedStorage] = {}
         kept = set(held)
         for owner, tensor in _saved_by(roots):
             is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
             if owner is None or not is_plain or tensor.is_conj() or tensor.is_neg():
-                kept.update(memories_of(tensor))
+                for part in parts_of(tensor):
+                    memory = memory_of(part)
+                    if memory >= 0 and memory not in kept:
+                        staying[memory] = part.untyped_storage()
             else:
                 self._users[memory_of(tensor)].append((owner, tensor))
-        for memory in kept:
+        for memory in kept.union(staying):
             self._users.pop(memory, None)
         storages = {memory: users[0][1].untyped_storage() for memory, users in self._users.items()}
         self.sizes = {memory: storage.nbytes() for memory, storage in storages.items()}
-        self.refs = {memory: _torch.StorageWeakRef(storage) for memory, storage in storages.items()}
+        self.staying = {memory: storage.nbytes() for memory, storage in staying.items()}
+        self.refs = {memory: _torch.StorageWeakRef(one) for memory, one in (*storages.items(), *staying.items())}
 
     def send(self, share: float, host_memory: HostMemory) -> dict[int, Block]:
         """Send the largest, up to a share of all bytes. Returns the blocks, by memory.
@@ -193,12 +199,17 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def memories_of(tensor: Tensor) -> Iterator[int]:
     """The memory of a tensor (`memory_of`), or of what its subclass wraps, such as a DTensor's slice."""
+    return map(memory_of, parts_of(tensor))
+
+
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, or those that its subclass wraps."""
     if hasattr(tensor, "__tensor_flatten__"):
         for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
             if isinstance(part, Tensor):  # and no mesh
-                yield from memories_of(part)
+                yield from parts_of(part)
     else:
-        yield memory_of(tensor)
+        yield tensor
 
 
 def _saved_by(roots: Iterable[Node]) -> Iterator[tuple[Any, Tensor]]:

@@ -59,14 +59,17 @@ def optimize(
         max_bytes: the most of those that a rank may hold.
 
     Raises:
-        ScheduleError: `max_bytes` without `kept_bytes`, or nothing was found that keeps the bound.
+        ScheduleError: `max_bytes` without `kept_bytes`, or no order keeps the bound.
     """
     if max_bytes is not None and kept_bytes is None:
         raise ScheduleError(f"max_bytes={max_bytes:g} needs kept_bytes, what each virtual stage keeps of a micro-batch")
     bounds: list[Bound] = []
     if max_live_microbatches is not None:
-        bounds.append(([1 / placement.count(rank) for rank in placement], max_live_microbatches * (1 + 1e-9)))
+        shares = [1 / placement.count(rank) for rank in placement]
+        _require_room("max_live_microbatches", max_live_microbatches, placement, shares)
+        bounds.append((shares, max_live_microbatches * (1 + 1e-9)))
     if max_bytes is not None and kept_bytes is not None:
+        _require_room("max_bytes", max_bytes, placement, kept_bytes)
         bounds.append((kept_bytes, max_bytes))
     named = [
         schedule
@@ -85,15 +88,47 @@ def optimize(
             bounds=bounds,
         )
         starts = [orders for rule in RULES if (orders := search.listed(rule)) is not None]
-        starts += [orders for schedule in named if (orders := _as_numbers(schedule, splits=splits))]
+        starts += [
+            orders
+            for schedule in (one_at_a_time(placement, num_microbatches), *named)
+            if (orders := _as_numbers(schedule, splits=splits))
+        ]
         found += [_as_schedule(orders, search) for orders in _improved(search, starts)]
-    if not found:
-        kept = {"max_live_microbatches": max_live_microbatches, "max_bytes": max_bytes}
-        asked = " and ".join(f"{name}={most:g}" for name, most in kept.items() if most is not None)
-        raise ScheduleError(f"found no order that keeps {asked}; raise it, or use more stages or smaller micro-batches")
     timed = [(_time(schedule, costs), schedule) for schedule in found]
     (makespan, best), _ = min(timed, key=lambda pair: pair[0][0])
     return Optimized(replace(best, name=OPTIMIZED), makespan, {s.name: time for (time, _), s in timed[: len(named)]})
+
+
+def one_at_a_time(placement: Sequence[int], num_microbatches: int) -> Schedule:
+    """The order that holds the least: each micro-batch's backward before the next one's forward."""
+    rows: list[tuple[Action, ...]] = []
+    for rank in range(max(placement) + 1):
+        own = [stage for stage, place in enumerate(placement) if place == rank]
+        turn = [(Kind.F, stage) for stage in own] + [(Kind.B, stage) for stage in reversed(own)]
+        rows.append(tuple(Action(*each, index) for index in range(num_microbatches) for each in turn))
+    return Schedule("one_at_a_time", tuple(rows), num_microbatches, tuple(placement))
+
+
+def held_of_one(placement: Sequence[int], sizes: Sequence[float]) -> list[float]:
+    """For each rank, what it holds of one micro-batch at its first backward: no order holds less.
+
+    Args:
+        sizes: what each virtual stage keeps of a micro-batch.
+    """
+    held = [0.0] * (max(placement) + 1)
+    for rank, size in zip(placement, sizes, strict=True):
+        held[rank] += size
+    return held
+
+
+def _require_room(bound: str, most: float, placement: Sequence[int], sizes: Sequence[float]) -> None:
+    held = held_of_one(placement, sizes)
+    least = max(held)
+    if least > most * (1 + 1e-9):
+        raise ScheduleError(
+            f"no order keeps {bound}={most:.15g}: {least:.15g} is the least, what rank {held.index(least)} holds of "
+            f"one micro-batch at its first backward; raise it, or use more stages or smaller micro-batches"
+        )
 
 
 def _time(schedule: Schedule, costs: Costs) -> tuple[float, Schedule]:

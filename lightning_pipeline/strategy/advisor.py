@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.recorded_times import gather_spans
@@ -25,11 +27,13 @@ from lightning_pipeline.schedules import (
     save_csv,
     simulate,
 )
-from lightning_pipeline.schedules.optimizing import OPTIMIZED
+from lightning_pipeline.schedules.optimizing import OPTIMIZED, held_of_one, one_at_a_time
 from lightning_pipeline.schedules.recorded_costs import equal_costs
+from lightning_pipeline.schedules.simulation import peak_bytes
 
 from .._lightning import rank_zero_info
 from .schedule_choice import AUTO, TRAINING_SCHEDULES, ScheduleChoice, Schedules
+from .tensor_parallel import TensorGroup
 
 Observer = Callable[[Span], None]
 """Gets an action with its start and end, in seconds."""
@@ -78,9 +82,13 @@ class Advisor:
         num_stages: device groups, with `num_virtual_stages` each.
         ranks: of the stages that are to be on certain ones.
         max_live_microbatches: the most micro-batches whose activations a rank may hold; None for no bound.
+        max_live_bytes: the most bytes of them; None for no bound. What stages keep is measured first.
         offload: the share of activations that goes to host memory while they wait, and counts no more.
         optimizes: search for an order besides (see `optimize`), and use that.
         csv: where to write the order that was found; None: nowhere.
+
+    Attributes:
+        kept: the bytes that each virtual stage saves of a micro-batch, where they are bounded; 0 before they are known.
 
     Raises:
         ValueError: no schedule holds as few.
@@ -93,6 +101,7 @@ class Advisor:
         num_virtual_stages: int,
         num_microbatches: int,
         max_live_microbatches: float | None,
+        max_live_bytes: int | None = None,
         ranks: Mapping[int, int] | None = None,
         offload: float = 0,
         optimizes: bool = False,
@@ -100,7 +109,10 @@ class Advisor:
     ) -> None:
         self.advice: Advice | None = None
         self._optimizes = optimizes
-        self._most_live = max_live_microbatches
+        self._most_live, self._most_bytes = max_live_microbatches, max_live_bytes
+        self.kept = [0.0] * (num_stages * num_virtual_stages)
+        self._knows_kept = max_live_bytes is None
+        self._counted = 0
         self._csv = csv
         self._offload = offload
         self._peaks: dict[str, float] = {}
@@ -126,22 +138,18 @@ class Advisor:
                 self._peaks[name] = max(simulate(schedules.full, offload=offload).peak_live) / num_virtual_stages
         if refused is not None and not self._candidates:
             raise refused
-        if max_live_microbatches is not None:
-            least = min(self._peaks, key=self._peaks.__getitem__)
-            if self._peaks[least] > max_live_microbatches and not optimizes:
-                raise ValueError(
-                    f"max_live_microbatches={max_live_microbatches} is less than any schedule holds; {least!r} holds "
-                    f"{self._peaks[least]:g}: raise it, or use more stages or smaller micro-batches"
-                )
-            self._candidates = {n: s for n, s in self._candidates.items() if self._peaks[n] <= max_live_microbatches}
-        if not self._candidates:
-            # Nothing that has a name holds as few: costs are measured with an order for equal ones.
-            self._take(
-                optimize(
-                    equal_costs(len(placement)), placement, num_microbatches, max_live_microbatches=self._most_live
-                ).schedule
+        least = min(self._peaks, key=self._peaks.__getitem__)
+        if max_live_microbatches is not None and self._peaks[least] > max_live_microbatches and not optimizes:
+            raise ValueError(
+                f"max_live_microbatches={max_live_microbatches} is less than any schedule holds; {least!r} holds "
+                f"{self._peaks[least]:g}: raise it, or use more stages or smaller micro-batches"
             )
-        self._probes = [name for splits in (False, True) if (name := self._leanest(splits=splits))]
+        self._placement, self._num_microbatches = placement, num_microbatches
+        alone = one_at_a_time(placement, num_microbatches)
+        self.first = Schedules(alone, "", num_stages, num_virtual_stages)
+        """The schedules of the first steps."""
+        if self._knows_kept:
+            self._keep_bounds()
         self._started = 0.0
         self._done = 0
         self._steps: list[list[Span]] = []
@@ -155,28 +163,62 @@ class Advisor:
         self._candidates[OPTIMIZED] = Schedules(schedule, "", num_ranks, virtual)
         self._peaks[OPTIMIZED] = max(simulate(schedule, offload=self._offload).peak_live) / virtual
 
-    @property
-    def first(self) -> Schedules:
-        """The schedules of the first steps."""
-        return self._candidates[self._probes[0]]
+    def _keep_bounds(self) -> None:
+        """Leave the candidates that keep the bounds, or make one that does, and choose those that are recorded."""
+        self._candidates = {name: schedules for name, schedules in self._candidates.items() if self._fits(name)}
+        if not self._candidates:
+            # Nothing that has a name holds as few: costs are measured with an order for equal ones.
+            self._take(self._searched(equal_costs(len(self._placement))))
+        self._probes = [name for splits in (False, True) if (name := self._leanest(splits=splits))]
+        self.first = self._candidates[self._probes[0]]
+
+    def _fits(self, name: str) -> bool:
+        if self._most_live is not None and self._peaks[name] > self._most_live:
+            return False
+        return self._most_bytes is None or max(peak_bytes(self._candidates[name].full, self.kept)) <= self._most_bytes
+
+    def _searched(self, costs: Costs) -> Schedule:
+        return optimize(
+            costs,
+            self._placement,
+            self._num_microbatches,
+            max_live_microbatches=self._most_live,
+            kept_bytes=self.kept,
+            max_bytes=self._most_bytes,
+        ).schedule
 
     @contextmanager
-    def watching(self, pipeline: Pipeline, transport: Transport | None) -> Iterator[None]:
-        """Around a training step: record it, or choose once enough steps are recorded. All ranks must call it."""
+    def watching(
+        self, pipeline: Pipeline, transport: Transport | None, neighbours: TensorGroup | None = None
+    ) -> Iterator[None]:
+        """Around a training step: record it, or choose once enough steps are recorded. All ranks must call it.
+
+        Args:
+            neighbours: the ranks that share this one's stage of a replica. They run collectives within stages, so they
+                need the same order of actions.
+        """
         if self.advice is not None:
             yield
             return
+        if not self._knows_kept:
+            spans: list[Span] = []
+            with observed(pipeline, spans.append):
+                yield
+            self._note_kept(spans, pipeline, transport, neighbours)
+            return
+        if pipeline.offload is not None:
+            pipeline.offload.may_measure = pipeline.observe is not None  # by others: it takes time
         now = time.perf_counter()
         if self._recording:
             self._intervals[-1] = now - self._started
         self._started = now
         if self._done == len(self._probes) * (SKIPPED + RECORDED):
-            self._choose(pipeline, transport)
+            self._choose(pipeline, transport, neighbours)
             yield
             return
         probe, turn = divmod(self._done, SKIPPED + RECORDED)
         pipeline.use(self._candidates[self._probes[probe]])
-        spans: list[Span] = []
+        spans = []
         with observed(pipeline, spans.append):
             yield
         usual = is_usual(spans, pipeline)  # a small batch or a new structure is recorded again
@@ -186,7 +228,39 @@ class Advisor:
             self._steps.append(spans)
             self._intervals.append(0.0)
 
-    def _choose(self, pipeline: Pipeline, transport: Transport | None) -> None:
+    def _note_kept(
+        self, spans: Sequence[Span], pipeline: Pipeline, transport: Transport | None, neighbours: TensorGroup | None
+    ) -> None:
+        """Note what the stages have saved in a step, and go on to measure times once all is known."""
+        assert pipeline.offload is not None
+        for stage, size in pipeline.offload.kept.items():
+            self.kept[stage] = max(self.kept[stage], size)
+        if not is_usual(spans, pipeline):
+            return
+        # What runs event by event holds one micro-batch. It may be so in all steps, or only until reads are expected.
+        self._counted += 1
+        if any(program is None for program, _ in pipeline.ran) and self._counted < RECORDED:
+            return
+        if transport is not None:
+            own = torch.tensor(self.kept, dtype=torch.float64)
+            self.kept = transport.all_gather_vector(own, "the bytes that stages save").amax(0).tolist()
+        if neighbours is not None:
+            self.kept = neighbours.same(self.kept)
+        assert self._most_bytes is not None
+        held = held_of_one(self._placement, self.kept)
+        least = max(held)
+        if least > self._most_bytes:
+            raise ValueError(
+                f"max_live_bytes={self._most_bytes} is less than rank {held.index(least)} of the pipeline saves of one "
+                f"micro-batch, {least:.0f} bytes in the first steps: give {least:.0f} or more, or raise "
+                f"num_microbatches={self._num_microbatches} or num_stages, so that a rank saves less of each"
+            )
+        self._knows_kept = True
+        self._keep_bounds()
+
+    def _choose(self, pipeline: Pipeline, transport: Transport | None, neighbours: TensorGroup | None) -> None:
+        if pipeline.offload is not None:
+            pipeline.offload.may_measure = True
         timelines = [gather_spans(spans, transport) for spans in self._steps]
         # What a step takes outside of its schedule is the same under all of them, so it is measured and added.
         inside = [end - begin for begin, end in map(extent, timelines)]
@@ -194,6 +268,8 @@ class Advisor:
         if transport is not None:
             around = transport.broadcast_object(around, 0, "time outside of the schedule")
         costs = measured_costs(timelines, pipeline.placement)
+        if neighbours is not None:
+            around, costs = neighbours.same((around, costs))
         if self._optimizes:
             self._take(self._found(costs, transport))
         simulated = {name: costs.simulate(schedules.full) for name, schedules in self._candidates.items()}
@@ -213,10 +289,9 @@ class Advisor:
 
     def _found(self, costs: Costs, transport: Transport | None) -> Schedule:
         """The order that the first rank finds."""
-        full = self.first.full
         if transport is not None and transport.stage > 0:
             return transport.recv_object(0, "the order that was found")
-        found = optimize(costs, full.placement, full.num_microbatches, max_live_microbatches=self._most_live).schedule
+        found = self._searched(costs)
         return found if transport is None else transport.broadcast_object(found, 0, "the order that was found")
 
     def _leanest(self, *, splits: bool) -> str:

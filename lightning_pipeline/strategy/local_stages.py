@@ -64,6 +64,7 @@ class LocalStages:
             schedule=schedules,
             num_microbatches=cut.num_microbatches,
             offload=strategy.offload_activations,
+            counts_bytes=strategy.max_live_bytes is not None,
             on_module_changed=self._note_new_tensors,
             context=None if context is None else ContextRanks(context.group, context.control_group),
         )

@@ -57,6 +57,8 @@ class PipelineStrategy(SessionStrategy):
             ``Advisor``); "optimized" searches for a faster order then, and writes it to ``optimized.csv`` in the
             trainer's ``default_root_dir`` (see ``schedules.optimize``).
         max_live_microbatches: with "auto" and "optimized", the most micro-batches whose activations a device may hold.
+        max_live_bytes: with "optimized", the most bytes of activations that a device may hold. What each stage saves of
+            a micro-batch for its backward is measured in the first steps, which hold one micro-batch at a time.
         offload_activations: True, or a share between 0 and 1 of a stage's bytes: what micro-batches have saved goes to
             pinned host memory while they wait, and comes back while the action before their backward runs. Only those
             go whose absence lowers the most that a device holds (``schedules.offloading``). Results are the same bits.
@@ -98,6 +100,7 @@ class PipelineStrategy(SessionStrategy):
         num_microbatches: int | str | None = None,
         schedule: ScheduleArgument = "1f1b",
         max_live_microbatches: float | None = None,
+        max_live_bytes: int | None = None,
         offload_activations: bool | float = False,
         gradients_mean: bool = True,
         data_parallel: str = "replicate",
@@ -134,6 +137,7 @@ class PipelineStrategy(SessionStrategy):
         self.schedule = schedule
         self.schedule_choice = ScheduleChoice(schedule)
         self.max_live_microbatches = max_live_microbatches
+        self.max_live_bytes = max_live_bytes
         self.offload_activations = offload_activations
         self.gradients_mean = gradients_mean
         self.data_parallel = validation.data_parallel_of(data_parallel, opt_shard=opt_shard)

@@ -141,6 +141,7 @@ class Session:
             self.advisor = Advisor(
                 **sizes,
                 max_live_microbatches=strategy.max_live_microbatches,
+                max_live_bytes=strategy.max_live_bytes,
                 offload=strategy.offload_activations,
                 optimizes=strategy.schedule_choice.optimizes,
                 csv=Path(trainer.default_root_dir) / f"{OPTIMIZED}.csv" if trainer.is_global_zero else None,
@@ -286,10 +287,12 @@ class Session:
                 with self._whole_batch.running():
                     return plain(*microbatches, *arguments[1:])
             if not self.module.automatic_optimization:
+                validation.check_by_hand(self.module, self.strategy.max_live_bytes)
                 return ManualStep(self, arguments[1:]).run(microbatches)
             advising: AbstractContextManager[None] = nullcontext()
             if self.advisor is not None:
-                advising = self.advisor.watching(self.pipeline, self.transport)
+                neighbours = self.tensor_group or self.context_group
+                advising = self.advisor.watching(self.pipeline, self.transport, neighbours)
             with advising:
                 result = self.runner.train(arguments[1:], microbatches, is_last=is_last)
         return SKIPPED if result is None else result

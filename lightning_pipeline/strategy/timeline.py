@@ -42,9 +42,9 @@ class PipelineTimeline(Callback):
       all-reduces that passes before the last action ends on any rank; the rest makes the step longer;
     - ``pipeline/live_activations/rank0`` and so on: the most activations of virtual stages that the rank held at once;
     - ``pipeline/live_activations_simulated/rank0`` and so on: the same, by the schedule;
-    - with ``offload_activations`` the activations in host memory are not live, and there are
-      ``pipeline/live_bytes/rank0`` and so on, the most bytes that saved tensors took on the device at once,
-      ``pipeline/live_bytes_simulated/rank0`` by the schedule, and ``pipeline/host_bytes/rank0``, what the step sent;
+    - with ``offload_activations`` or ``max_live_bytes`` ``pipeline/live_bytes/rank0`` and so on, the most bytes that
+      saved tensors took on the device at once, and ``pipeline/live_bytes_simulated/rank0``, the same by the schedule;
+      with the former ``pipeline/host_bytes/rank0``, what the step sent: activations in host memory are not live;
     - ``pipeline/busy/rank0`` and so on: the share of the step in which the rank computes;
     - ``pipeline/slowest_stage``: the virtual stage that computes for the longest time.
 
@@ -241,7 +241,7 @@ def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequ
         "pipeline/bubble": idle_share(timeline),
         "pipeline/bubble_simulated": fmean(simulation.bubble for simulation in simulations),
     }
-    if pipelines and recorded[0][0].offload:
+    if any(rank.offload or rank.kept for pipeline in recorded for rank in pipeline):
         metrics.update(metric for pipeline in recorded for metric in _bytes_of(pipeline, placement))
     busy: dict[int, float] = defaultdict(float)
     for action, start, end in (span for row in timeline for span in row if span[0].kind.is_compute):
@@ -259,7 +259,7 @@ def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequ
 
 
 def _bytes_of(pipeline: Sequence[RecordedStep], placement: Sequence[int]) -> Iterator[tuple[str, float]]:
-    """The metrics of activations in host memory."""
+    """The metrics of activations in bytes."""
     schedule = recorded_schedule([rank.actions for rank in pipeline], placement)
     kept = [float(pipeline[place].kept.get(stage, 0)) for stage, place in enumerate(placement)]
     away = [float(pipeline[place].away.get(stage, 0)) for stage, place in enumerate(placement)]
@@ -267,4 +267,5 @@ def _bytes_of(pipeline: Sequence[RecordedStep], placement: Sequence[int]) -> Ite
     for rank, order, most in zip(pipeline, schedule.orders, simulated, strict=True):
         yield f"pipeline/live_bytes/rank{rank.rank}", float(rank.live_bytes)
         yield f"pipeline/live_bytes_simulated/rank{rank.rank}", most
-        yield f"pipeline/host_bytes/rank{rank.rank}", sum(away[one.stage] for one in away_in(order))
+        if rank.offload:
+            yield f"pipeline/host_bytes/rank{rank.rank}", sum(away[one.stage] for one in away_in(order))

@@ -40,6 +40,7 @@ ALIKE = (
     "num_stages",
     "num_microbatches",
     "max_live_microbatches",
+    "max_live_bytes",
     "offload_activations",
     "gradients_mean",
     "data_parallel",
@@ -49,6 +50,7 @@ ALIKE = (
     "output_broadcast",
 )
 """Options that all ranks must agree on; the schedule is another."""
+MAX_BYTES = 1 << 60
 
 
 def data_parallel_of(data_parallel: str, *, opt_shard: bool) -> str:
@@ -84,12 +86,29 @@ def check_arguments(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
             f'max_live_microbatches={asked.max_live_microbatches} goes with schedule="auto" or "optimized", which '
             f"choose; with {choice.label!r} it is given"
         )
+    if asked.max_live_bytes is not None:
+        _check_live_bytes(asked, choice)
 
     offload = asked.offload_activations
     if not isinstance(offload, (bool, int, float)) or not 0 <= offload <= 1:
         raise ValueError(
             f"offload_activations is True, False, or the share of a stage's activations that goes to host memory, a "
             f"number from 0 to 1; got {shown(offload)}"
+        )
+
+
+def _check_live_bytes(asked: PipelineStrategy, choice: ScheduleChoice) -> None:
+    """Raise a ValueError for a bound in bytes that is none, or goes with nothing that keeps it."""
+    _check_count("max_live_bytes", asked.max_live_bytes, MAX_BYTES)
+    if not choice.optimizes:
+        raise ValueError(
+            f'max_live_bytes={asked.max_live_bytes} goes with schedule="optimized", which measures what stages save '
+            f"and searches for an order that keeps it; with {choice.label!r} leave it out"
+        )
+    if asked.max_live_microbatches is not None:
+        raise ValueError(
+            f"max_live_bytes={asked.max_live_bytes} and max_live_microbatches={asked.max_live_microbatches} bound the "
+            f"same: leave one of them out"
         )
 
 
@@ -127,7 +146,7 @@ def _check_context(asked: PipelineStrategy) -> None:
         )
 
 
-def _check_count(name: str, value: int | str, most: int) -> None:
+def _check_count(name: str, value: Any, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is a whole number from 1, got {shown(value)}")
     if value > most:
@@ -152,6 +171,16 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
                 f"full, but the devices of a pipeline are not full at once: choose batch_size, or raise "
                 f"num_microbatches until it fits, or let `lightning-pipeline plan --memory` tell what fits"
             )
+
+
+def check_by_hand(module: LightningModule, max_live_bytes: int | None) -> None:
+    """Raise a ValueError where steps that are optimized by hand would have to keep a bound in bytes."""
+    if max_live_bytes is not None:
+        raise ValueError(
+            f"max_live_bytes={max_live_bytes} is kept by an order that the first steps are measured for, and "
+            f"{type(module).__name__} has automatic_optimization=False, whose steps are not measured: use "
+            f'schedule="1f1b", or offload_activations, to hold less'
+        )
 
 
 def check_can_be_measured(module: LightningModule, tensor_parallel_size: int, context_parallel_size: int) -> None:

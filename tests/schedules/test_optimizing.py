@@ -20,6 +20,7 @@ from lightning_pipeline.schedules import (
     optimize,
     save_csv,
 )
+from lightning_pipeline.schedules.optimizing import held_of_one, one_at_a_time
 from lightning_pipeline.schedules.order_search import RULES, OrderSearch
 from lightning_pipeline.schedules.recorded_costs import equal_costs
 from lightning_pipeline.schedules.schedule import loop_placement, v_placement
@@ -90,6 +91,27 @@ def test_bounds_that_no_name_keeps(most: int) -> None:
     assert found.makespan <= {1: 8 * 9, 2: 41, 3: 31}[most]
 
 
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize(
+    ("placement", "kept"),
+    [((0, 1, 2, 3), [1.0, 1.0, 2.0, 5.0]), ((0, 1, 0, 1), [1.0, 3.0, 2.0, 4.0]), ((0, 1, 1, 0), [6.0, 1.0, 1.0, 3.0])],
+)
+def test_uneven_stages_under_any_bound_in_bytes(placement: tuple[int, ...], kept: list[float], splits: bool) -> None:
+    """From the least that any order holds, where the fullest rank has one micro-batch at a time."""
+    costs = costs_of([1.0, 0.5, 1.0, 2.0], 0.1, whole=2.0 if splits else 1.5)
+    least = max(held_of_one(placement, kept))
+    spans = []
+    for most in (least, 1.5 * least, 3 * least):
+        found = optimize(costs, placement, 6, kept_bytes=kept, max_bytes=most)
+        check(found.schedule)
+        assert max(peak_bytes(found.schedule, kept)) <= most
+        spans.append(found.makespan)
+    alone = one_at_a_time(placement, 6)
+    check(alone)
+    assert peak_bytes(alone, kept) == held_of_one(placement, kept)
+    assert costs.simulate(alone).makespan > spans[0] >= spans[-1]
+
+
 def test_the_same_arguments_find_the_same_order() -> None:
     first, second = (optimize(costs_of([1.0, 3.0], 0.2), (0, 1), 6, max_live_microbatches=2) for _ in range(2))
     assert first == second
@@ -155,7 +177,9 @@ def test_every_rule_gives_an_order() -> None:
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(ScheduleError, match=r"found no order that keeps max_live_microbatches=0\.5; raise it"):
+    with pytest.raises(ScheduleError, match=r"no order keeps max_live_microbatches=0\.5: 1 is the least"):
         optimize(equal_costs(2), (0, 1), 4, max_live_microbatches=0.5)
+    with pytest.raises(ScheduleError, match="no order keeps max_bytes=6999999: 7000000 is the least, what rank 1"):
+        optimize(equal_costs(4), (0, 1, 0, 1), 4, kept_bytes=[1e6, 3e6, 2e6, 4e6], max_bytes=6_999_999)
     with pytest.raises(ScheduleError, match="max_bytes=4 needs kept_bytes"):
         optimize(equal_costs(2), (0, 1), 4, max_bytes=4)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.schedules import ScheduleError, check, simulate
+from lightning_pipeline.schedules.optimizing import held_of_one
 from lightning_pipeline.strategy.advisor import Advisor
 from lightning_pipeline.strategy.schedule_choice import ScheduleChoice
+from lightning_pipeline.strategy.validation import check_by_hand
 from tests.launching import launch
 from tests.training.models import LitTokens, token_loader
 from tests.training.runs import Losses, differing, pipeline_trainer, weights
@@ -18,25 +22,43 @@ from tests.training.runs import Losses, differing, pipeline_trainer, weights
 ALONG = {"net.blocks.1": 1, "net.blocks.2": 2, "net.blocks.3": 3}
 HALVES = {"net.blocks.2": 1}
 NUM_MICROBATCHES = 4
+IN_BYTES = {"bytes": (HALVES, (0, 1), 1.0), "bytes of several": (ALONG, (0, 1, 0, 1), 1.5)}
+"""Where the model is cut, the rank of each virtual stage, and room for how many micro-batches there is."""
+
+
+class Peaks(Callback):
+    """Keeps the most bytes that were saved at once in each step."""
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.observers.add(lambda span: None)  # so that bytes are counted in all steps
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        offload = trainer.strategy.pipeline.offload
+        self.values.append(0 if offload is None else offload.peak_bytes)
 
 
 def run(
     schedule: str, stage_config: dict[str, int], world: int, *, default_root_dir: str | None = None, **options: Any
 ) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
-    losses = Losses()
+    losses, peaks = Losses(), Peaks()
     strategy = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES, **options}
     trainer = pipeline_trainer(
         stage_config,
         world=world,
         strategy=strategy,
-        callbacks=[losses],
+        callbacks=[losses, peaks],
         max_epochs=2,
         default_root_dir=default_root_dir,
     )
     trainer.fit(LitTokens(dropout=0.1), token_loader(8 * 7 + 5, 8))  # the last batch has other micro-batches
-    advice = trainer.strategy.advice
+    advice, advisor = trainer.strategy.advice, trainer.strategy.session.advisor
     return {
+        "kept": advisor and advisor.kept,
+        "peak": max(peaks.values),
         "losses": losses.values,
         "weights": weights(trainer),
         "live": trainer.strategy.peak_live,
@@ -48,7 +70,7 @@ def run(
 def run_all(world: int, folder: str) -> dict[str, Any]:
     if world == 1:
         return {"one": run("1f1b", HALVES, 1)}
-    return {
+    found = {
         "one stage a rank": run("auto", HALVES, world),
         "two stages a rank": run("auto", ALONG, world),
         "bounded": run("auto", ALONG, world, max_live_microbatches=2),
@@ -56,6 +78,23 @@ def run_all(world: int, folder: str) -> dict[str, Any]:
         "optimized and bounded": run("optimized", ALONG, world, max_live_microbatches=1.5, default_root_dir=folder),
         "pinned": run(f"{folder}/optimized.csv", ALONG, world),
     }
+    folder = f"{folder}/in bytes"
+    for name, (cut, placement, room) in IN_BYTES.items():
+        free = found[f"{name} without a bound"] = run(
+            "optimized", cut, world, max_live_bytes=1 << 60, default_root_dir=folder
+        )
+        most = int(room * max(held_of_one(placement, free["kept"])))
+        found[name] = run("optimized", cut, world, max_live_bytes=most, default_root_dir=folder) | {"most": most}
+    return found
+
+
+def refuse(world: int) -> list[str]:
+    found = []
+    for most in (100, 12_345):
+        with pytest.raises(ValueError) as error:
+            run("optimized", HALVES, world, max_live_bytes=most)
+        found.append(str(error.value))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +160,29 @@ def test_the_bound_is_kept_from_the_first_step(ranks: Any) -> None:
     assert max(rank["bounded"]["live"] for rank in ranks) <= 2 * 2  # two virtual stages a rank
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", IN_BYTES)
+def test_a_bound_in_bytes_is_kept_in_every_step(name: str, ranks: Any) -> None:
+    bounded, free = ([rank[key] for rank in ranks] for key in (name, f"{name} without a bound"))
+    assert bounded[0]["kept"] == bounded[1]["kept"] == free[0]["kept"]
+    assert all(size > 0 for size in bounded[0]["kept"])
+    assert all(0 < rank["peak"] <= rank["most"] for rank in bounded)
+    assert max(rank["peak"] for rank in free) > bounded[0]["most"]
+    assert bounded[0]["order"] == bounded[1]["order"]
+    check(bounded[0]["order"])
+
+
+@pytest.mark.multiprocess
+def test_too_few_bytes_are_told_with_the_least_that_do() -> None:
+    for told in zip(*launch(refuse, 2, world=2), strict=True):
+        assert len(set(told)) == 1
+        assert re.search(
+            r"max_live_bytes=(100|12345) is less than rank 1 of the pipeline saves of one micro-batch, (\d{5}) bytes "
+            r"in the first steps: give \2 or more, or raise num_microbatches=4 or num_stages",
+            told[0],
+        )
+
+
 def test_a_bound_that_nothing_keeps_is_told_at_once() -> None:
     sizes = {"num_stages": 4, "num_virtual_stages": 2, "num_microbatches": 8}
     with pytest.raises(ValueError, match=r"max_live_microbatches=2 is less than any schedule holds; .* holds 4"):
@@ -135,3 +197,21 @@ def test_what_can_only_be_simulated_is_not_trained_with() -> None:
 def test_a_bound_without_a_choice_is_refused() -> None:
     with pytest.raises(ValueError, match=r'max_live_microbatches=2 goes with schedule="auto" or "optimized"'):
         PipelineStrategy(schedule="gpipe", max_live_microbatches=2)
+    for schedule in ("1f1b", "auto"):
+        with pytest.raises(ValueError, match=rf'max_live_bytes=2 goes with schedule="optimized".* {schedule!r} leave'):
+            PipelineStrategy(schedule=schedule, max_live_bytes=2)
+
+
+def test_steps_by_hand_are_not_bounded_in_bytes() -> None:
+    module = LitTokens()
+    check_by_hand(module, None)
+    with pytest.raises(ValueError, match=r"max_live_bytes=9 is kept by .*, and LitTokens has automatic_opt"):
+        check_by_hand(module, 9)
+
+
+def test_one_bound_at_a_time() -> None:
+    with pytest.raises(ValueError, match="max_live_bytes=9 and max_live_microbatches=2 bound the same: leave one"):
+        PipelineStrategy(schedule="optimized", max_live_bytes=9, max_live_microbatches=2)
+    for value in (0, 1.5, "1GiB", True):
+        with pytest.raises(ValueError, match=f"max_live_bytes is a whole number from 1, got {value!r}"):
+            PipelineStrategy(schedule="optimized", max_live_bytes=value)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.checkpoint.folder import read_folder, replace_stored
+from lightning_pipeline.schedules import Costs
+from lightning_pipeline.strategy import advisor
 from tests.launching import PATIENCE_S, launch
 from tests.training.models import LENGTH, NUM_BLOCKS, VOCABULARY, WIDTH, LitTokens, tokens
 from tests.training.runs import QUIET, Losses
@@ -159,6 +162,33 @@ def train_refused(module: LitSplit, world: int) -> str:
     return "nothing"
 
 
+def train_measured_apart(world: int, folder: Path) -> dict[str, Any]:
+    """The ranks of a stage measure other times, by which each would order its actions in another way."""
+    losses = Losses()
+    size = min(world, 2)
+    strategy = PipelineStrategy(
+        stage_config={"net.blocks.2": 1} if size == 2 else {},
+        num_stages=size,
+        tensor_parallel_size=size,
+        num_microbatches=4,
+        schedule="optimized",
+        max_live_bytes=1 << 20,
+        timeout=PATIENCE_S,
+    )
+    options: dict[str, Any] = {"precision": "64-true", "max_epochs": 1, "callbacks": [losses], **QUIET}
+    trainer = L.Trainer(strategy=strategy, devices=world, default_root_dir=folder, **options)
+    L.seed_everything(1, verbose=False)
+    ones = [1.0] * size
+    # One's order begins with a backward after each forward of the last stage, the other's with all forwards.
+    is_odd = int(os.environ["LOCAL_RANK"]) % 2
+    times = Costs(ones, ones, ones, 9.0, ones) if is_odd else Costs(ones, ones, ones, 0.1, [2.0] * size)
+    patched = {"RECORDED": 1, "SKIPPED": 0, "measured_costs": lambda *_: times}
+    with mock.patch.multiple(advisor, **patched):
+        trainer.fit(LitSplit("adamw"), DataLoader(tokens(48), batch_size=8))
+    advice = trainer.strategy.advice
+    return {"losses": losses.values, "order": advice and [[str(one) for one in order] for order in advice.order]}
+
+
 def train_uncut(world: int) -> str:
     strategy = PipelineStrategy(num_stages=2, tensor_parallel_size=2, num_microbatches=4, timeout=PATIENCE_S)
     trainer = L.Trainer(strategy=strategy, devices=world, max_steps=1, **QUIET)
@@ -169,6 +199,7 @@ def train_uncut(world: int) -> str:
 
 def train_all(world: int, folder: Path, optimizers: list[str]) -> dict[str, Any]:
     found = {optimizer: train(world, optimizer, CASES[optimizer], folder) for optimizer in optimizers}
+    found["measured apart"] = train_measured_apart(world, folder)
     found["resumed"] = train(world, "adamw", "1f1b", folder, resume=True)
     if world == 4:
         found["uncut"] = train_uncut(world)
@@ -197,6 +228,13 @@ def test_losses_are_those_of_one_process(optimizer: str, results: Any) -> None:
     for rank in results[4]:
         assert rank[optimizer]["losses"] == pytest.approx(alone[optimizer]["losses"], rel=1e-6)
         assert rank[optimizer]["val_loss"] == pytest.approx(alone[optimizer]["val_loss"], rel=1e-6)
+
+
+def test_ranks_of_a_stage_choose_one_order(results: Any) -> None:
+    [alone] = results[1]
+    assert len({str(rank["measured apart"]["order"]) for rank in results[4]}) == 1
+    for rank in results[4]:
+        assert rank["measured apart"]["losses"] == pytest.approx(alone["measured apart"]["losses"], rel=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", ADAFACTOR])
