@@ -51,6 +51,8 @@ _PLAIN = frozenset(
 )
 _LIBRARIES = frozenset({"torch", "numpy", "lightning_pipeline", *PACKAGES, *sys.stdlib_module_names} - {"__main__"})
 """Their functions and objects are left alone: restoring a part of their state could make it inconsistent."""
+_DATA = ("torch.utils.data.dataset", "torch.utils.data.sampler")
+"""Their classes have no state but what the user's subclasses keep in attributes."""
 _OPEN = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 """Classes of the standard library whose objects are what the user puts into them."""
 _RUNNING = ("_thread", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "socket", "subprocess")
@@ -287,8 +289,10 @@ def _is_of_library(module: str | None) -> bool:
 
 def _is_users(base: type) -> bool:
     """Whether a class is written in Python by the user or in a package, or is a base without state such as `object`."""
+    if base in (object, abc.ABC, Generic, Protocol) or base.__module__ in _DATA:
+        return True
     is_python = base.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
-    return base in (object, abc.ABC, Generic, Protocol) or bool(is_python and not _is_of_library(base.__module__))
+    return bool(is_python and not _is_of_library(base.__module__))
 
 
 def _copied(value: Any) -> Any:

@@ -6,14 +6,16 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_pipeline.hooks import loader_state
 from lightning_pipeline.hooks.first_rank import Asked, Lending
+from lightning_pipeline.hooks.loader_state import Change, LoaderState
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.tree import Layout
@@ -41,17 +43,33 @@ def random_states() -> tuple[Any, ...]:
 
 
 def set_random_states(states: tuple[Any, ...]) -> None:
-    """Set them to those of another rank: what a loader has drawn there counts as drawn here, too."""
+    """Set them to those of another rank."""
     python, (kind, keys, *rest), own = states
     random.setstate(python)
     numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
     torch.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8))
 
 
-def _drawn_since(before: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The states of the generators; None if nothing was drawn."""
-    states = random_states()
-    return states if states != before else None
+class _Left(NamedTuple):
+    """What the code of a loader leaves behind: the states of the generators, or None if nothing was drawn, and changes
+    of objects that it refers to."""
+
+    drawn: tuple[Any, ...] | None
+    changes: list[Change]
+
+
+class _Before:
+    """Before the code of a loader runs."""
+
+    def __init__(self, loader: Any) -> None:
+        self._drawn = random_states()
+        self._state = LoaderState(loader)
+
+    def left(self) -> _Left | None:
+        """What it has left behind; None if nothing."""
+        states = random_states()
+        drawn, changes = states if states != self._drawn else None, self._state.changes()
+        return None if drawn is None and not changes else _Left(drawn, changes)
 
 
 class SharedLoader:
@@ -97,28 +115,31 @@ class AnnouncedLoader(SharedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         # Not in the generator: a loader's iterator draws the seed of its workers when it is made, before later hooks.
-        before = random_states()
+        before = self._before()
         with self._borrowing():
             iterator = iter(self._loader)
-        self._tell(_drawn_since(before))
+        self._tell(before and before.left())
         return self._batches(iterator)
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         told: dict[Any, int] = {}
         for number in itertools.count():
-            before = random_states()
+            before = self._before()
             with self._borrowing():
                 batch = next(iterator, _END)
-            drawn = _drawn_since(before)
+            left = before and before.left()
             if self._replicas is not None:
                 _check_even(self._replicas, number, has_more=batch is not _END)
             if batch is _END:
                 break
             indices = sample_indices(self._loader)
             tensors, description = _describe(batch, told)
-            self._tell(((description, indices and indices[number]), drawn), tensors if self._whole else ())
+            self._tell(((description, indices and indices[number]), left), tensors if self._whole else ())
             yield batch
-        self._tell((_END, drawn))
+        self._tell((_END, left))
+
+    def _before(self) -> _Before | None:
+        return None if self._transport is None else _Before(self._loader)
 
     def _borrowing(self) -> AbstractContextManager[None]:
         lending = self._lending()
@@ -150,9 +171,7 @@ class FollowingLoader(SharedLoader):
         self._transport = transport
 
     def __iter__(self) -> Iterator[Any]:
-        drawn = self._hear("the first stage's iterator")
-        if drawn is not None:
-            set_random_states(drawn)
+        self._follow(self._hear("the first stage's iterator"))
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
@@ -160,9 +179,8 @@ class FollowingLoader(SharedLoader):
         seen: list[list[int]] = []
         set_sample_indices(self._loader, seen)
         while True:
-            message, drawn = self._hear("the first stage's next batch")
-            if drawn is not None:
-                set_random_states(drawn)
+            message, left = self._hear("the first stage's next batch")
+            self._follow(left)
             if message is _END:
                 return
             description, indices = message
@@ -178,6 +196,13 @@ class FollowingLoader(SharedLoader):
             else:
                 tensors = [torch.empty(look.shape, dtype=look.dtype, device="meta") for look in looks]
             yield tree.rebuild(layout, tensors)
+
+    def _follow(self, left: _Left | None) -> None:
+        """What the first stage's loader has drawn and changed there counts as drawn and changed here, too."""
+        if left is not None:
+            if left.drawn is not None:
+                set_random_states(left.drawn)
+            loader_state.apply(left.changes, self._loader)
 
     def _hear(self, what: str) -> Any:
         """The first stage's next message. Before that it may ask for tensors of the module."""

@@ -25,7 +25,7 @@ BY_DEFAULT = {
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption FollowsByLerp SavedInStep SparseActivations
         LazilyConjugated GrowsInSecondEpoch OptimizerHooks AdamMomentsChanged OneCycle
         WGANWithPenalty PlaysEpisodes ClipsByTorch LaidOutAnew FollowsByForeachInStep
-        ExperimentInStep DefaultDtypeOfAPart ScaledByDataAfterUse
+        ExperimentInStep DefaultDtypeOfAPart ScaledByDataAfterUse DatasetCounts
         CentersOverRanks GathersOverRanksByName BranchesOnItsRank
     """,
     "2-zero_bubble": """
@@ -38,7 +38,7 @@ BY_DEFAULT = {
     "3-1f1b": "RecurrentRefinement HaltsByData LayerDropByPython",
     "2-auto": """
         FunctionOfParameters MeterOfOnesOwn GlobalList SchedulerSteppedInStep OwnTorchGenerator GathersOverRanksByName
-        LBFGS ClipsByTorch ReturnsNothing WeightsOfGenerator MinesWithBatchNorms
+        LBFGS ClipsByTorch ReturnsNothing WeightsOfGenerator GeneratorsOfDataset MinesWithBatchNorms
     """,
     "4-1f1b": "Siamese ComparesWithMicrobatchBefore VmapOverSamples",
 }

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 from torchmetrics import MeanMetric
 
 from lightning_pipeline.planning.plan import StagePlan
@@ -193,6 +194,25 @@ def test_python_objects_are_put_back() -> None:
             assert module.state() != expected
             module(X)
     assert module.state() == expected
+
+
+class Drawing(Dataset[float]):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator, self.calls = random.Random(1), 0
+
+    def __getitem__(self, index: int) -> float:
+        self.calls += 1
+        return self.generator.random()
+
+
+def test_a_dataset_that_a_step_uses_is_put_back() -> None:
+    module = nn.Module()
+    module.data = data = Drawing()
+    with left_as_it_was(module):
+        first = data[0]
+    assert data.calls == 0 and data[0] == first
 
 
 class Draws(nn.Module):

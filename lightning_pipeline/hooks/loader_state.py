@@ -1,0 +1,494 @@
+"""What the code of a loader changes in Python, which the first rank alone runs: the other ranks change the same.
+
+A dataset that counts, a sampler with a generator of its own, a collate function that keeps what it saw: the objects
+that a loader refers to are noted before a batch is fetched, and compared afterwards.
+
+Containers of more than `LARGEST` entries are compared by what is added to them, arrays of more than `LARGEST_ARRAY`
+bytes and what lies beyond `MOST` objects not at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import pickle
+import random
+import sys
+import types
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pipeline._names import PACKAGES
+
+MOST = 1000
+"""Objects that are looked at. They are met in the order of their distance from the loader."""
+DEEPEST = 64
+"""Entries of a container whose own contents are looked at."""
+LARGEST = 10_000
+LARGEST_ARRAY = 1 << 18
+MOST_BYTES = 1 << 20
+"""That are sent of tensors and arrays for one batch."""
+
+_PLAIN = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
+)
+_FIXED = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType, property)
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_LOADERS = ("dataset", "batch_sampler", "sampler", "collate_fn", "generator")
+_SENT = (list, tuple, dict, set, frozenset, deque, Counter, OrderedDict)
+_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+_FOREIGN = tuple(f"{name}." for name in ("torch", "numpy", "lightning_pipeline", *PACKAGES))
+
+Path = tuple[tuple[str, Any], ...]
+"""How an object is reached from the loader, a kind of step and its name each."""
+
+
+class Change(NamedTuple):
+    """The object at a path has other contents: an entry, the entries from one on, or all of it."""
+
+    kind: str
+    path: Path
+    key: Any
+    value: Any
+
+
+class Known(NamedTuple):
+    """Takes the place of an object that was there before."""
+
+    path: Path
+
+
+class Made(NamedTuple):
+    """Takes the place of a new object of a class of the user's."""
+
+    cls: type
+    attributes: dict[str, Any]
+
+
+class _Unsendable(Exception):
+    """A value that only the first rank can have, such as an open file."""
+
+
+class LoaderState:
+    """The contents of what a loader refers to, at one time."""
+
+    def __init__(self, loader: Any) -> None:
+        self._paths: dict[int, Path] = {}
+        self._kept: list[Any] = []  # so that no other object gets the same id
+        self._noted: list[tuple[Callable[[Any, Any], Iterator[tuple[str, Any, Any]]], Path, Any, Any]] = []
+        self._next: deque[tuple[Any, Path]] = deque([(loader, ())])
+        while self._next and len(self._paths) < MOST:
+            self._look_at(*self._next.popleft())
+
+    def changes(self) -> list[Change]:
+        """What has changed since."""
+        found = []
+        left = [MOST_BYTES]
+        for differences, path, holder, content in self._noted:
+            for kind, key, value in differences(holder, content):
+                try:
+                    found.append(Change(kind, path, key, self._sendable(value, left)))
+                except (_Unsendable, RecursionError):
+                    continue
+        if left[0] < 0:
+            _warn_of_size()
+        return found
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def _look_at(self, value: Any, path: Path) -> None:
+        cls: Any = type(value)
+        look = _look_of(cls)
+        if look is None or id(value) in self._paths:
+            return
+        self._paths[id(value)] = path
+        self._kept.append(value)
+        look(self, value, path)
+
+    def _note(self, differences: Any, path: Path, holder: Any, content: Any) -> None:
+        self._noted.append((differences, path, holder, content))
+
+    def _go_on(self, items: Any, path: Path, kind: str = "item") -> None:
+        for key, one in items:
+            if type(one) not in _PLAIN:
+                self._next.append((one, (*path, (kind, key))))
+
+    def _look_at_tensor(self, value: Tensor, path: Path) -> None:
+        if not value.is_inference():
+            self._note(_of_tensor, path, value, value._version)
+
+    def _look_at_array(self, value: Any, path: Path) -> None:
+        if value.nbytes <= LARGEST_ARRAY and not value.dtype.hasobject:
+            self._note(_of_array, path, value, value.tobytes())
+
+    def _look_at_generator(self, value: Any, path: Path) -> None:
+        self._note(_of_generator, path, value, _token(value))
+
+    def _look_at_dict(self, value: dict[Any, Any], path: Path) -> None:
+        self._note(_of_dict, path, value, dict.copy(value) if len(value) <= LARGEST else len(value))
+        if len(value) <= DEEPEST:
+            self._go_on(dict.items(value), path)
+
+    def _look_at_list(self, value: Any, path: Path) -> None:
+        self._note(_of_list, path, value, list(value) if len(value) <= LARGEST else len(value))
+        self._look_at_tuple(value, path)
+
+    def _look_at_tuple(self, value: Any, path: Path) -> None:
+        if len(value) <= DEEPEST:
+            self._go_on(enumerate(value), path)
+
+    def _look_at_set(self, value: set[Any], path: Path) -> None:
+        self._note(_of_set, path, value, value.copy() if len(value) <= LARGEST else len(value))
+
+    def _look_at_parts(self, value: Any, path: Path) -> None:
+        """At what a method or a partial is made of."""
+        names = ("__self__", "__func__") if isinstance(value, types.MethodType) else ("func", "args", "keywords")
+        self._go_on(((name, getattr(value, name)) for name in names), path, "get")
+
+    def _look_at_loader(self, value: DataLoader[Any], path: Path) -> None:
+        attributes = vars(value)
+        self._go_on(((name, attributes.get(name)) for name in _OF_LOADERS), (*path, ("get", "__dict__")))
+
+    def _look_at_module(self, value: nn.Module, path: Path) -> None:
+        if not _is_foreign(type(value)):
+            self._look_at_object(value, path)
+        for name, one in value._modules.items():
+            if one is not None and (one._modules or not _is_foreign(type(one))):
+                self._next.append((one, (*path, ("get", "_modules"), ("item", name))))
+
+    def _look_at_object(self, value: Any, path: Path) -> None:
+        attributes, own = vars(value), (*path, ("get", "__dict__"))
+        self._note(_of_dict, own, attributes, attributes.copy())
+        self._go_on(attributes.items(), own)
+        cls: Any = type(value)
+        if id(cls) in self._paths or _is_foreign(cls):
+            return
+        self._paths[id(cls)] = path = (*path, ("get", "__class__"))
+        for index, base in enumerate(cls.__mro__):
+            if names := _data_of(base):
+                where, content = (*path, ("base", index)), {name: vars(base).get(name) for name in names}
+                self._note(_of_class, where, base, content)
+                self._go_on(content.items(), where, "get")
+        self._look_at_globals(_globals_of_class(cls))
+
+    def _look_at_function(self, value: types.FunctionType, path: Path) -> None:
+        if f"{value.__module__}.".startswith(_FOREIGN):
+            return
+        for index, cell in enumerate(value.__closure__ or ()):
+            where = (*path, ("get", "__closure__"), ("item", index))
+            try:
+                content = cell.cell_contents
+            except ValueError:  # it has none yet
+                continue
+            self._note(_of_cell, where, cell, content)
+            self._next.append((content, (*where, ("get", "cell_contents"))))
+        self._look_at_globals(_globals_of(value.__code__, value.__module__))
+
+    def _look_at_globals(self, found: dict[str, tuple[str, ...]]) -> None:
+        for module, names in found.items():
+            scope = vars(sys.modules[module])
+            path: Path = (("module", module),)
+            self._note(_of_names, path, scope, {name: scope.get(name) for name in names})
+            self._go_on(((name, scope.get(name)) for name in names), path)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _sendable(self, value: Any, left: list[int]) -> Any:
+        """The value as it is sent, with references to what was there before."""
+        cls: Any = type(value)
+        if cls in _PLAIN or isinstance(value, numpy.generic):
+            return value
+        if (path := self._paths.get(id(value))) is not None:
+            return Known(path)
+        if (cls is Tensor or cls is numpy.ndarray) and left[0] >= 0:
+            left[0] -= value.nbytes
+            if left[0] >= 0 and not (cls is Tensor and (value.is_meta or value.requires_grad)):
+                return value
+            raise _Unsendable
+        if cls is defaultdict:
+            return defaultdict(value.default_factory, self._sendable(dict(value), left))
+        if cls in _SENT:
+            if issubclass(cls, dict):
+                return cls({key: self._sendable(one, left) for key, one in value.items()})
+            items = [self._sendable(one, left) for one in value]
+            return deque(items, value.maxlen) if cls is deque else cls(items)
+        if isinstance(value, tuple) and hasattr(cls, "_make"):
+            return cls._make(self._sendable(one, left) for one in value)
+        if isinstance(value, _GENERATORS[:-1]):
+            return value
+        is_own = not isinstance(value, nn.Module) and _is_made_by_python(cls) and not _is_foreign(cls)
+        if is_own and getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls:
+            return Made(type(value), self._sendable(dict(vars(value)), left))
+        raise _Unsendable
+
+
+def apply(changes: list[Change], loader: Any) -> None:
+    """On another rank: change what the first rank's code has changed."""
+
+    def received(value: Any) -> Any:
+        cls = type(value)
+        if cls is Known:
+            return _found(value.path, loader)
+        if cls is Made:
+            made = value.cls.__new__(value.cls)
+            vars(made).update(received(value.attributes))
+            return made
+        if cls is defaultdict:
+            return defaultdict(value.default_factory, received(dict(value)))
+        if isinstance(value, dict):
+            return cls({key: received(one) for key, one in value.items()})
+        if cls is deque:
+            return deque(map(received, value), value.maxlen)
+        if cls in _SENT:
+            return cls(map(received, value))
+        return cls._make(map(received, value)) if isinstance(value, tuple) and hasattr(cls, "_make") else value
+
+    for change in changes:
+        try:
+            holder, value = _found(change.path, loader), received(change.value)
+        except (LookupError, AttributeError, TypeError):
+            continue  # it is within something that only the first rank has, such as a file
+        _SETTERS[change.kind](holder, change.key, value)
+
+
+def _found(path: Path, loader: Any) -> Any:
+    found = loader
+    for kind, name in path:
+        if kind == "get":
+            found = getattr(found, name)
+        elif kind == "item":
+            found = found[name]
+        elif kind == "base":
+            found = found.__mro__[name]
+        else:
+            found = vars(sys.modules[name])
+    return found
+
+
+# -- what differs, by the kind of object: (kind of change, key, value) ------------------------------------------------
+
+
+def _of_dict(holder: dict[Any, Any], content: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(content, int):
+        for key in list(holder)[content:] if len(holder) > content else ():
+            yield "entry", key, holder[key]
+        return
+    if (
+        len(holder) == len(content)
+        and all(map(operator.is_, holder.values(), content.values()))
+        and [*holder] == [*content]
+    ):
+        return
+    for key in content:
+        if key not in holder:
+            yield "less", key, None
+    for key, value in holder.items():
+        if key not in content or content[key] is not value:
+            yield "entry", key, value
+
+
+def _of_names(holder: dict[str, Any], content: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name, value in content.items():
+        if (now := holder.get(name)) is not value:
+            yield "entry", name, now
+
+
+def _of_list(holder: Any, content: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(content, int):
+        if len(holder) > content:
+            yield "entries", content, list(holder)[content:]
+        return
+    if len(holder) == len(content) and all(map(operator.is_, holder, content)):
+        return
+    same = 0
+    for one, other in zip(holder, content, strict=False):
+        if one is not other:
+            break
+        same += 1
+    if same < len(holder) or same < len(content):
+        yield "entries", same, list(holder)[same:]
+
+
+def _of_set(holder: set[Any], content: Any) -> Iterator[tuple[str, Any, Any]]:
+    if len(holder) != content if isinstance(content, int) else holder != content:
+        yield "all", None, holder.copy()
+
+
+def _of_class(holder: type, content: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name, value in content.items():
+        if (now := vars(holder).get(name)) is not value:
+            yield "attribute", name, now
+
+
+def _of_cell(holder: Any, content: Any) -> Iterator[tuple[str, Any, Any]]:
+    if holder.cell_contents is not content:
+        yield "attribute", "cell_contents", holder.cell_contents
+
+
+def _of_tensor(holder: Tensor, content: int) -> Iterator[tuple[str, Any, Any]]:
+    if holder._version != content:
+        yield "data", None, holder.detach().clone()
+
+
+def _of_array(holder: Any, content: bytes) -> Iterator[tuple[str, Any, Any]]:
+    if holder.tobytes() != content:
+        yield "data", None, holder.copy()
+
+
+def _of_generator(holder: Any, content: bytes) -> Iterator[tuple[str, Any, Any]]:
+    if (now := _token(holder)) != content:
+        yield "state", None, now
+
+
+def _token(generator: Any) -> bytes:
+    """The state of a generator of random numbers."""
+    if isinstance(generator, torch.Generator):
+        return pickle.dumps(generator.get_state().numpy())
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    if isinstance(generator, numpy.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(generator.get_state())
+
+
+# -- the same change on another rank ----------------------------------------------------------------------------------
+
+
+def _set_entries(holder: Any, start: int, value: list[Any]) -> None:
+    while len(holder) > start:
+        holder.pop()
+    holder.extend(value)
+
+
+def _set_all(holder: Any, _: Any, value: Any) -> None:
+    holder.clear()
+    holder.update(value)
+
+
+def _set_data(holder: Any, _: Any, value: Any) -> None:
+    if type(holder) is Tensor and holder.shape == value.shape:
+        with torch.no_grad():
+            holder.copy_(value)
+    elif isinstance(holder, numpy.ndarray) and holder.shape == value.shape:
+        holder[...] = value
+
+
+def _set_state(holder: Any, _: Any, value: bytes) -> None:
+    state = pickle.loads(value)
+    if isinstance(holder, torch.Generator):
+        holder.set_state(torch.from_numpy(state.copy()))
+    elif isinstance(holder, random.Random):
+        holder.setstate(state)
+    elif isinstance(holder, numpy.random.Generator):
+        holder.bit_generator.state = state
+    else:
+        holder.set_state(state)
+
+
+_SETTERS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "entry": operator.setitem,
+    "less": lambda holder, key, _: holder.pop(key, None),
+    "entries": _set_entries,
+    "all": _set_all,
+    "attribute": setattr,
+    "data": _set_data,
+    "state": _set_state,
+}
+
+
+# -- classes and functions --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _look_of(cls: Any) -> Callable[[LoaderState, Any, Path], None] | None:
+    """How an object of a class is looked at; None for what is plain, and for what nothing is known of."""
+    if cls in _PLAIN or issubclass(cls, _FIXED):
+        return None
+    by_class = {Tensor: LoaderState._look_at_tensor, numpy.ndarray: LoaderState._look_at_array}
+    if cls in by_class or issubclass(cls, (Tensor, numpy.ndarray)):
+        return by_class.get(cls)
+    looks: tuple[tuple[Any, Any], ...] = (
+        (_GENERATORS, LoaderState._look_at_generator),
+        (dict, LoaderState._look_at_dict),
+        (tuple, LoaderState._look_at_tuple),
+        ((list, deque), LoaderState._look_at_list),
+        (set, LoaderState._look_at_set),
+        (types.FunctionType, LoaderState._look_at_function),
+        ((types.MethodType, functools.partial), LoaderState._look_at_parts),
+        (nn.Module, LoaderState._look_at_module),
+        (DataLoader, LoaderState._look_at_loader),
+    )
+    for kinds, look in looks:
+        if issubclass(cls, kinds):
+            return look
+    is_known = not _is_foreign(cls) or cls.__module__.startswith("torch.utils.data.")
+    return LoaderState._look_at_object if is_known and _is_made_by_python(cls) else None
+
+
+def _is_foreign(cls: type) -> bool:
+    """Whether a class is torch's or Lightning's own, whose attributes their code looks after."""
+    return f"{cls.__module__}.".startswith(_FOREIGN)
+
+
+@functools.cache
+def _is_made_by_python(cls: type) -> bool:
+    is_python = all(base is object or base.__flags__ & 1 << 9 for base in cls.__mro__)
+    return is_python and cls.__dictoffset__ != 0 and not any(vars(base).get("__slots__") for base in cls.__mro__)
+
+
+@functools.cache
+def _data_of(cls: type) -> tuple[str, ...]:
+    """The names of a class's attributes that are data."""
+    if _is_foreign(cls) or cls is object or not _is_made_by_python(cls):
+        return ()
+    return tuple(
+        name
+        for name, value in vars(cls).items()
+        if not name.startswith("__") and not callable(value) and not hasattr(type(value), "__get__")
+    )
+
+
+@functools.cache
+def _globals_of_class(cls: type) -> dict[str, tuple[str, ...]]:
+    """The names in each module that the code of a class uses as data."""
+    found: dict[str, tuple[str, ...]] = {}
+    for base in cls.__mro__:
+        if not _is_foreign(base):
+            for member in vars(base).values():
+                if isinstance(member, types.FunctionType):
+                    for module, names in _globals_of(member.__code__, member.__module__).items():
+                        found[module] = tuple(dict.fromkeys((*found.get(module, ()), *names)))
+    return found
+
+
+@functools.cache
+def _globals_of(code: types.CodeType, module: str) -> dict[str, tuple[str, ...]]:
+    """The names in a function's module that its code uses as data, or as functions of the same module."""
+    scope = vars(sys.modules[module]) if module in sys.modules else {}
+    todo, names = [code], dict[str, Any]()
+    while todo:
+        one = todo.pop()
+        names.update((name, scope[name]) for name in one.co_names if name in scope)
+        todo += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
+    own = tuple(
+        name
+        for name, value in names.items()
+        if not isinstance(value, _FIXED) and (not isinstance(value, types.FunctionType) or value.__module__ == module)
+    )
+    return {module: own} if own else {}
+
+
+@functools.cache
+def _warn_of_size() -> None:
+    warnings.warn(
+        f"code of a data loader changes or keeps more than {MOST_BYTES >> 20} MiB of tensors or arrays at once. The "
+        f"first rank alone runs it, and the others do not get them: use them in the loader, not in steps and hooks",
+        stacklevel=2,
+    )
