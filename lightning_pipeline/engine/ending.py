@@ -50,6 +50,12 @@ def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[i
             # Three references are our own: the table's, this variable's, and that of the call to getrefcount.
             if sys.getrefcount(place) > 3:
                 found.append(Wanted(place, place.spec, owner_of[state.index][value], state.kept.get(value)))
+        twins = [] if state.recording is None else state.recording.twins
+        for number in range(len(twins)):
+            place = twins[number]
+            if type(place) is Placeholder and place.recording is state.recording and sys.getrefcount(place) > 3:
+                value = place.value
+                found.append(Wanted(place, place.spec, owner_of[state.index][value], state.kept.get(value)))
     return found
 
 

@@ -27,6 +27,7 @@ from lightning_pipeline.engine.transfers import Transfer, Transfers
 from lightning_pipeline.partition import tree
 from lightning_pipeline.recording.alive import take_alive, values_in_use
 from lightning_pipeline.recording.program import Program, needs_order
+from lightning_pipeline.recording.python_again import run_again
 from lightning_pipeline.recording.recording import Recording
 
 
@@ -52,6 +53,8 @@ class StepParts:
                 state.result = tree.replace(result, self._step.detached)
 
         def note(meeting: SyncPoint) -> None:
+            if meeting.what == BACKWARD:
+                run_again(recording, meeting.loss)
             meeting.value = recording.meet(meeting.what, meeting.loss)
 
         return Suspended(run, note, self._shared.device), recording.resumed

@@ -24,6 +24,7 @@ from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.recording.alive import take_alive
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.provenance import Provenance, made_again
+from lightning_pipeline.recording.python_again import run_again
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.tensor_meta import conform
 
@@ -218,6 +219,8 @@ class PipelineStep:
         with recording.running():
             result, state.loss = self.work.step(state, batch)
             state.result = tree.replace(result, self.detached)
+            if self.work.loss_of is not None:
+                run_again(recording, state.loss)
         del batch
         if self.work.results_on is not None:
             # Drop the placeholders: values that only the result refers to need not be sent to every rank.

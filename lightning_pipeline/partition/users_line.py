@@ -11,6 +11,7 @@ from types import FrameType
 from lightning_pipeline._names import PACKAGES
 
 _OWN = tuple(f"/{name}/" for name in ("torch", "torchmetrics", "lightning_pipeline", *PACKAGES))
+_CONTEXTLIB = contextlib.__file__.replace("\\", "/")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
@@ -28,7 +29,7 @@ def users_line() -> str:
 def is_users(frame: FrameType) -> bool:
     """Whether a frame runs the user's code, or a model library's."""
     path = frame.f_code.co_filename.replace("\\", "/")
-    return not any(part in path for part in _OWN) and not path.startswith("<")
+    return not any(part in path for part in _OWN) and not path.startswith("<") and path != _CONTEXTLIB
 
 
 def users_lines() -> tuple[int, ...]:

@@ -24,13 +24,18 @@ def take_alive(recording: Recording) -> list[Placeholder]:
         for index in range(len(pool)):
             if sys.getrefcount(pool[index]) > 2 and pool[index].recording is recording:
                 place = pool[index]
-                found[place.value] = place
+                _take(recording, found, place)
                 pool[index] = placeholder(place.spec, place.what)
     while recording.kept:
         place = recording.kept.pop()
         if sys.getrefcount(place) > 2:
-            found[place.value] = place
+            _take(recording, found, place)
     return [found[value] for value in sorted(found)]
+
+
+def _take(recording: Recording, found: dict[int, Placeholder], place: Placeholder) -> None:
+    if found.setdefault(place.value, place) is not place:
+        recording.twins.append(place)
 
 
 def values_in_use(recording: Recording) -> set[int]:

@@ -72,6 +72,11 @@ class Graph:
                 own += [-1 - value for value in event.inputs if type(value) is int and value < 0]
         return found
 
+    def leading(self, events: Sequence[Event]) -> set[int]:
+        """The places of those among some events that lead to the outputs, and that gradients go back through."""
+        before = set(map(id, self._before))
+        return {place for place, event in enumerate(events) if id(event) in before and event.gives_gradients()}
+
     def result(
         self,
         visit: int,

@@ -95,7 +95,7 @@ def use_of(cls: type, objects: Sequence[Any]) -> Found:
             if cell is not None and (content := _content(cell)) is not _EMPTY:
                 note_use(found, name, content, names, 0)
     for base in cls.__mro__:
-        if not _is_of_others(base.__module__):
+        if not is_of_others(base.__module__):
             for name, value in vars(base).items():
                 if name in names and not isinstance(value, (staticmethod, classmethod, FunctionType, property)):
                     note_use(found, f"{cls.__name__}.{name}", value, names, 0)
@@ -121,7 +121,7 @@ def _code_of(cls: type) -> tuple[frozenset[str], list[tuple[FunctionType, tuple[
     pending = [
         function
         for base in cls.__mro__
-        if not _is_of_others(base.__module__)
+        if not is_of_others(base.__module__)
         for member in vars(base).values()
         if isinstance(function := getattr(member, "__func__", member), FunctionType)
     ]
@@ -130,7 +130,7 @@ def _code_of(cls: type) -> tuple[frozenset[str], list[tuple[FunctionType, tuple[
     seen: set[CodeType] = set()
     while pending and len(seen) < _MAX_FUNCTIONS:
         function = inspect.unwrap(pending.pop())
-        if function.__code__ in seen or _is_of_others(function.__module__):
+        if function.__code__ in seen or is_of_others(function.__module__):
             continue
         seen.add(function.__code__)
         names |= (own := names_in(function.__code__))
@@ -150,15 +150,15 @@ def names_in(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def _is_of_others(module: str | None) -> bool:
+def is_of_others(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _OTHERS
 
 
 def _is_fixed(value: Any) -> bool:
     """Whether a value is code, and not what it works with."""
     if isinstance(value, ModuleType):
-        return _is_of_others(value.__name__)
-    return isinstance(value, (type, FunctionType)) or (_is_of_others(type(value).__module__) and callable(value))
+        return is_of_others(value.__name__)
+    return isinstance(value, (type, FunctionType)) or (is_of_others(type(value).__module__) and callable(value))
 
 
 def note_use(found: Found, name: str, value: Any, names: frozenset[str], depth: int) -> None:
@@ -212,7 +212,7 @@ def _names_of(cls: type, names: frozenset[str]) -> frozenset[str]:
     called = {*names, "forward"} if issubclass(cls, nn.Module) else {*names, "__call__"}
     found: set[str] = set()
     for base in cls.__mro__:
-        if not _is_of_others(base.__module__):
+        if not is_of_others(base.__module__):
             for name, member in vars(base).items():
                 function = getattr(member, "fget", None) or getattr(member, "__func__", member)
                 if name in called and isinstance(function, FunctionType):

@@ -42,14 +42,15 @@ from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.contexts import contexts_refused
 from lightning_pipeline.recording.function_calls import APPLY, applying, with_state
 from lightning_pipeline.recording.process_flags import flags_of_steps
+from lightning_pipeline.recording.python_again import CheckpointCall
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recorder import Recorder
     from lightning_pipeline.recording.recording import Recording
 
 
-Checkpointed = Callable[[bool], AbstractContextManager[None]]
-"""Entered around a checkpointed function; told whether computing it again may stop when all is there."""
+Checkpointed = Callable[[CheckpointCall], AbstractContextManager[None]]
+"""Entered around a checkpointed function."""
 _SINCE_2_14 = "_checkpoint_without_reentrant_generator_impl"
 _GENERATOR = _SINCE_2_14 if hasattr(torch_checkpoint, _SINCE_2_14) else "_checkpoint_without_reentrant_generator"
 """What torch's function calls, with the options by name (since 2.14) or in order."""
@@ -63,20 +64,26 @@ def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
 
     def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
         given = {**dict(zip(options, args, strict=False)), **kwargs}
-        now, _ = given.get("context_fn", torch_checkpoint.noop_context_fn)()
+        # Modes that choose what to keep have nothing to choose from here: all of it is computed again.
+        now, then = (
+            nullcontext() if isinstance(one, _torch.TorchDispatchMode) else one
+            for one in given.get("context_fn", torch_checkpoint.noop_context_fn)()
+        )
         stops = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", everywhere)
+        stops_early = given.get("early_stop", True) if stops is None else bool(stops)
+        own = {name: value for name, value in kwargs.items() if name not in options}
         with ExitStack() as stack:
             if torch.is_grad_enabled():
-                stack.enter_context(around(given.get("early_stop", True) if stops is None else bool(stops)))
-                # Modes that choose what to keep have nothing to choose from here: all of it is computed again.
-                stack.enter_context(nullcontext() if isinstance(now, _torch.TorchDispatchMode) else now)
+                call = CheckpointCall(given[options[0]], args[len(options) :], own, stops_early, then)
+                stack.enter_context(around(call))
+                stack.enter_context(now)
             yield
 
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():  # whatever the parameters do, this kind gives results that require no gradient
                 return function(*args)
-        with around(False):
+        with around(CheckpointCall(function, args, {}, stops_early=False)):
             return function(*args)
 
     with _replaced(generator, SimpleNamespace(apply=apply)):

@@ -25,7 +25,9 @@ from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.operation import Call, key_of
 from lightning_pipeline.recording.patched_torch import arrays_seen, checkpoints_noted, classes_patched
 from lightning_pipeline.recording.pure_modules import calls_of, pure_within
+from lightning_pipeline.recording.python_again import CheckpointCall
 from lightning_pipeline.recording.python_state import Unclear
+from lightning_pipeline.recording.reachable_state import Places
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording
@@ -70,6 +72,7 @@ class Recorder:
         changing: memory that all ranks have and write into in steps while stages may still have to use it, with a
             tensor that has it: recordings take along copies of such tensors.
         used: memory of buffers that all ranks have and stages use, with the buffers' numbers.
+        places: what checkpointed functions can change of Python.
     """
 
     def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, placement: Sequence[int]) -> None:
@@ -84,6 +87,7 @@ class Recorder:
         self.recordings: list[Recording] = []
         self.changing: OrderedDict[int, Tensor] = OrderedDict()
         self.used: dict[int, int] = {}
+        self.places: OrderedDict[Any, Places] = OrderedDict()
         self.current: Recording | None = None
         self.num_events: dict[Event, int] = {}
         self._beginnings: dict[Any, Event] = {}
@@ -119,6 +123,7 @@ class Recorder:
         """Forget everything: the module has other tensors now, or other ranks hold them."""
         self.forget_paths()
         self.used.clear()
+        self.places.clear()
         self._calls_of_pure = None
         self.calls.forget()
 
@@ -162,10 +167,10 @@ class Recorder:
         """While entered, for a whole run, recordings see what torch's classes do past modes."""
         return classes_patched(self)
 
-    def _checkpointed(self, stops_early: bool) -> AbstractContextManager[None]:
+    def _checkpointed(self, call: CheckpointCall) -> AbstractContextManager[None]:
         if self.infers:
             raise Unclear("it has checkpointed functions, which the compiler would follow")
-        return nullcontext() if self.current is None else self.current.checkpointed(stops_early)
+        return nullcontext() if self.current is None else self.current.checkpointed(call)
 
     def note_as_written(self) -> None:
         """Warn, once for each line, that a compiled function which is no module runs as it was written."""

@@ -41,12 +41,14 @@ from lightning_pipeline.recording.contexts import refuse_transforms
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.everywhere import compute_everywhere
 from lightning_pipeline.recording.inference import written_by_array
-from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor
+from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor, autocast_state
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.new_events import add_call, mark
 from lightning_pipeline.recording.operation import with_index_of_tensors
 from lightning_pipeline.recording.placing import Placing
 from lightning_pipeline.recording.provenance import Provenance
+from lightning_pipeline.recording.python_again import ChangingCall, CheckpointCall
+from lightning_pipeline.recording.reachable_state import Look
 from lightning_pipeline.recording.reading import call_back, read
 from lightning_pipeline.recording.recorder import Reads, Recorder
 from lightning_pipeline.recording.replicated_memory import ReplicatedMemory
@@ -89,6 +91,9 @@ class Recording(TorchFunctionMode):
         outdated: likewise what is in that memory now, where it is something else.
         rank_asked_at: the code and lines of the user's that have asked for the rank.
         flags: those of the process, as the step has set them; None if it has set none.
+        changing_calls: checkpointed functions that have changed something of Python, and have not run again.
+        replay: runs one of them again now.
+        twins: placeholders of values that the user's code has other ones of, too.
     """
 
     def __init__(
@@ -129,6 +134,10 @@ class Recording(TorchFunctionMode):
         self.outdated: dict[int, Tensor] = {}
         self.rank_asked_at: set[tuple[CodeType, int]] = set()
         self.flags: process_flags.Flags | None = None
+        self.changing_calls: list[ChangingCall] = []
+        self.replay: Any = None
+        self.twins: list[Placeholder] = []
+        self._has_deep = False  # a checkpointed function within one has changed something
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -233,7 +242,7 @@ class Recording(TorchFunctionMode):
 
     def let_go(self) -> None:
         """Release tensors after the step: pooled placeholders refer to the recording for a long time."""
-        self.captured, self.kept, self.copied_from = [], [], {}
+        self.captured, self.kept, self.copied_from, self.changing_calls, self.twins = [], [], {}, [], []
         self._is_over = True
 
     # -- called by generated matchers --------------------------------------------------------------------------------
@@ -360,15 +369,30 @@ class Recording(TorchFunctionMode):
     # -- marks and inputs -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def checkpointed(self, stops_early: bool) -> Iterator[None]:
+    def checkpointed(self, call: CheckpointCall) -> Iterator[None]:
         """Mark a checkpointed function while entered."""
-        mark(self, CHECKPOINT_BEGINS, stops_early)
+        if self.replay is not None:
+            self.replay.enter_checkpoint()
+            yield
+            return
+        mark(self, CHECKPOINT_BEGINS, call.stops_early)
+        begins, first_draw = self.event, self.num_draws
+        look = Look(self.recorder.places, call.function, (*call.args, *call.kwargs.values()))
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
         mark(self, CHECKPOINT_ENDS)
+        changed = look.changed()
+        if self._depth:
+            self._has_deep |= bool(changed)
+        elif changed:
+            is_deep, self._has_deep = self._has_deep, False
+            line = users_line()
+            self.changing_calls.append(
+                ChangingCall(call, begins, self.event, first_draw, autocast_state(), changed, line, is_deep)
+            )
 
     @property
     def placing(self) -> Placing:

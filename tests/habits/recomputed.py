@@ -1,0 +1,269 @@
+"""Functions under ``torch.utils.checkpoint`` that do more than compute: their Python runs again in backward."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from tests.habits.modules import Layer, Layers
+from tests.habits.table import error, habit
+
+
+class Recomputed(Layers):
+    """Each layer is recomputed."""
+
+    reenters = False
+
+    def features(self, x: Tensor) -> Tensor:
+        if self.reenters:
+            x = x.requires_grad_(True)
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(self.run, layer, x, number, use_reentrant=self.reenters)
+        return x
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        return layer(x)
+
+
+@habit(observed=["calls", "order"])
+class CheckpointCounts(Recomputed):
+    """A counter and a list on the module, which backward changes once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.order: list[int] = []
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        self.calls += 1
+        self.order.append(number)
+        return layer(x)
+
+
+@habit(observed=["calls", "order"], shows=False)  # both ways come to the same
+class CheckpointCountsWithReentry(CheckpointCounts):
+    """The same in torch's older way."""
+
+    reenters = True
+
+
+@habit(observed=["layers.0.calls", "layers.2.calls", "layers.3.calls"])
+class CheckpointCountsAtItsEnd(Recomputed):
+    """A counter of each layer goes up after all is computed, which torch does not come to again."""
+
+    class Counting(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            self.calls += 1
+            return x
+
+    layer = Counting
+
+
+@habit(observed=["layers.0.calls", "layers.3.calls"])
+class CheckpointCountsWithoutEarlyStop(CheckpointCountsAtItsEnd):
+    """The same where it is told not to stop early."""
+
+    def features(self, x: Tensor) -> Tensor:
+        with set_checkpoint_early_stop(False):
+            return super().features(x)
+
+
+@habit(expect=error(r"again.*recomputed\.py:\d+.*argument"))
+class CheckpointComputesWithCounter(Recomputed):
+    """A counter that a checkpointed function changes scales what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        self.calls += 1
+        return layer(x * (1 + 0.01 * self.calls))
+
+
+@habit(expect=error(r"again.*recomputed\.py:\d+.*argument"), plain=False)
+class CheckpointDrawsFromPython(Recomputed):
+    """`random.random()` inside of a checkpointed function scales what a layer is given."""
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        return layer(x * (0.5 + random.random()))
+
+
+@habit(plain=False)
+class CheckpointDrawsAtItsEnd(Recomputed):
+    """The same of what a layer gives, which backward has no need of again."""
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        return layer(x) * (0.5 + random.random())
+
+
+@habit(expect=error(r"again.*recomputed\.py:\d+.*argument"), plain=False)
+class CheckpointDrawsFromNumpy(Recomputed):
+    """The same with numpy, and both ways of torch."""
+
+    reenters = True
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        return layer(x) * float(np.random.uniform(0.5, 1.5))
+
+
+@habit(observed=["names"], plain=False)
+class CheckpointDrawsForNotes(Recomputed):
+    """Numbers of Python's and numpy's that are drawn and noted, and not computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[float] = []
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        self.names.append(random.random() + np.random.rand())
+        return layer(x)
+
+
+@habit(observed=["layers.1.mask"])
+class CheckpointCaches(Recomputed):
+    """A mask is made once and kept, and the last output too."""
+
+    class Caching(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask: Any = None
+            self.size = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mask is None or x.shape[1] > self.size:
+                self.size = x.shape[1]
+                self.mask = 1 + torch.arange(self.size, dtype=x.dtype) / self.size
+            self.last = x.detach()
+            return super().forward(x * self.mask)
+
+    layer = Caching
+
+
+@habit(observed=["seen"], without={"weight": 0.0})
+class CheckpointKeepsAuxiliaryLoss(Recomputed):
+    """Each layer leaves a term of the loss on itself, as routers of experts do, and a list of tensors."""
+
+    weight = 0.1
+
+    class Routing(Layer):
+        auxiliary: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            self.auxiliary = found.pow(2).mean()
+            return found * 1.5
+
+    layer = Routing
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        mean = x.detach().mean()
+        mean.mul_(2)
+        self.seen.append(mean)
+        return layer(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        loss = loss + self.weight * sum(layer.auxiliary for layer in self.layers)
+        for layer in self.layers:
+            layer.auxiliary = None
+        return loss
+
+
+@habit(expect=error(r"again.*recomputed\.py:\d+.*argument"))
+class CheckpointAverages(Recomputed):
+    """A running mean that is a plain attribute, and with which it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Any = 0.0
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return layer(x - self.mean)
+
+
+@habit(observed=["norms"])
+class CheckpointReads(Recomputed):
+    """A norm is read inside of a checkpointed function, and noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        self.norms.append(x.norm().item())
+        return layer(x)
+
+
+@habit(observed=["outputs"])
+class CheckpointWithForwardHooks(Recomputed):
+    """Forward hooks of layers that are recomputed note what they see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        for layer in self.layers:
+            layer.linear.register_forward_hook(lambda module, args, output: self.outputs.append(output.detach().norm()))
+
+
+@habit(observed=["calls"], plain=False)
+class CheckpointCountsByHand(Recomputed):
+    """A counter in checkpointed functions under manual optimization, with a loss that leaves layers out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.calls = 0
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        self.calls += 10**number
+        return layer(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        features = checkpoint(self.run, self.layers[0], x, 0, use_reentrant=False)
+        checkpoint(self.run, self.layers[1], features, 5, use_reentrant=False)
+        self.manual_backward(features.pow(2).mean())
+        optimizer.step()
+
+
+@habit(observed=["seen"])
+class CheckpointInCheckpoint(Recomputed):
+    """Checkpointed functions inside of one; the outer one takes notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def features(self, x: Tensor) -> Tensor:
+        for number in range(0, len(self.layers), 2):
+            x = checkpoint(self.pair, x, number, use_reentrant=False)
+        return x
+
+    def pair(self, x: Tensor, number: int) -> Tensor:
+        self.seen.append(number)
+        for layer in self.layers[number : number + 2]:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
