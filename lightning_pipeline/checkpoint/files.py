@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 import torch
@@ -28,6 +28,8 @@ except ImportError:  # not on Windows: there, what a killed process left is not 
 # Not the target's own name with an ending: Lightning finds "last" by the name's start and ".ckpt", and takes any name
 # with "hpc_ckpt_" in it for a checkpoint, whose number is all of its digits.
 PREFIX, SUFFIX = ".checkpoint-", ".partial"
+METADATA_FILE = ".metadata"
+"""What torch.distributed.checkpoint's folders have."""
 _LOCK = "lock"
 
 _AT_FDCWD = -100
@@ -278,3 +280,10 @@ class _Counter:
 
     def flush(self) -> None:
         pass
+
+
+def is_relative(name: str) -> bool:
+    """Whether a name can be that of a file below the folder that it is relative to, on any system, links aside."""
+    paths = (PurePosixPath(name), PureWindowsPath(name))
+    is_name = bool(paths[0].parts) and name.isprintable() and all(len(part) < 256 for part in paths[0].parts)
+    return is_name and len(name) < 4096 and not any(path.anchor or ".." in path.parts for path in paths)

@@ -10,21 +10,18 @@ A folder holds one Lightning checkpoint:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
 
 from lightning_pipeline.schedules.validation import shown
 
 from .check import check_optimizer_states
-from .files import TRUST_IT, entry_at, replacing, tensors_in, written_to_disk
-from .folder_metadata import METADATA_FILE
-from .stored_tensors import ShardFiles, StoredTensor
+from .files import METADATA_FILE, TRUST_IT, entry_at, replacing, tensors_in, written_to_disk
+from .stored_tensors import StoredTensor
 from .torch_files import CheckpointError, few, load_torch_file, reason_of
 
 META_FILE = "meta.pt"
@@ -90,6 +87,8 @@ def read_folder(path: str | Path, weights_only: bool | None = None, *, way_out: 
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path / META_FILE} is in the format {shown(found)}, and this version reads {FORMAT!r}")
+    from .shards import ShardFiles
+
     files = ShardFiles(path, weights_only, way_out=way_out)
 
     def stored(tensor: Tensor, name: str) -> Tensor:
@@ -189,9 +188,10 @@ def _to_folder(source: Path, destination: Path, weights_only: bool) -> list[Tens
         return stand_ins[memory]
 
     replace_tensors(tensor_places(checkpoint, ["state_dict"], names), take)
-    with replacing(destination) as folder, warnings.catch_warnings():
+    from .shards import write_alone
+
+    with replacing(destination) as folder:
         folder.mkdir()
         write_meta(folder, checkpoint, ["state_dict"], names)
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        write_alone(tensors, folder)
     return list(tensors.values())

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .files import METADATA_FILE
 from .torch_files import CheckpointError, few
 
-METADATA_FILE = ".metadata"
 MAX_BYTES = 2**28
 """Of the file: about a million tensors."""
 MAX_DIMENSIONS = 64

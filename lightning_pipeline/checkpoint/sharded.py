@@ -22,8 +22,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
@@ -234,18 +232,15 @@ class FolderWriter:
 
     def _finish(self, draft: ExitStack, path: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Write the shards, and give the folder its name."""
+        from .shards import write_together
 
         def publish() -> None:
             read_folder(folder, weights_only=False)  # files that other machines have written may not be there
             draft.close()
 
         with draft:
-            try:
-                with waiting_for(f"all ranks to write the checkpoint {path}"):
-                    dcp.save(tensors, storage_writer=_Writer(folder), process_group=self.group)
-            except CheckpointException as error:
-                reasons = "; ".join(f"rank {rank}: {reason!r}" for rank, (reason, _) in sorted(error.failures.items()))
-                raise RuntimeError(f"could not write the checkpoint {path}: {reasons}") from error
+            with waiting_for(f"all ranks to write the checkpoint {path}"):
+                write_together(path, folder, tensors, self.group)
             self._on_rank_0(path, publish)
 
     # -- between the ranks --------------------------------------------------------------------------------------------
@@ -275,18 +270,6 @@ class FolderWriter:
         if reason is not None:
             raise RuntimeError(f"could not write the checkpoint {path}: {reason}") from error
         return result
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Raises the system's error, such as a full disk, instead of torch's: the other ranks are told the reason."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            if (reason := system_error(error)) is None:
-                raise
-            raise OSError(*reason.args) from error
 
 
 @lru_cache(maxsize=2)

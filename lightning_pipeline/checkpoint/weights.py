@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lightning_pipeline.partition.ownership import names_of_tensors
 from lightning_pipeline.schedules.validation import read_text, shown
 
-from .folder_metadata import METADATA_FILE
-from .stored_tensors import ShardFiles, is_relative
+from .files import METADATA_FILE, is_relative
 from .torch_files import (
     CheckpointError,
     few,
@@ -184,6 +183,8 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Reader]]:
 
 def _distributed(path: Path) -> Iterator[tuple[str, Reader]]:
     """The tensors of torch.distributed.checkpoint's folder, of a state dict or of a dict with a "state_dict"."""
+    from .shards import ShardFiles
+
     files = ShardFiles(path, weights_only=True, way_out=_SAVE_WEIGHTS)
     names = [name for name in files.names() if not name.startswith("optimizer")]
     keys = {name.removeprefix("state_dict."): name for name in names} | {name: name for name in names}

@@ -7,13 +7,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.utils import get_original_cwd, to_absolute_path
-from omegaconf import OmegaConf
 from typing_extensions import override
 
 from lightning_pipeline.runtime.errors import Failure
@@ -58,7 +55,7 @@ class PipelineLauncher(_SubprocessScriptLauncher):
     def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         launched = PipelineLauncher._launched
-        if launched is not None and launched.job != _hydra_job():
+        if launched is not None and launched.job != _job():
             _forget(launched)
 
     @property
@@ -114,7 +111,7 @@ class PipelineLauncher(_SubprocessScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         self._check_can_spawn_children()
-        job = _hydra_job()
+        hydra, job = _hydra(), _job()
         before = {name: os.environ.get(name) for name in _VARIABLES}
         os.environ.update(
             MASTER_ADDR=self.cluster_environment.main_address,
@@ -127,9 +124,10 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         started: dict[int, subprocess.Popen] = {}
         try:
             for local_rank in range(1, self.num_processes):
-                command = [*_program(), *sys.argv[1:]] if job is None else hydra_command(local_rank)
+                arguments = sys.argv[1:] if hydra is None else hydra.arguments(local_rank)
                 environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
-                started[first + local_rank] = start(command, environment, None if job is None else get_original_cwd())
+                folder = None if hydra is None else hydra.get_original_cwd()
+                started[first + local_rank] = start([*_program(), *arguments], environment, folder)
             PipelineLauncher._children = Children(started)
         except BaseException:
             for process in started.values():
@@ -158,33 +156,12 @@ def _pass_on_trust(function: Callable, args: tuple[Any, ...], trainer: Trainer |
         given.weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
 
 
-def hydra_command(local_rank: int) -> list[str]:
-    """The command that runs the current Hydra job in another process, as ``local_rank``.
-
-    It composes the same configuration from the job's overrides, writes to the job's output folder without a second
-    ``.hydra`` folder, and logs to a file of its own. It must be started in Hydra's original working directory.
-    """
-    hydra = HydraConfig.get()
-    return [
-        *_program(),
-        *_config_flags(),
-        *hydra.overrides.hydra,
-        *hydra.overrides.task,
-        # The last override of a key counts, so these follow the user's.
-        "hydra.mode=RUN",
-        f"hydra.run.dir={_quoted(hydra.runtime.output_dir)}",
-        "hydra.output_subdir=null",
-        f"hydra.job.name={_quoted(f'{hydra.job.name}_rank{local_rank}')}",
-        *_job_identity(),
-    ]
-
-
 def _check_script() -> None:
     """Raise a RuntimeError if there is no script for the other processes to run."""
     import __main__
 
     script = sys.argv[0]
-    path = to_absolute_path(script) if HydraConfig.initialized() else os.path.abspath(script)
+    path = _absolute(script)
     if __main__.__spec__ is not None or (script and os.path.exists(path)):
         return
     if script in ("", "-", "-c"):
@@ -207,9 +184,7 @@ def _program() -> list[str]:
         return _sent_to_worker()
     if __main__.__spec__ is not None:
         return [sys.executable, "-m", __main__.__spec__.name]
-    # Under Hydra the working directory may be another one by now.
-    script = to_absolute_path(sys.argv[0]) if HydraConfig.initialized() else os.path.abspath(sys.argv[0])
-    return [sys.executable, script]
+    return [sys.executable, _absolute(sys.argv[0])]
 
 
 def _sent_to_worker() -> list[str]:
@@ -226,7 +201,7 @@ def _sent_to_worker() -> list[str]:
         names = frame.f_globals
         if names.get("__name__") == "__main__" and names is not vars(sys.modules["__main__"]):
             file, package = frame.f_code.co_filename, names.get("__package__")
-            path = to_absolute_path(file) if HydraConfig.initialized() else os.path.abspath(file)
+            path = _absolute(file)
             script = [sys.executable, *(["-m", f"{package}.{Path(path).stem}"] if package else [path])]
         frame = frame.f_back
     if not script:
@@ -237,35 +212,25 @@ def _sent_to_worker() -> list[str]:
     return script
 
 
-def _config_flags() -> list[str]:
-    """``--config-name``, ``--config-path`` and ``--config-dir``, as Hydra has resolved them."""
-    hydra = HydraConfig.get()
-    flags = [] if hydra.job.config_name is None else ["--config-name", hydra.job.config_name]
-    names = {"main": "--config-path", "command-line": "--config-dir"}
-    for source in hydra.runtime.config_sources:
-        if source.provider in names and source.path:
-            path = source.path if source.schema == "file" else f"{source.schema}://{source.path}"
-            flags += [names[source.provider], path]
-    return flags
-
-
-def _job_identity() -> list[str]:
-    """Overrides with the number and id of a sweep's job, to which a configuration may refer."""
-    job = HydraConfig.get().job
-    number = [] if OmegaConf.is_missing(job, "num") else [f"hydra.job.num={job.num}"]
-    return number if OmegaConf.is_missing(job, "id") else [*number, f"hydra.job.id={_quoted(job.id)}"]
-
-
-def _hydra_job() -> str | None:
-    """Identifies the running Hydra job among the jobs of a sweep; None without Hydra."""
-    if not HydraConfig.initialized():
+def _hydra() -> ModuleType | None:
+    """The functions for Hydra's jobs, if one runs in this process. Else Hydra is not imported: that takes 0.2 s."""
+    if "hydra.core.hydra_config" not in sys.modules:
         return None
-    return " ".join([HydraConfig.get().runtime.output_dir, *_job_identity()])
+    from . import hydra_job
+
+    return hydra_job if hydra_job.runs() else None
 
 
-def _quoted(text: str) -> str:
-    """The text quoted for a Hydra override."""
-    return QuotedString(text, Quote.single).with_quotes()
+def _job() -> str | None:
+    """Identifies the running Hydra job among the jobs of a sweep; None without Hydra."""
+    hydra = _hydra()
+    return None if hydra is None else hydra.identity()
+
+
+def _absolute(path: str) -> str:
+    """Under Hydra the working directory may be another one by now."""
+    hydra = _hydra()
+    return os.path.abspath(path) if hydra is None else hydra.to_absolute_path(path)
 
 
 def _forget(launched: _Launch) -> None:

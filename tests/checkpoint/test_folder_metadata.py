@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from lightning_pipeline.checkpoint.folder import convert_checkpoint, read_folder, replace_stored
 from lightning_pipeline.checkpoint.folder_metadata import MAX_BYTES, read_metadata
-from lightning_pipeline.checkpoint.stored_tensors import ShardFiles
+from lightning_pipeline.checkpoint.shards import ShardFiles
 from lightning_pipeline.checkpoint.torch_files import CheckpointError
 from lightning_pipeline.checkpoint.weights import load_weights
 from lightning_pipeline.cli import app

@@ -14,8 +14,9 @@ from lightning_pipeline.checkpoint.check import check_optimizers
 from lightning_pipeline.checkpoint.files import CheckpointError
 from lightning_pipeline.checkpoint.folder import convert_checkpoint, read_folder
 from lightning_pipeline.checkpoint.optimizer_layout import OptimizerLayout
+from lightning_pipeline.checkpoint.shards import ShardFiles
 from lightning_pipeline.checkpoint.state import load_module_state
-from lightning_pipeline.checkpoint.stored_tensors import ShardFiles, StoredTensor
+from lightning_pipeline.checkpoint.stored_tensors import StoredTensor
 
 
 def model() -> nn.Sequential:
