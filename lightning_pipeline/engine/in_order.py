@@ -20,10 +20,10 @@ from lightning_pipeline.engine.transfers import Transfer, Transfers, by_leaves
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import backward_from
-from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, GRADIENTS_SWITCHED, Event
 from lightning_pipeline.recording.execution import Repeated, run_event, values_made
 from lightning_pipeline.recording.matcher import HookTensor
-from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.module_tensors import ModuleTensors, set_requires_grad
 from lightning_pipeline.recording.program import ModuleWrites, Program
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
@@ -88,8 +88,14 @@ class InOrder:
             todo.append(event)
             event = event.parent
         self._done = end
+        for event in todo:
+            if event.visit < 0 and event.function is GRADIENTS_SWITCHED:
+                number, before, _ = event.call.args
+                set_requires_grad(self._tensors.tensors[number], before)
         for event in reversed(todo):
             self._run(event)
+        assert self._state.recording is not None
+        self._state.recording.switched.clear()
 
     def data_of(self, values: Sequence[int]) -> list[Tensor]:
         """The data of values, on every rank."""
@@ -340,6 +346,9 @@ class InOrder:
             if not self._depth:
                 self._stops_early = event.call.args[0]
             self._depth += 1
+        elif event.function is GRADIENTS_SWITCHED:
+            number, _, value = event.call.args
+            set_requires_grad(self._tensors.tensors[number], value)
         elif event.function is CHECKPOINT_ENDS:
             self._depth -= 1
             if not self._depth:

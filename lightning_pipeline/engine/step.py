@@ -22,6 +22,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.recording.alive import take_alive
+from lightning_pipeline.recording.module_tensors import as_required
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.provenance import Provenance, made_again
 from lightning_pipeline.recording.python_again import run_again
@@ -118,9 +119,13 @@ class PipelineStep:
             shared = self.shared
             if self.ahead is not None and state.is_open:
                 shared.expectations.note_miss(shared.beginning(state, self.work))
-                self.ahead.pass_over(state, self.run.go_on, self.live)
+                assert state.recording is not None
+                with as_required(shared.tensors, state.recording.switched):
+                    self.ahead.pass_over(state, self.run.go_on, self.live)
                 self._is_rest_in_order = True
-            self.run.go_on(below=state.index)
+            assert state.recording is not None
+            with as_required(shared.tensors, state.recording.switched):
+                self.run.go_on(below=state.index)
             run = self.in_order[state.index] = InOrder(
                 state,
                 state.structure.large,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
@@ -14,11 +14,12 @@ from lightning_pipeline.partition.gradient_hooks import hook_of_tensor, retained
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.partition.users_line import users_line
-from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.event import GRADIENTS_SWITCHED, Event
 from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import NOTHING, Inference, Result
 from lightning_pipeline.recording.matcher import UNLIKE, never
-from lightning_pipeline.recording.new_events import answer, follow, inspect, refuse_graph_of_earlier
+from lightning_pipeline.recording.module_tensors import set_requires_grad
+from lightning_pipeline.recording.new_events import answer, follow, inspect, mark, refuse_graph_of_earlier
 from lightning_pipeline.recording.operation import Call, put_together, tensors_in
 
 if TYPE_CHECKING:
@@ -157,6 +158,35 @@ def read_gradient(recording: Recording, tensor: Tensor) -> None:
             f"and other micro-batches' are not in it; read it in on_after_backward, or take torch.autograd.grad "
             f"({users_line()})"
         )
+
+
+SWITCHES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+"""The functions by which a tensor is made to require gradients, or not to."""
+
+
+def is_switch(recording: Recording, func: Any, args: Any) -> bool:
+    """Whether a call is `requires_grad_` on a parameter of the module."""
+    return func in SWITCHES and isinstance(args[0], nn.Parameter) and recording.tensors.number_of(args[0]) is not None
+
+
+def switch(recording: Recording, tensor: Tensor, value: bool = True, *, requires_grad: bool | None = None) -> Any:
+    """Answer `requires_grad_` on a parameter. The step's Python finds it switched, and so do the stages when they come
+    to the calls that follow: the micro-batch runs in order."""
+    value = bool(value if requires_grad is None else requires_grad)
+    number = recording.tensors.number_of(tensor)
+    assert number is not None
+    if tensor.requires_grad is value:
+        return tensor
+    if recording.is_in_checkpoint:
+        raise NotImplementedError(
+            f"{recording.tensors.names[number][0]} is made to require gradients, or not to, inside of a checkpointed "
+            f"function, which would do so once more in backward ({users_line()}): do it before the function is called"
+        )
+    recording.is_simple = False
+    recording.switched.setdefault(number, tensor.requires_grad)
+    mark(recording, GRADIENTS_SWITCHED, number, tensor.requires_grad, value)
+    set_requires_grad(tensor, value)
+    return tensor
 
 
 def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -23,6 +23,10 @@ def CHECKPOINT_ENDS() -> None:
     """In a path: so much for that."""
 
 
+def GRADIENTS_SWITCHED(number: int, before: bool, value: bool) -> None:
+    """In a path: a tensor of the module requires gradients from here on, or does not any more."""
+
+
 def MICROBATCHES_MEET(what: str, value: int) -> None:
     """In a path: a step goes on when all micro-batches have come here, where the batch has something done."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import is_
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.ownership import holders_of, named_tensors
+from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.stage_map import StageMap
 from lightning_pipeline.recording.split_modules import SplitCall, split_calls
 
@@ -139,6 +142,28 @@ class ModuleTensors:
     def _home(self, names: list[str]) -> int | None:
         found = {self._stages.covering(name.rpartition(".")[0]) for name in names}
         return found.pop() if len(found) == 1 else None
+
+
+def set_requires_grad(tensor: Tensor, value: bool) -> None:
+    """Have a tensor of the module require gradients or not, whether this rank holds it or has a placeholder."""
+    if type(tensor) is Placeholder:
+        tensor.spec = tensor.spec.but(requires_grad=value)
+    else:
+        with _torch.DisableTorchFunction():
+            tensor.requires_grad_(value)
+
+
+@contextmanager
+def as_required(tensors: ModuleTensors, switched: Mapping[int, bool]) -> Iterator[None]:
+    """While entered, some tensors of the module require gradients or not, as given by number."""
+    now = {number: tensors.tensors[number].requires_grad for number in switched}
+    for number, value in switched.items():
+        set_requires_grad(tensors.tensors[number], value)
+    try:
+        yield
+    finally:
+        for number, value in now.items():
+            set_requires_grad(tensors.tensors[number], value)
 
 
 def _modules_in(root: nn.Module) -> list[nn.Module]:

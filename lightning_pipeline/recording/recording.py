@@ -93,6 +93,8 @@ class Recording(TorchFunctionMode):
         flags: those of the process, as the step has set them; None if it has set none.
         changing_calls: checkpointed functions that have changed something of Python, and have not run again.
         replay: runs one of them again now.
+        switched: tensors of the module whose gradients the step has switched on or off, by number, and whether they
+            required them where stages have come to.
         twins: placeholders of values that the user's code has other ones of, too.
     """
 
@@ -136,6 +138,7 @@ class Recording(TorchFunctionMode):
         self.flags: process_flags.Flags | None = None
         self.changing_calls: list[ChangingCall] = []
         self.replay: Any = None
+        self.switched: dict[int, bool] = {}
         self.twins: list[Placeholder] = []
         self._has_deep = False  # a checkpointed function within one has changed something
 
@@ -340,6 +343,8 @@ class Recording(TorchFunctionMode):
         self.num_aside += 1  # unless it becomes an event, below
         if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
             return func(*args, **kwargs)
+        if kind is FunctionKind.WRITES and autograd_calls.is_switch(self, func, args):
+            return autograd_calls.switch(self, *args, **kwargs)
         if self._depth and kind is FunctionKind.WRITES and _is_of_module(args, self.tensors):
             pass  # an event, as the recomputation on its stage writes again
         elif not self.is_ours(args) and not (kwargs and self.is_ours(tuple(kwargs.values()))):
@@ -393,6 +398,11 @@ class Recording(TorchFunctionMode):
             self.changing_calls.append(
                 ChangingCall(call, begins, self.event, first_draw, autocast_state(), changed, line, is_deep)
             )
+
+    @property
+    def is_in_checkpoint(self) -> bool:
+        """Whether a checkpointed function runs."""
+        return self._depth > 0 or self.replay is not None
 
     @property
     def placing(self) -> Placing:
