@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -85,12 +85,19 @@ class CountedDraws(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self.number = self.number, first
             try:
-                with nullcontext() if self._is_entered else self.running():
+                with self._active():
                     return function(*args, **kwargs)
             finally:
                 self.number = before
 
         return run
+
+    def _active(self) -> AbstractContextManager[Any]:
+        """Entered around what computes again, so that draws are seen: in backward, after the step, and where the step
+        itself takes gradients, which torch runs without the mode."""
+        if not self._is_entered:
+            return self.running()
+        return nullcontext() if any(mode is self for mode in _torch.function_modes()) else self
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from lightning_pipeline.engine.gradient_hooks import HookCalls
 from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
@@ -75,6 +76,8 @@ class InOrder:
         self._rank_of = self._transfers.rank_of
         self._depth = 0  # of nested checkpointed functions
         self._stops_early = False
+        self._kept: set[Event] = set()  # the beginnings of checkpointed functions whose tensors are kept
+        self._is_kept = False  # the running one's
         self._repeated: dict[int, Repeated] = {}  # by visit: its part of the running checkpointed function
         if self._rank == placement[0]:
             for value, tensor in enumerate(state.given):
@@ -92,10 +95,33 @@ class InOrder:
             if event.visit < 0 and event.function is GRADIENTS_SWITCHED:
                 number, before, _ = event.call.args
                 set_requires_grad(self._tensors.tensors[number], before)
+        self._note_gradients(todo)
         for event in reversed(todo):
             self._run(event)
         assert self._state.recording is not None
         self._state.recording.switched.clear()
+
+    def _note_gradients(self, todo: Sequence[Event]) -> None:
+        """Take note of checkpointed functions that take gradients within: their tensors are kept.
+
+        Args:
+            todo: what is to run, the last event first.
+        """
+        depth, begins = self._depth, None
+        for event in reversed(todo):
+            if event.visit < 0 and event.function is CHECKPOINT_BEGINS:
+                begins = begins if depth else event
+                depth += 1
+            elif event.visit < 0 and event.function is CHECKPOINT_ENDS:
+                depth -= 1
+            elif depth and event.function is torch.autograd.grad:
+                if begins is not None:
+                    self._kept.add(begins)
+                elif not self._is_kept:
+                    raise CheckpointError(
+                        f"a checkpointed function takes gradients by torch.autograd.grad ({event.line}) after it has "
+                        f"read a value: read it after the gradients are taken, or outside of the function"
+                    )
 
     def data_of(self, values: Sequence[int]) -> list[Tensor]:
         """The data of values, on every rank."""
@@ -290,7 +316,7 @@ class InOrder:
             recording = self._state.recording
             assert recording is not None
             part = self._repeated.get(visit)
-            if self._depth and part is None:
+            if self._depth and part is None and not self._is_kept:
                 part = self._repeated[visit] = Repeated(recording.captured, self._seed, self._stops_early)
             if part is not None:
                 found = part.run(event, operands)
@@ -345,6 +371,7 @@ class InOrder:
         if event.function is CHECKPOINT_BEGINS:
             if not self._depth:
                 self._stops_early = event.call.args[0]
+                self._is_kept = event in self._kept
             self._depth += 1
         elif event.function is GRADIENTS_SWITCHED:
             number, _, value = event.call.args

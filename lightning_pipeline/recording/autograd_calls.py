@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
@@ -192,6 +193,13 @@ def switch(recording: Recording, tensor: Tensor, value: bool = True, *, requires
 def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Answer `torch.autograd.grad`, or a backward, which has to be within one visit."""
     is_grad = func is torch.autograd.grad
+    if recording.is_in_checkpoint:
+        if not is_grad:
+            raise CheckpointError(
+                f"{function_name(func)} is called in a checkpointed function, and would be once more in backward "
+                f"({users_line()}): call it outside, or take torch.autograd.grad"
+            )
+        recording.gradients_taken_at = users_line()
     if not is_grad:
         recording.is_simple = False  # gradients of parameters add up in the order of micro-batches
         recording.has_run_backward = True

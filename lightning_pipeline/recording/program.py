@@ -73,8 +73,12 @@ class Region(NamedTuple):
 
 
 def regions_of(events: Sequence[Event]) -> dict[int, Region]:
-    """The outermost checkpointed function of each event that is in one, by its number."""
+    """The outermost checkpointed function of each event that is in one, by its number.
+
+    One that takes gradients within is none: its tensors are kept, as the gradients need them before backward does.
+    """
     found: dict[int, Region] = {}
+    kept: set[Region | None] = set()
     depth = 0
     region: Region | None = None
     for number, event in enumerate(events):
@@ -87,7 +91,9 @@ def regions_of(events: Sequence[Event]) -> dict[int, Region]:
         elif depth:
             assert region is not None
             found[number] = region
-    return found
+            if event.function is torch.autograd.grad:
+                kept.add(region)
+    return {number: region for number, region in found.items() if region not in kept}
 
 
 class Program:

@@ -113,6 +113,29 @@ def run_again(recording: Recording, loss: Any) -> None:
         _Again(recording, one, events, last).run()
 
 
+def refuse_with_gradients(recording: Recording, begins: Event, changed: Sequence[str]) -> None:
+    """Refuse a checkpointed function that takes gradients, and does more than compute: in one process it runs again
+    there, too.
+
+    Raises:
+        CheckpointError: it does more.
+    """
+    line, recording.gradients_taken_at = recording.gradients_taken_at, ""
+    written = list(changed)
+    event: Event | None = recording.event
+    while event is not begins:
+        assert event is not None
+        for slot, _, _ in event.writes if event.visit >= 0 else ():
+            if type(value := event.inputs[slot]) is int and value < 0:
+                written.append(recording.tensors.names[-1 - value][0])
+        event = event.parent
+    if written:
+        raise CheckpointError(
+            f"a checkpointed function takes gradients by torch.autograd.grad ({line}), for which it runs again, and "
+            f"changes {written[0]} each time: take the gradients, or change that, outside of the function"
+        )
+
+
 def _last_saving(recording: Recording, one: ChangingCall, events: Sequence[Event], graph: Graph) -> int | None:
     """The place of the event after which torch stops to run a function again, the number of events for never; None if
     it does not run again."""

@@ -47,7 +47,7 @@ from lightning_pipeline.recording.new_events import add_call, mark
 from lightning_pipeline.recording.operation import with_index_of_tensors
 from lightning_pipeline.recording.placing import Placing
 from lightning_pipeline.recording.provenance import Provenance
-from lightning_pipeline.recording.python_again import ChangingCall, CheckpointCall
+from lightning_pipeline.recording.python_again import ChangingCall, CheckpointCall, refuse_with_gradients
 from lightning_pipeline.recording.reachable_state import Look
 from lightning_pipeline.recording.reading import call_back, read
 from lightning_pipeline.recording.recorder import Reads, Recorder
@@ -95,6 +95,7 @@ class Recording(TorchFunctionMode):
         replay: runs one of them again now.
         switched: tensors of the module whose gradients the step has switched on or off, by number, and whether they
             required them where stages have come to.
+        gradients_taken_at: the line in the running checkpointed function that takes gradients; "" for none.
         twins: placeholders of values that the user's code has other ones of, too.
     """
 
@@ -139,6 +140,7 @@ class Recording(TorchFunctionMode):
         self.changing_calls: list[ChangingCall] = []
         self.replay: Any = None
         self.switched: dict[int, bool] = {}
+        self.gradients_taken_at = ""
         self.twins: list[Placeholder] = []
         self._has_deep = False  # a checkpointed function within one has changed something
 
@@ -390,6 +392,8 @@ class Recording(TorchFunctionMode):
             self._depth -= 1
         mark(self, CHECKPOINT_ENDS)
         changed = look.changed()
+        if self.gradients_taken_at and not self._depth:
+            refuse_with_gradients(self, begins, changed)
         if self._depth:
             self._has_deep |= bool(changed)
         elif changed:

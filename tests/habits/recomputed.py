@@ -267,3 +267,81 @@ class CheckpointInCheckpoint(Recomputed):
         for layer in self.layers[number : number + 2]:
             x = checkpoint(layer, x, use_reentrant=False)
         return x
+
+
+CALLED_TWICE = "to be cut into 2 stages, and its training_step calls 1 module"
+
+
+class Penalised(Recomputed):
+    """Each layer is recomputed with a penalty on the gradient of what it gives."""
+
+    dropout = 0.0
+    weight = 0.1
+    reads = False
+    layer = Layer
+
+    def features(self, x: Tensor) -> Tensor:
+        penalties = []
+        for layer in self.layers:
+            x, penalty = checkpoint(self.penalised, layer, x, use_reentrant=False)
+            penalties.append(penalty)
+        self.penalty = sum(penalties)
+        return x
+
+    def penalised(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        given = x.detach().requires_grad_(True)
+        found = F.dropout(layer(given), self.dropout)
+        (gradient,) = torch.autograd.grad(found.sum(), given, create_graph=True)
+        if self.reads:
+            self.largest = max(getattr(self, "largest", 0.0), gradient.abs().max().item())
+        return layer(x), gradient.pow(2).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y) + self.weight * self.penalty
+
+
+@habit(without={"weight": 0.0})
+class CheckpointWithPenalty(Penalised):
+    """Without dropout."""
+
+
+@habit(plain=False, without={"weight": 0.0})
+class CheckpointWithPenaltyAndDropout(Penalised):
+    """Dropout in the part that is differentiated."""
+
+    dropout = 0.3
+
+
+@habit(without={"weight": 0.0}, automatic=error(CALLED_TWICE))
+class CheckpointWithPenaltyRead(Penalised):
+    """The largest gradient is read, and the penalty weighed by it."""
+
+    def penalised(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        found, penalty = super().penalised(layer, x)
+        return found, penalty * min(1.0, penalty.item())
+
+
+@habit(
+    expect=error(r"torch.autograd.grad \(.*recomputed\.py:\d+.*largest.*outside"),
+    automatic=error(CALLED_TWICE),
+    shows=False,
+)
+class CheckpointWithPenaltyNoted(Penalised):
+    """The largest gradient is read inside of the function, and kept."""
+
+    reads = True
+
+
+@habit(
+    expect=error(r"(?s)backward.*recomputed\.py:\d+.*outside"),
+    automatic=error(CALLED_TWICE),
+    shows=False,
+    plain=False,
+)
+class CheckpointRunsBackward(Recomputed):
+    """`backward()` of a term inside of a function that is recomputed."""
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        layer(x.detach()).pow(2).mean().backward()
+        return layer(x)
