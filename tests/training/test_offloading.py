@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,8 +21,8 @@ from lightning_pipeline.schedules.records import RecordedStep
 from lightning_pipeline.schedules.simulation import peak_bytes, simulate
 from lightning_pipeline.strategy.timeline import timeline_metrics
 from lightning_pipeline.strategy.validation import warn_of_idle_offload
-from tests.launching import launch
-from tests.training.runs import differing, pipeline_trainer, weights
+from tests.launching import PATIENCE_S, launch
+from tests.training.runs import QUIET, Losses, differing, pipeline_trainer, weights
 
 pytestmark = pytest.mark.multiprocess
 
@@ -130,6 +131,58 @@ def run(name: str, share: float, kind: type[L.LightningModule] = Perceptrons) ->
     if offload is not None:
         found |= {"peak": offload.peak_bytes, "kept": offload.kept, "sent": offload.sent}
     return found
+
+
+class Split(Perceptrons):
+    """Splits its blocks over the ranks of a stage."""
+
+    def configure_model(self) -> None:
+        for block in self.blocks:
+            plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+
+
+FOUR: dict[str, dict[str, Any]] = {
+    "stages": {"stage_config": QUARTERS, "num_stages": 4, "schedule": "1f1b"},
+    "zero1": {"stage_config": HALVES, "num_stages": 2, "schedule": "gpipe", "data_parallel": "zero1"},
+    "fsdp": {"stage_config": HALVES, "num_stages": 2, "schedule": "gpipe", "data_parallel": "fsdp"},
+    "split": {"stage_config": HALVES, "num_stages": 2, "schedule": "gpipe", "tensor_parallel_size": 2},
+}
+"""Options of runs on four ranks."""
+
+
+def run_on_four(name: str, *, offload: bool) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    options = {"num_microbatches": NUM_MICROBATCHES, "timeout": PATIENCE_S, **FOUR[name]}
+    strategy = PipelineStrategy(offload_activations=offload, **options)
+    trainer = L.Trainer(strategy=strategy, devices=4, max_epochs=1, callbacks=[losses], **QUIET)
+    strategy.observers.add(lambda span: None)  # so that bytes are counted
+    trainer.fit((Split if name == "split" else Perceptrons)(), data(6))
+    offloading = strategy.pipeline.offload
+    sent = {} if offloading is None else offloading.sent
+    return {"losses": losses.values, "weights": weights(trainer), "sent": sent, "live": strategy.peak_live}
+
+
+def run_all_on_four() -> dict[tuple[str, bool], dict[str, Any]]:
+    return {(name, offload): run_on_four(name, offload=offload) for name in FOUR for offload in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[tuple[str, bool], dict[str, Any]]]:
+    return launch(run_all_on_four, world=4)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_bits_of_more_ranks_are_those_without(name: str, four: Any) -> None:
+    for rank in four:
+        assert len(set(rank[name, True]["losses"])) > 1
+        assert rank[name, True]["losses"] == rank[name, False]["losses"]
+    assert not differing(four[0][name, True]["weights"], four[0][name, False]["weights"])
+    # Under 1F1B the last stages need at once what they have made.
+    sending = four[:1] if name == "stages" else four
+    assert all(sum(rank[name, True]["sent"].values()) > 0 for rank in sending)
+    assert all(rank[name, True]["live"] < rank[name, False]["live"] for rank in sending)
 
 
 KINDS = {kind.__name__: kind for kind in (Checkpointed, Reading, ByHand)}
