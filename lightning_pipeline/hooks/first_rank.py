@@ -174,7 +174,7 @@ class Lending:
             self._borrowed.clear()
         for name, version in self._keys.versions_everywhere().items():
             if before.get(name, version) != version:
-                _refuse(f"a write into {name}")
+                _refuse(f"a write into {name}", "during its fetch of a batch")
 
     def lend(self, asked: Asked) -> None:
         """Give the first rank what it asks for."""
@@ -217,8 +217,8 @@ def _no_gradient(gradient: Tensor) -> NoReturn:
     _refuse("a backward")
 
 
-def _refuse(name: str) -> NoReturn:
+def _refuse(name: str, where: str | None = None) -> NoReturn:
     raise NotImplementedError(
         f"{name} changes, or asks for, what another stage has of a tensor, in code of a loader, which the first rank "
-        f"alone runs ({users_line()}): do it in a step or in a hook"
+        f"alone runs ({where or users_line()}): do it in a step or in a hook"
     )

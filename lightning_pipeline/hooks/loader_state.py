@@ -159,6 +159,8 @@ class LoaderState:
     def _look_at_module(self, value: nn.Module, path: Path) -> None:
         if not _is_foreign(type(value)):
             self._look_at_object(value, path)
+        if value._buffers:  # writes into them are refused (`Lending`)
+            self._note(_of_dict, (*path, ("get", "_buffers")), value._buffers, value._buffers.copy())
         for name, one in value._modules.items():
             if one is not None and (one._modules or not _is_foreign(type(one))):
                 self._next.append((one, (*path, ("get", "_modules"), ("item", name))))

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipeline import _torch
@@ -53,6 +54,8 @@ _LIBRARIES = frozenset({"torch", "numpy", "lightning_pipeline", *PACKAGES, *sys.
 """Their functions and objects are left alone: restoring a part of their state could make it inconsistent."""
 _DATA = ("torch.utils.data.dataset", "torch.utils.data.sampler")
 """Their classes have no state but what the user's subclasses keep in attributes."""
+_MAX_DATA_BYTES = 1 << 24
+"""Larger tensors and arrays of a dataset are its data, which steps do not change."""
 _OPEN = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 """Classes of the standard library whose objects are what the user puts into them."""
 _RUNNING = ("_thread", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "socket", "subprocess")
@@ -269,6 +272,8 @@ class _Snapshot:
         keys = [key for names in slots for key in ((names,) if isinstance(names, str) else names)]
         own = [(key, getattr(value, key)) for key in keys if hasattr(value, key)]
         contents = [*(attributes.values() if type(attributes) is dict else ()), *(content for _, content in own)]
+        if isinstance(value, Dataset):
+            self._pass_over_data(contents)
         if any(type(content).__module__.partition(".")[0] in _RUNNING for content in contents):
             return
         if type(attributes) is dict:
@@ -277,6 +282,12 @@ class _Snapshot:
             self._undo.append(partial(_set_if_changed, value, key, content))
             self._todo.append((f"{name}.{key}", content))
         self._visit_class(kind)
+
+    def _pass_over_data(self, contents: Iterable[Any]) -> None:
+        for content in contents:
+            for one in content if isinstance(content, (list, tuple)) and len(content) <= MAX_ITEMS else (content,):
+                if getattr(one, "nbytes", 0) > _MAX_DATA_BYTES:
+                    self._seen[id(one)] = one
 
 
 _entered: list[_Snapshot] = []

@@ -50,6 +50,14 @@ _USUAL_STATE = 2.0
 """Numbers that AdamW keeps per parameter, assumed of optimizers that cannot be tried out."""
 
 
+def reached_by_trainer(module: LightningModule) -> list[object]:
+    """What the user keeps on the data module and callbacks, which a step reaches through the Trainer."""
+    trainer: Any = module._trainer
+    if trainer is None:
+        return []
+    return [vars(one) for one in (getattr(trainer, "datamodule", None), *trainer.callbacks) if one is not None]
+
+
 @contextmanager
 def without_side_effects(module: LightningModule, device: torch.device) -> Iterator[None]:
     """While entered, steps leave no trace on the module, its loggers, random numbers or other ranks, which may run them
@@ -62,7 +70,7 @@ def without_side_effects(module: LightningModule, device: torch.device) -> Itera
         return tensor if replicas is None else torch.stack([tensor] * replicas.num_replicas)
 
     with (
-        left_as_it_was(module, (inner(optimizer) for optimizer in trainer.optimizers)),
+        left_as_it_was(module, (*map(inner, trainer.optimizers), *reached_by_trainer(module))),
         redirect_stdout(io.StringIO()),
         generators_kept(device),
         own_statistics(module, replicas),

@@ -37,6 +37,7 @@ from .measure import (
     measure_step,
     memory_of_ranks,
     on_all_ranks,
+    reached_by_trainer,
     restored,
     speeds_of,
     without_side_effects,
@@ -240,13 +241,13 @@ class Partitioner:
         step = loss_step(self._module, name, tuple(others), self._device)
         with without_side_effects(self._module, self._device):
             # Ranks may measure unequally often, and only the first one records: the trials need the same module on all.
-            with left_as_it_was(self._module):
+            with left_as_it_was(self._module, reached_by_trainer(self._module)):
                 costs = self._costs_on_all(name, step, microbatches, transport)
 
             def ranked(most: int) -> list[StagePlan]:
                 if isinstance(costs, Exception):
                     raise costs
-                with left_as_it_was(self._module):
+                with left_as_it_was(self._module, reached_by_trainer(self._module)):
                     return self._plans(costs, step, microbatches, self._counts(batch), most)
 
             if name != "training_step":

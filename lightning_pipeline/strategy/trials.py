@@ -35,7 +35,7 @@ from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import LightningModule
-from .measure import SeededStep
+from .measure import SeededStep, reached_by_trainer
 from .own_backward import backward_of
 from .schedule_choice import Schedules
 
@@ -191,7 +191,7 @@ class TrialSteps:
             own = tree.replace(self._batch, Tensor.clone)  # which the step may write into
             microbatches = microbatches_of(own, pipeline.num_microbatches, self._module)
         # A step writes into buffers on the ranks that this plan gives them, and the next plan gives them others.
-        with left_as_it_was(self._module):
+        with left_as_it_was(self._module, reached_by_trainer(self._module)):
             self._synchronize()
             began = time.perf_counter()
             pipeline.run(self._work, microbatches)
@@ -240,7 +240,7 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
     state = Microbatch(0, Structure("trial", layout, []), layout, 1, 1.0, 1, True, 0)
     data = _OnOneRank(state, tensors, num_stages, draws)
     # One recording must not leave anything on the module for the next, such as a metric's sums.
-    with left_as_it_was(module), torch.set_grad_enabled(module.training), draws.kept():
+    with left_as_it_was(module, reached_by_trainer(module)), torch.set_grad_enabled(module.training), draws.kept():
         recording = Recording(recorder, recorder.beginning("trial", 0), data, lambda number: draws.seed(seed, number))
         state.recording = recording
         with recorder.patched(), recorder.installed(), recording.running():

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from tests.habits.loaders import OwnLoader, samples
 from tests.habits.modules import CLASSES, WIDTH
-from tests.habits.table import habit
+from tests.habits.table import error, habit
 
 GENERATOR = np.random.default_rng(5)
 FETCHED: list[int] = []
@@ -266,3 +266,57 @@ class StreamCounts(Fetches):
 
     def figure(self) -> float:
         return float(self.stream.given)
+
+
+class Normalised(Fetches):
+    """Keeps the mean of what was fetched, and takes it from what the last layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def keep(self, mean: Tensor) -> None:
+        raise NotImplementedError
+
+    def collate(self, samples: Any) -> Any:
+        x, y = default_collate(samples)
+        self.keep(x.mean(0))
+        return x, y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.mean[:CLASSES]
+
+    def figure(self) -> float:
+        return float(self.mean.sum())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(24, 1), batch_size=8, collate_fn=self.collate)
+
+
+@habit(plain=False, shows=False)
+class BufferMadeAnew(Normalised):
+    """A new tensor for the buffer with every batch."""
+
+    def keep(self, mean: Tensor) -> None:
+        self.mean = 0.9 * self.mean + 0.1 * mean
+
+
+@habit(plain=False, shows=False)
+class TensorWritten(Normalised):
+    """A tensor that is no buffer is written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mean
+        self.mean = torch.zeros(WIDTH)
+
+    def keep(self, mean: Tensor) -> None:
+        self.mean.mul_(0.9).add_(mean, alpha=0.1)
+
+
+@habit(expect=error(r"a write into mean changes.*code of a loader.*in a step or in a hook"), plain=False, shows=False)
+class BufferWritten(Normalised):
+    """The buffer is written into."""
+
+    def keep(self, mean: Tensor) -> None:
+        self.mean.mul_(0.9).add_(mean, alpha=0.1)

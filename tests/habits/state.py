@@ -526,3 +526,28 @@ class KeptFromHooks(Layers):
             before = self.shadow.get(name, parameter.detach())
             self.shadow[name] = before * 0.5 + parameter.detach() * 0.5
         self.norms += [layer.linear.weight.norm() for layer in self.layers]  # type: ignore[union-attr, operator]
+
+
+class Noting(L.Callback):
+    """Is given the losses by the module."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+
+@habit(plain=False, callbacks=lambda: [Noting()])
+class CallbackFilledInStep(Layers):
+    """A step appends to a list of a callback, which is saved, and weighs its loss by how long the list is."""
+
+    rate = 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Noting):
+                callback.losses.append(loss.detach())
+                loss = loss * (1 + self.rate * len(callback.losses))
+        return loss

@@ -38,7 +38,8 @@ BY_DEFAULT = {
     "3-1f1b": "RecurrentRefinement HaltsByData LayerDropByPython",
     "2-auto": """
         FunctionOfParameters MeterOfOnesOwn GlobalList SchedulerSteppedInStep OwnTorchGenerator GathersOverRanksByName
-        LBFGS ClipsByTorch ReturnsNothing WeightsOfGenerator GeneratorsOfDataset MinesWithBatchNorms
+        LBFGS ClipsByTorch ReturnsNothing WeightsOfGenerator GeneratorsOfDataset CallbackFilledInStep
+        MinesWithBatchNorms
     """,
     "4-1f1b": "Siamese ComparesWithMicrobatchBefore VmapOverSamples",
 }

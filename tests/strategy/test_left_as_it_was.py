@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric
 from lightning_pipeline.planning.plan import StagePlan
 from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.planning.tracing import trace_step
+from lightning_pipeline.strategy.measure import reached_by_trainer
 from lightning_pipeline.strategy.trials import fault_of_cut
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -213,6 +214,25 @@ def test_a_dataset_that_a_step_uses_is_put_back() -> None:
     with left_as_it_was(module):
         first = data[0]
     assert data.calls == 0 and data[0] == first
+
+
+class Counts(L.Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+
+def test_data_modules_and_callbacks_are_put_back() -> None:
+    module, data, counts = Metered(), L.LightningDataModule(), Counts()
+    module.trainer = trainer = L.Trainer(callbacks=[counts], accelerator="cpu", logger=False)
+    trainer.datamodule = data  # type: ignore[attr-defined]
+    data.data, data.known = Drawing(), {"a": [1]}
+    for _ in range(2):
+        with left_as_it_was(module, reached_by_trainer(module)):
+            data.steps = len(counts.steps)
+            data.known["a"].append(data.data[0])
+            counts.steps.append(1)
+        assert not counts.steps and not hasattr(data, "steps")
+        assert data.known == {"a": [1]} and data.data.calls == 0
 
 
 class Draws(nn.Module):
