@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.partition.placeholder import become_absent, is_absent
+from lightning_pipeline.partition.users_line import users_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +159,8 @@ def _check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         for name, tensor in slots.items():
             if is_absent(tensor) and name not in module._non_persistent_buffers_set:
                 raise RuntimeError(
-                    f"{prefix}{name} is on another stage, so state_dict() is not whole on this rank: write a "
-                    f"checkpoint with trainer.save_checkpoint(path), or call trainer.strategy.gather_module() on all "
-                    f"ranks, which gives rank 0 a module with all weights"
+                    f"{prefix}{name} is on another stage, so state_dict() is not whole on this rank ({users_line()}): "
+                    f"call it in a hook, such as on_train_batch_end, write a checkpoint with "
+                    f"trainer.save_checkpoint(path), or call trainer.strategy.gather_module() on all ranks, which "
+                    f"gives rank 0 a module with all weights"
                 )

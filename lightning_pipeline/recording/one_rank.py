@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,15 @@ def with_data(recording: Recording, args: Any, kwargs: dict[str, Any]) -> tuple[
 
 
 def note_rank_asked(recording: Recording) -> None:
-    """Take note of the line that asks for the rank."""
+    """Take note of the line that asks for the rank, and of those that ask it by a function which gives what it says."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame):
+    while frame is not None:
+        if is_users(frame):
+            asked = frame.f_code, frame.f_lineno
+            recording.rank_asked_at.add(asked)
+            if not _is_given_back(*asked):
+                return
         frame = frame.f_back
-    if frame is not None:
-        recording.rank_asked_at.add((frame.f_code, frame.f_lineno))
 
 
 def note_rank_zero_only(recording: Recording, code: CodeType) -> None:
@@ -73,6 +77,33 @@ def refuse_by_one_rank(recording: Recording, *, is_shared: bool = False) -> None
         frame = frame.f_back
 
 
+@lru_cache(maxsize=1024)
+def _is_given_back(code: CodeType, asked: int) -> bool:
+    """Whether a function gives back what the line that asks for the rank comes to."""
+    definition = definition_of(code)
+    if definition is None:
+        return False
+    names = _assigned(definition, asked)
+    given = [node for node in ast.walk(definition) if isinstance(node, ast.Return) and node.value is not None]
+    return any(
+        _spans(node, asked)
+        or not _names(node).isdisjoint(names)
+        or (isinstance(node.value, ast.Constant) and _depends_on(code, asked, node.lineno))
+        for node in given
+    )
+
+
+def _assigned(definition: ast.FunctionDef, asked: int) -> set[str]:
+    """Names that the line which asks for the rank assigns."""
+    return {
+        target.id
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Assign) and _spans(node, asked)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
 def _depends_on(code: CodeType, asked: int, line: int) -> bool:
     """Whether a line of a function runs or not by what the line that asks for the rank comes to."""
     if asked == _ALL:
@@ -80,13 +111,7 @@ def _depends_on(code: CodeType, asked: int, line: int) -> bool:
     definition = definition_of(code)
     if definition is None:
         return False
-    names = {
-        target.id
-        for node in ast.walk(definition)
-        if isinstance(node, ast.Assign) and _spans(node, asked)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    names = _assigned(definition, asked)
     for node in ast.walk(definition):
         if isinstance(node, (ast.If, ast.IfExp)) and (_spans(node.test, asked) or _names(node.test) & names):
             body = node.body if isinstance(node.body, list) else [node.body]

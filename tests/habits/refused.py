@@ -34,6 +34,34 @@ class BranchesOnItsRank(Layers):
         return F.cross_entropy(self.head(self.layers[3](self.layers[2](self.layers[1](hidden)))), y)
 
 
+@habit(expect=error(r"one rank alone.*refused\.py:\d+"), plain=False, shows=False)
+class BranchesOnRankInHelper(Layers):
+    """A method tells whether this is the first rank, and a function asks it, and reads a value there."""
+
+    def is_first(self) -> bool:
+        rank = self.global_rank
+        return self.trainer.world_size > 1 and rank == 0
+
+    def note(self, loss: Tensor) -> None:
+        if not self.is_first():
+            return
+        self.last = loss.item()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.note(loss)
+        return loss
+
+
+@habit(expect=error(r"refused\.py:\d+.*on_"), plain=False, shows=False)
+class TakesStateDictInStep(Layers):
+    """A submodule's state dictionary within a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kept = {name: value.clone() for name, value in self.layers.state_dict().items()}
+        return super().training_step(batch, batch_idx)
+
+
 @habit(expect=error(r"(?i)rank|random|generator|differ"), plain=False, shows=False)
 class SeededByItsRank(Layers):
     """A generator of one's own that is seeded by the rank."""
