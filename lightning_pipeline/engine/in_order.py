@@ -26,6 +26,7 @@ from lightning_pipeline.recording.execution import Repeated, run_event, values_m
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors, set_requires_grad
 from lightning_pipeline.recording.program import ModuleWrites, Program
+from lightning_pipeline.recording.repeated_uses import EXACT_BYTES, is_differentiable
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 
@@ -69,7 +70,9 @@ class InOrder:
         self._writes = ModuleWrites()
         if state.carried is not None:
             self._transfers, self._done = state.carried.transfers, state.carried.event
-            self.specs, self.homes = dict(state.carried.program.specs), dict(state.carried.program.homes)
+            before = state.carried.program
+            self.specs = {value: spec for value, spec in before.specs.items() if value >= 0}
+            self.homes = {value: visit for value, visit in before.homes.items() if value >= 0}
             self._here.update(state.carried.here)
             for event in state.carried.program.events:
                 self._writes.of(event)
@@ -308,7 +311,7 @@ class InOrder:
                     content = self._held(content, value.ranks, visit)
                 operands.append(content)
             elif value < 0:
-                operands.append(self._module_tensor(-1 - value, visit))
+                operands.append(self._module_tensor(-1 - value, event, slot))
             else:
                 is_named = event.writes_into(slot) or event.function is torch.autograd.grad
                 operands.append(self._operand(value, visit, is_named=is_named, is_viewed=event.views(slot)))
@@ -407,10 +410,13 @@ class InOrder:
         found = self._here[destination, value] = _NOTHING if moved is None else moved
         return found
 
-    def _module_tensor(self, number: int, visit: int) -> Tensor:
+    def _module_tensor(self, number: int, event: Event, slot: int) -> Tensor:
+        visit = event.visit
         rank = self._rank_of(visit)
         holders = self._holders(number)
         tensor = self._tensors.tensors[number]
+        if self._adds_up_by_use(event, slot):
+            return self._parameter(number, event, slot)
         if rank in holders:
             return tensor if rank == self._rank else _NOTHING
         found = self._here.get((visit, -1 - number))
@@ -419,6 +425,29 @@ class InOrder:
             own = tensor if self._rank == holders[0] else None
             found = self._moved(-1 - number, home, visit, TensorSpec.of(tensor), own)
         return found
+
+    def _adds_up_by_use(self, event: Event, slot: int) -> bool:
+        """Whether gradients of the parameter that an event uses add up one by one, over visits (`repeated_uses`)."""
+        spec = event.specs[slot]
+        is_itself = event.writes_into(slot) or event.function is torch.autograd.grad
+        return (
+            self._transfers.gives_gradient(spec)
+            and is_differentiable(event)
+            and not is_itself
+            and spec.num_bytes <= EXACT_BYTES
+            and not self._tensors.split_calls
+        )
+
+    def _parameter(self, number: int, event: Event, slot: int) -> Tensor:
+        """A parameter, which other visits than the first one to use it get as they get a value."""
+        value, holders = -1 - number, self._holders(number)
+        if value not in self.homes:
+            is_here = self._rank_of(event.visit) in holders
+            self.homes[value] = event.visit if is_here else self._placement.index(holders[0])
+            self.specs[value] = event.specs[slot]
+        if self._rank_of(self.homes[value]) == self._rank:
+            self._here[self.homes[value], value] = self._tensors.tensors[number]
+        return self._operand(value, event.visit, is_named=False, is_viewed=event.views(slot))
 
     def _held(self, tensor: Tensor, holders: Sequence[int], visit: int) -> Tensor:
         """A tensor that a hook made on the ranks `holders`, on the rank of a visit."""

@@ -144,7 +144,8 @@ class StepParts:
         event = recording.event
         if event.as_part is None:
             before = state.carried.program if state.carried is not None else None
-            event.as_part = Program(event, state.structure.large, before, len(self._shared.placement))
+            stages, placement = len(self._shared.placement), self._shared.placement_of_gradients
+            event.as_part = Program(event, state.structure.large, before, stages, placement)
             event.as_part.needs_order = needs_order(event.as_part.events, len(self._shared.placement))
         return event.as_part
 

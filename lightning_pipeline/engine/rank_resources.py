@@ -94,7 +94,8 @@ class RankResources:
         """The program of a recording's path so far, built on first use."""
         program = recording.event.program
         if program is None:
-            program = recording.event.program = Program(recording.event, state.structure.large)
+            placement = self.placement_of_gradients
+            program = recording.event.program = Program(recording.event, state.structure.large, placement=placement)
             program.needs_order = needs_order(program.events, len(self.placement))
             self._note_uses(program)
             if self.context is not None:
@@ -104,6 +105,12 @@ class RankResources:
                 self.warnings.note_average(program, self.tensors, state.num_microbatches)
             self.has_learned = True
         return program
+
+    @property
+    def placement_of_gradients(self) -> tuple[int, ...]:
+        """The rank of each virtual stage, for gradients that pass from rank to rank; empty where ranks share a stage,
+        as their parts of gradients add up in an order of their own."""
+        return () if self.context is not None or self.tensors.split_calls else self.placement
 
     def is_held(self, program: Program) -> bool:
         """Whether every event runs on a rank that holds the module's tensors that it uses."""

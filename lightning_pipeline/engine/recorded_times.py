@@ -68,7 +68,8 @@ def sent_bytes(pipeline: Pipeline) -> dict[Action, int]:
         for stage in pipeline.stages:
             if program is None or stage >= len(program.visits):
                 continue
-            crossing = {Kind.SEND_F: program.visits[stage].sends, Kind.SEND_B: program.returning(stage, loss)}
+            sends = [strand for strand in program.visits[stage].sends if strand.value >= 0]
+            crossing = {Kind.SEND_F: sends, Kind.SEND_B: program.returning(stage, loss)}
             for kind, strands in crossing.items():
                 size = sum(program.sent_spec(strand.value).num_bytes for strand in strands)
                 if size:

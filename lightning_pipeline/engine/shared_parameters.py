@@ -9,12 +9,10 @@ from torch import Tensor, nn
 
 from lightning_pipeline.engine.slices import as_slice, local_gradient, local_part
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.recording.repeated_uses import EXACT_BYTES
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
-
-EXACT_BYTES = 1 << 20
-"""Largest size of a shared parameter whose gradients are summed over stages for each micro-batch."""
 
 Stages = tuple[int, ...]
 

@@ -154,7 +154,7 @@ class Transfers:
         Raises:
             RuntimeError: a backward has been there.
         """
-        found = [one for one in self._all if one.value in wanted or (one.value < 0 and not one.is_gone)]
+        found = [one for one in self._all if (not one.is_gone if one.value < 0 else one.value in wanted)]
         if any(one.is_gone for one in found):
             raise RuntimeError(
                 "a backward goes a second time through a graph that the first one has freed: pass retain_graph=True to "

@@ -25,6 +25,7 @@ from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.transfers import written_into
 from lightning_pipeline.engine.waiting import WaitingActivations
 from lightning_pipeline.engine.work import LiveCount, StepTask
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import backward_from, caught
 from lightning_pipeline.recording.execution import visit_function
 from lightning_pipeline.recording.split_backward import SplitBackward
@@ -102,6 +103,7 @@ class Visit:
             inside.arriving = [
                 self._transport.recv(wire(sent_spec(strand.value)), self._rank_before, Channel.FORWARD)
                 for strand in self._receives(state)
+                if strand.value >= 0
             ]
         return True
 
@@ -131,7 +133,7 @@ class Visit:
         if self.following is not None:
             # Copies, as over a connection: the next visit may write into what it receives.
             self._microbatches[microbatch].on(self.visit + 1).arriving = [
-                ArrivedTensor(tensor.detach().clone()) for _, tensor in inside.outputs
+                ArrivedTensor(tensor.detach().clone()) for strand, tensor in inside.outputs if strand.value >= 0
             ]
             inside.outputs = []
         if not self._training and not state.is_passed_over:
@@ -206,8 +208,9 @@ class Visit:
         inside = state.on(self.visit)
         assert self._transport is not None and state.program is not None
         for strand, tensor in inside.outputs:
-            spec = state.program.sent_spec(strand.value)
-            self._transport.send(conform(tensor, spec), self._rank_after, Channel.FORWARD)
+            if strand.value >= 0:
+                spec = state.program.sent_spec(strand.value)
+                self._transport.send(conform(tensor, spec), self._rank_after, Channel.FORWARD)
         inside.outputs = []
 
     def _take(self, state: Microbatch, inside: VisitState) -> list[Tensor]:
@@ -215,9 +218,13 @@ class Visit:
         what = f"the activations of micro-batch {state.index} ({self.visit}F{state.index})"
         use = []
         assert state.program is not None
-        for strand, arriving in zip(self._receives(state), inside.arriving or (), strict=True):
+        arriving = iter(inside.arriving or ())
+        for strand in self._receives(state):
             spec = state.program.sent_spec(strand.value)
-            tensor = laid_out(arriving.wait(what), spec.stride)
+            if strand.value < 0:
+                tensor = self._parameter(-1 - strand.value, spec)
+            else:
+                tensor = laid_out(next(arriving).wait(what), spec.stride)
             if self._training and spec.requires_grad:
                 # The step may modify its input in place, which autograd forbids for a leaf.
                 inside.received[strand] = tensor.requires_grad_()
@@ -225,6 +232,13 @@ class Visit:
             use.append(tensor)
         inside.arriving = None
         return use
+
+    def _parameter(self, number: int, spec: TensorSpec) -> Tensor:
+        """A parameter whose gradient goes on to the visit before; without data where this rank only passes it on."""
+        tensor = self._tensors[number]
+        if tensor.is_meta:
+            return torch.zeros((), dtype=spec.dtype, device=spec.device).expand(spec.shape)
+        return tensor.detach()
 
     def _receives(self, state: Microbatch) -> Sequence[Any]:
         assert state.program is not None

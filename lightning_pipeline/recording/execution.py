@@ -135,13 +135,18 @@ class _Writer:
             else:
                 self._region(region, list(numbers), forks, last)
         self._leave_autocast()
-        sends = ", ".join(self._variable(strand.value, source) for strand, source in plan.sends.items())
+        sends = ", ".join(self._sent(strand, source) for strand, source in plan.sends.items())
         kept = ", ".join(self._whole(value) for value in self._kept)
         self._line(f"return [{sends}], [{kept}]")
         source = "\n".join(self._lines)
         code = compile(source, f"<visit of {program.digest.hex()}>", "exec")
         exec(code, self._names)
         return self._names["visit"]
+
+    def _sent(self, strand: Strand, source: Strand | None) -> str:
+        text = self._variable(strand.value, source)
+        # The gradients that come back for a parameter are to be the first of those that add up here.
+        return f"fork({text})" if strand.value < 0 and source is None else text
 
     def _event_with_forks(self, number: int, forks: dict[int, list[Fork]]) -> None:
         for fork in forks.get(number, ()):
@@ -264,7 +269,9 @@ class _Writer:
         value = event.inputs[slot.number]
         if type(value) is not int:
             return f"captured[{event.first_captured + event.matcher.captured_tensors[slot.number]}]"
-        return f"tensors[{-1 - value}]" if value < 0 else self._operand(number, value)
+        if value < 0 and (number, value) not in self._plan.operands:
+            return f"tensors[{-1 - value}]"
+        return self._operand(number, value)
 
     def _whole(self, value: int) -> str:
         """A value, as the user's code sees it."""
@@ -279,6 +286,8 @@ class _Writer:
         return self._variable(value, self._plan.operands.get((number, value)))
 
     def _variable(self, value: int, strand: Strand | None) -> str:
+        if strand is None and value < 0:
+            return f"tensors[{-1 - value}]"
         name = self._variables[value] if strand is None else _of(strand)
         self._used.add(name)
         return name
@@ -292,8 +301,8 @@ class _Writer:
         for number in self._plan.events:
             event = self._program.events[number]
             for value in event.inputs:
-                if type(value) is int and value >= 0:
-                    strand = self._plan.operands.get((number, value))
+                strand = self._plan.operands.get((number, value)) if type(value) is int else None
+                if type(value) is int and (value >= 0 or strand is not None):
                     last[names.get(value, f"v{value}") if strand is None else _of(strand)] = number
             for value in event.outputs:
                 if value is not None:
@@ -324,7 +333,7 @@ class _Writer:
 
 
 def _of(strand: Strand) -> str:
-    return f"r{strand.value}_{strand.number}"
+    return f"{'r' if strand.value >= 0 else 'p'}{abs(strand.value)}_{strand.number}"
 
 
 class Repeated:

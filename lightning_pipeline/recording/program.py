@@ -13,6 +13,7 @@ from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue
+from lightning_pipeline.recording.repeated_uses import is_differentiable, passed_on
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.sequence_cut import SequenceCut
@@ -53,7 +54,7 @@ class VisitPlan:
         events: numbers of the path's events that run in it, in order.
         operands: for an event and a value that an earlier visit has made: the strand that it takes.
         forks: strands that leave before an event of the visit.
-        receives: what comes from the visit before.
+        receives: what comes from the visit before, but for the data of parameters, which is there.
         sends: what goes on to the next.
     """
 
@@ -105,6 +106,7 @@ class Program:
         before: the program of the path up to where micro-batches have met, of which this is what follows; of that,
             values may be carried over.
         num_stages: virtual stages.
+        placement: the rank of each, so that gradients of what several of them use can be passed on; empty for not.
 
     Attributes:
         events: in order.
@@ -112,7 +114,8 @@ class Program:
         begins: the first visit of the path that belongs to it. Visits of a program are counted from there.
         carried: values that were made before and are used, with their visit.
         carries_gradients: whether any of them gives gradients.
-        specs, homes: of each value, and the visit that makes it.
+        specs, homes: of each value, and the visit that makes it. Parameters whose gradients pass from visit to visit
+            (`repeated_uses`) count as values, with numbers below zero, which the first visit that uses them makes.
         visits: by number.
         functions: of visits, by number and the values that are kept, once they are made.
         gradient_strides: of what goes back from a visit, by its number and the loss's; the runtime's.
@@ -128,7 +131,12 @@ class Program:
     """
 
     def __init__(
-        self, end: Event, specs: Sequence[TensorSpec] = (), before: Program | None = None, num_stages: int = 1
+        self,
+        end: Event,
+        specs: Sequence[TensorSpec] = (),
+        before: Program | None = None,
+        num_stages: int = 1,
+        placement: Sequence[int] = (),
     ) -> None:
         given = end
         while given.parent is not None:
@@ -159,6 +167,8 @@ class Program:
         self.writes_again = False
         self.regions = regions_of(self.events)
         uses: dict[int, list[int]] = {}
+        for number, (shared, first) in (passed_on(self.events, placement) if placement else {}).items():
+            self.specs[-1 - number], self.homes[-1 - number] = shared, first - self.begins
         for number, event in enumerate(self.events):
             if event.visit < 0:
                 continue
@@ -174,7 +184,7 @@ class Program:
                     self.foreign[visit].append(event.first_captured + event.matcher.captured_tensors[slot])
                     self.comes_back |= value.visit != event.visit
             for value in dict.fromkeys(event.inputs):
-                if type(value) is int and value >= 0:
+                if type(value) is int and (value >= 0 or (value in self.homes and is_differentiable(event))):
                     uses.setdefault(value, []).append(number)
                     if before is not None and value not in self.homes:
                         self.homes[value] = self.carried[value] = before.homes[value] % num_stages
@@ -242,7 +252,7 @@ class Program:
         for event in reversed(self.events):
             if any(value in wanted for value in event.made()):
                 for value in event.inputs:
-                    if type(value) is int and value >= 0 and self.specs[value].requires_grad:
+                    if type(value) is int and value in self.specs and self.specs[value].requires_grad:
                         wanted.add(value)
         return frozenset(wanted)
 

@@ -134,8 +134,7 @@ class AutoencoderTransposed(Layers):
         return F.mse_loss(code, x)
 
 
-# Uses on each stage add up there first: to keep each use's gradient apart would cost their memory.
-@habit(without={"norm": nn.Identity}, tolerance=1e-5)
+@habit(without={"norm": nn.Identity})
 class NormShared(Layers):
     """One LayerNorm with weights between all layers."""
 
@@ -199,3 +198,90 @@ class OwnParametrisation(Layers):
         with parametrize.cached():
             loss = super().training_step(batch, batch_idx)
             return loss + 0.01 * self.layers[0].linear.weight.diagonal().pow(2).sum()
+
+
+class Shift(Layers):
+    """A parameter that every layer uses twice, so that stages add several gradients to each other's."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(3, WIDTH))
+
+    def shifted(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.shift.sum(0) * self.shift.mean(0)
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.shifted(layer(x))
+        return x
+
+
+@habit(without={"scale": 0.0})
+class ShiftInEveryLayer(Shift):
+    """As it is."""
+
+
+@habit(without={"scale": 0.0})
+class ShiftWithReadLoss(Shift):
+    """The loss is read, so micro-batches run one by one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("read", loss.item())
+        return loss
+
+
+@habit(without={"scale": 0.0})
+class ShiftWithDecay(Shift):
+    """The norms of all parameters are in the loss: one more use, after those of all stages."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for parameter in self.parameters():
+            loss = loss + 0.01 * parameter.pow(2).sum()
+        return loss
+
+
+@habit(without={"scale": 0.0})
+class ShiftInTwoRounds(Shift):
+    """The layers run twice, so that the first stage comes after the last one."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(super().features(x) * 0.1)
+
+
+@habit(without={"scale": 0.0})
+class ShiftFromSecondEpoch(Shift):
+    """It is not used before."""
+
+    def shifted(self, x: Tensor) -> Tensor:
+        return super().shifted(x) if self.current_epoch else x
+
+
+@habit(without={"scale": 0.0})
+class ShiftByHand(Shift):
+    """Manual optimization with two backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        for inputs in (x, 0.5 * x):
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self(inputs), y))
+            optimizer.step()
+
+
+@habit(without={"scale": 0.0})
+class ShiftInCheckpoints(Shift):
+    """Its uses are within checkpointed functions."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: self.shifted(layer(x)), x, use_reentrant=False)
+        return x

@@ -1,0 +1,68 @@
+"""Parameters that several visits use, and whose gradients have to pass from visit to visit to add up as in one process.
+
+One process adds the gradients of a parameter's uses one by one, from the last to the first. If each visit added up its
+own uses, and their sums were added afterwards, the bits would differ::
+
+    uses           visit 0: a, b      visit 1: c, d
+    one process    ((d + c) + b) + a
+    sums of each   (d + c) + (b + a)
+
+So what the later visits have gives way to the earlier one's backward, which starts with it: `d + c` is a root of visit
+0's backward. Where every visit but the last uses the parameter once, the sums of each are right already, and can be
+exchanged at the end of the step (`engine.shared_parameters`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.recording.event import Event
+
+EXACT_BYTES = 1 << 20
+"""Largest size of a parameter whose gradients pass between stages for each micro-batch. Those of larger ones are added
+up on each stage first."""
+
+
+def passed_on(events: Iterable[Event], placement: Sequence[int]) -> dict[int, tuple[TensorSpec, int]]:
+    """The parameters whose gradients pass from visit to visit, by number, with the first visit that uses each.
+
+    Args:
+        placement: the rank of each virtual stage.
+    """
+    uses: dict[int, Counter[int]] = {}
+    specs: dict[int, TensorSpec] = {}
+    others: set[int] = set()
+    for event in events:
+        is_use = is_differentiable(event)
+        for slot, value in enumerate(event.inputs):
+            if type(value) is not int or value >= 0:
+                continue
+            spec = event.specs[slot]
+            if event.function is torch.autograd.grad or event.writes_into(slot) or not event.made():
+                others.add(-1 - value)  # these, and hooks, mean the parameter itself
+            elif not is_use and event.views(slot):
+                others.add(-1 - value)  # it may be written into
+            elif is_use and spec.requires_grad and spec.num_bytes <= EXACT_BYTES:
+                specs[-1 - value] = spec
+                uses.setdefault(-1 - value, Counter())[event.visit] += 1
+    return {
+        number: (specs[number], min(counts))
+        for number, counts in uses.items()
+        if number not in others and _need_order(counts, placement)
+    }
+
+
+def is_differentiable(event: Event) -> bool:
+    """Whether gradients go back through an event to what it uses."""
+    return event.visit >= 0 and event.state[0] and event.gives_gradients()
+
+
+def _need_order(counts: Counter[int], placement: Sequence[int]) -> bool:
+    """Whether sums of each rank's uses, added from the last rank to the first, are not what one process adds."""
+    ranks = {placement[visit % len(placement)] for visit in counts}
+    is_repeated = any(count > 1 for visit, count in counts.items() if visit != max(counts))
+    return len(counts) > 1 and (is_repeated or (len(ranks) > 1 and len(counts) > len(ranks)))
