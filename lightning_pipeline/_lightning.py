@@ -41,6 +41,7 @@ ModelPruning = _pytorch.callbacks.ModelPruning
 _configure_optimizers = _pytorch.core.optimizer._configure_optimizers
 LightningOptimizer = _pytorch.core.optimizer.LightningOptimizer
 DummyLogger = _pytorch.loggers.logger.DummyLogger
+Logger = _pytorch.loggers.Logger
 ClosureResult = _pytorch.loops.optimization.automatic.ClosureResult
 _IndexBatchSamplerWrapper = _overrides._IndexBatchSamplerWrapper
 AsyncCheckpointIO = _pytorch.plugins.AsyncCheckpointIO

@@ -29,7 +29,7 @@ from lightning_pipeline.planning.tracing import DeviceSpeed, estimate_step, trac
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
-from .._lightning import DummyLogger, LightningModule, is_param_in_hook_signature
+from .._lightning import DummyLogger, LightningModule, Logger, is_param_in_hook_signature, rank_zero_only
 from .lightning_private import Override
 from .manual import losses_noted
 from .outputs import loss_in
@@ -58,10 +58,27 @@ def reached_by_trainer(module: LightningModule) -> list[object]:
     return [vars(one) for one in (getattr(trainer, "datamodule", None), *trainer.callbacks) if one is not None]
 
 
+_NOT_FIRST = 1
+"""A rank on which functions under `rank_zero_only` do nothing."""
+
+
+class _NoLogger(DummyLogger):
+    """Stands for a logger, and takes itself for one of its kind, as steps may look."""
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        self._kind = type(logger)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Logger]:  # type: ignore[override]
+        return self._kind
+
+
 @contextmanager
 def without_side_effects(module: LightningModule, device: torch.device) -> Iterator[None]:
     """While entered, steps leave no trace on the module, its loggers, random numbers or other ranks, which may run them
-    more or less often. Collectives over replicas give what they would if all replicas were like this one."""
+    more or less often. Collectives over replicas give what they would if all replicas were like this one, and functions
+    under `rank_zero_only` are not called."""
     trainer = module.trainer
     loggers, strategy = trainer.loggers, trainer.strategy
     replicas: Replicas | None = strategy.replicas  # type: ignore[attr-defined]
@@ -81,9 +98,10 @@ def without_side_effects(module: LightningModule, device: torch.device) -> Itera
         override(strategy, "reduce", lambda tensor, *args, **kwargs: tensor)
         override(strategy, "barrier", lambda *args: None)
         override(module, "log", lambda *args, **kwargs: None)
+        override(rank_zero_only, "rank", _NOT_FIRST)
         for config in trainer.lr_scheduler_configs:
             override(config.scheduler, "step", lambda *args, **kwargs: None)
-        trainer.loggers = [DummyLogger() for _ in loggers]
+        trainer.loggers = [_NoLogger(logger) for logger in loggers]
         try:
             yield
         finally:

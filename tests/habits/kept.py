@@ -239,7 +239,13 @@ class LossBeforeRead(Layers):
         return loss
 
 
-@habit(expect=error(r"earlier micro-batch.*kept\.py:\d+.*detach"), without={"weight": 0.0}, plain=False, shows=False)
+@habit(
+    expect=error(r"earlier micro-batch.*kept\.py:\d+.*detach"),
+    automatic=error(r"backward through the graph a second time"),
+    without={"weight": 0.0},
+    plain=False,
+    shows=False,
+)
 class LossBeforeInGraph(Layers):
     """The loss before is added as it is, whose graph is gone: torch's own error in one process."""
 
