@@ -81,6 +81,27 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     return microbatches
 
 
+def refuse_list_of_samples(batch: Any, loaders_size: int | None) -> None:
+    """Raise for a batch that is a list of samples, which would be split within each of them.
+
+    Args:
+        loaders_size: the batch size that the loader was given; None if that is not known.
+
+    Raises:
+        ValueError: the list has as many items, all alike, and their tensors have another length, or are nested.
+    """
+    if type(batch) is not list or loaders_size is None or not len(batch) == loaders_size > 1:
+        return
+    size, layouts = batch_size(batch), [tree.flatten(item)[1] for item in batch]
+    is_nested = not isinstance(batch[0], Tensor) and loaders_size > 2
+    if any(type(one) is not type(layouts[0]) for one in layouts) or (size == loaders_size and not is_nested):
+        return
+    raise ValueError(
+        f"the batch is a list of {loaders_size} items, the loader's batch size, so each of them seems to be a sample, "
+        f"and to split their tensors would cut every sample into pieces: stack the samples in collate_fn, or {_WAY_OUT}"
+    )
+
+
 class OneBatch:
     """The iterator over one batch or micro-batch that a step gets as its ``dataloader_iter``.
 

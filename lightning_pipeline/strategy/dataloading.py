@@ -241,6 +241,22 @@ def has_length(loader: Any) -> bool:
     return sized_len(loader) is not None
 
 
+_LOADERS = {"training_step": "train_dataloader"} | {
+    f"{kind}_step": f"{short}_dataloaders"
+    for kind, short in (("validation", "val"), ("test", "test"), ("predict", "predict"))
+}
+
+
+def loaders_batch_size(trainer: Any, step: str, arguments: Sequence[Any]) -> int | None:
+    """The batch size of the DataLoader that a step's batch is of; None if that is not known."""
+    loader = getattr(trainer, _LOADERS[step], None)
+    if isinstance(loader, (list, tuple)):
+        number = arguments[2] if len(arguments) > 2 else 0
+        loader = loader[number] if isinstance(number, int) and number < len(loader) else None
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
 def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:
     """Raise on all replicas if one runs out of batches before the others, which would wait for its gradients."""
     more = [bool(flag) for (flag,) in replicas.gather_numbers(float(has_more))]

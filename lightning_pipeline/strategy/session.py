@@ -16,7 +16,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.hooks.first_rank import Lending
-from lightning_pipeline.partition.microbatch import OneBatch
+from lightning_pipeline.partition.microbatch import OneBatch, refuse_list_of_samples
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.stage_config import Stage, read_stage_config
 from lightning_pipeline.runtime.host_memory import keep_freed_memory
@@ -32,7 +32,7 @@ from ..checkpoint.optimizer_layout import OptimizerLayout
 from ..checkpoint.state import copies_of
 from . import validation
 from .advisor import Advice, Advisor, observed
-from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader
+from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader, loaders_batch_size
 from .hooks import has_batch_hooks, is_plain_optimizer
 from .installed import installed
 from .lightning_private import SKIPPED
@@ -184,6 +184,8 @@ class Session:
 
     def _cut_before_step(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Find the cut of a module without a stage_config, before its first step. All ranks must call it."""
+        if type(arguments[0]) is list and self._splits:
+            refuse_list_of_samples(arguments[0], loaders_batch_size(self.module.trainer, name, arguments))
         is_whole = self.partitioner.is_whole
         cut = self.partitioner.before_step(name, arguments, self.transport)
         if cut is None:
@@ -195,6 +197,13 @@ class Session:
         self.stages.take_over(before)
         self.optimizers.settle(self.ownership)
         self.install()  # anew, as what was installed refers to the stages before
+
+    @property
+    def _splits(self) -> bool:
+        """Whether batches are split by their tensors' first dimension."""
+        count = self.strategy.num_microbatches
+        is_whole = count == 1 or (self.is_single_process and count is None)
+        return not is_whole and not hasattr(self.module, "split_batch")
 
     def cut_before_training(self, arguments: tuple[Any, ...]) -> None:
         """Before a training step and the update around it."""

@@ -7,6 +7,7 @@ import pickle
 import re
 import weakref
 from collections import deque
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy
@@ -16,7 +17,13 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.microbatch import batch_size, microbatches_of, signature, split_batch
+from lightning_pipeline.partition.microbatch import (
+    batch_size,
+    microbatches_of,
+    refuse_list_of_samples,
+    signature,
+    split_batch,
+)
 
 
 class Pair(NamedTuple):
@@ -183,3 +190,21 @@ def test_what_a_module_makes_of_a_batch_has_to_be_a_list(returned: Any, what: st
     module.split_batch = lambda batch, count: returned  # type: ignore[assignment]
     with pytest.raises(ValueError, match=f"Module.split_batch returned .*{what}; it has to return a list"):
         microbatches_of(rows(4), 2, module)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "is_refused"),
+    [
+        ([torch.zeros(8, 3), torch.zeros(8)], 8, False),
+        ([torch.zeros(2, 8), torch.zeros(2)], 2, False),
+        ([{"x": torch.zeros(8)}] * 8, 8, True),
+        ([{"x": torch.zeros(8)}] * 8, None, False),
+        ([torch.zeros(3, 4, 4)] * 8, 8, True),
+        ([{"x": torch.zeros(5), "boxes": torch.zeros(5, 4)}] * 4, 4, True),
+        ([{"x": torch.zeros(2, 8)}, {"x": torch.zeros(2, 8)}], 2, False),  # two loaders' batches
+        (({"x": torch.zeros(4)},) * 4, 4, False),  # a tuple is what a collate function made of fields
+    ],
+)
+def test_a_list_of_samples_is_refused(batch: Any, size: int | None, is_refused: bool) -> None:
+    with pytest.raises(ValueError, match="collate_fn") if is_refused else nullcontext():
+        refuse_list_of_samples(batch, size)

@@ -130,6 +130,13 @@ class LitSequences(LitNorms):
         return self.head(self.second(self.first(batch[0].flatten(0, 1)))).mean() + batch[1].float().mean()
 
 
+class LitSamples(LitNorms):
+    """Takes samples one by one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.stack([self.head.weight.sum() * sample["x"].mean() for sample in batch]).mean()
+
+
 def fit(module: L.LightningModule, data: Any, world: int) -> dict[str, Any]:
     losses = Losses()
     trainer = pipeline_trainer({"second": 1} if world > 1 else {}, world=world, callbacks=[losses], max_epochs=2)
@@ -146,7 +153,9 @@ def run_all(world: int) -> dict[str, Any]:
     for last in (7, 3, 2):
         data = torch.randn(8 + last, 8), torch.arange(8 + last) % 3
         found[f"ragged by {last}"] = fit(LitNorms(), DataLoader(TensorDataset(*data), batch_size=8), world)
+    samples = [{"x": torch.randn(8), "y": torch.tensor(number % 3)} for number in range(8)]
     wrong = {
+        "samples in a list": (LitSamples(), DataLoader(samples, batch_size=4, collate_fn=list)),
         "graphs without a split": (LitGraphs(), DataLoader(graphs, batch_size=8, collate_fn=together)),
         "time first": (LitSequences(), DataLoader([(torch.randn(12, 4, 8), torch.arange(4))], batch_size=None)),
         "one sample": (LitNorms(), DataLoader(TensorDataset(torch.randn(1, 8), torch.ones(1).long()))),
@@ -179,6 +188,7 @@ def test_the_bits_are_those_of_one_stage(name: str, one: Any, ranks: Any) -> Non
     ("name", "words"),
     [
         ("graphs without a split", "cannot split an object of type Graphs in the batch; define split_batch(batch, num"),
+        ("samples in a list", "list of 4 items, the loader's batch size, so each of them seems to be a sample, and to"),
         ("time first", "not say how many samples it has ([0] [12, 4, 8], [1] [4]); define split_batch(batch, num"),
         ("one sample", "micro-batch 0 has one sample, of which a batch norm has no statistics: give batches two"),
     ],
