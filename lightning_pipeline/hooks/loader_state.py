@@ -18,6 +18,7 @@ import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy
@@ -93,10 +94,12 @@ class LoaderState:
         left = [MOST_BYTES]
         for differences, path, holder, content in self._noted:
             for kind, key, value in differences(holder, content):
-                try:
-                    found.append(Change(kind, path, key, self._sendable(value, left)))
-                except (_Unsendable, RecursionError):
-                    continue
+                with suppress(
+                    _Unsendable, RecursionError, TypeError
+                ):  # as of a set of objects, whose places have no hash
+                    change = Change(kind, path, key, self._sendable(value, left))
+                    if is_picklable(change):
+                        found.append(change)
         if left[0] < 0:
             _warn_of_size()
         return found
@@ -229,6 +232,15 @@ class LoaderState:
         if is_own and getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls:
             return Made(type(value), self._sendable(dict(vars(value)), left))
         raise _Unsendable
+
+
+def is_picklable(value: Any) -> bool:
+    """Whether a value can be sent; a dictionary's keys or its default factory may prevent it."""
+    try:
+        pickle.dumps(value)
+    except Exception:  # of any kind, as objects pickle themselves as they like
+        return False
+    return True
 
 
 def apply(changes: list[Change], loader: Any) -> None:

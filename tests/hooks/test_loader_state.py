@@ -142,6 +142,20 @@ def test_what_only_one_rank_can_have_stays_there(tmp_path: Any) -> None:
     data.own.close()
 
 
+def test_what_cannot_be_pickled_stays_there() -> None:
+    def fill(data: Any) -> None:
+        data.own = defaultdict(lambda: 0)
+        data.nested[lambda: 1] = 1
+        data.lists["set"] = {(1, object())}
+        data.number += 1
+
+    data = Data(fill)
+    loader = DataLoader(data)
+    state = LoaderState(loader)
+    next(iter(loader))
+    assert [(change.key, change.value) for change in pickle.loads(pickle.dumps(state.changes()))] == [("number", 1)]
+
+
 def test_large_caches_are_not_sent_and_a_warning_says_so() -> None:
     def keep(data: Any) -> None:
         data.nested[len(data.nested)] = torch.zeros(loader_state.MOST_BYTES // 8)
