@@ -35,6 +35,7 @@ from lightning_pipeline.recording.everywhere import compute_everywhere
 from lightning_pipeline.recording.execution import autocast_as, run_event, values_made
 from lightning_pipeline.recording.matcher import UNLIKE
 from lightning_pipeline.recording.provenance import is_same
+from lightning_pipeline.recording.reachable_state import Look
 from lightning_pipeline.recording.reading import read
 
 if TYPE_CHECKING:
@@ -108,9 +109,20 @@ def run_again(recording: Recording, loss: Any) -> None:
         if last is None:
             continue
         recording.changing_calls.remove(one)
-        if one.is_deep:
-            raise _unlike(one, f"{' and '.join(one.changed)} changes in one that is called by another one", one.line)
-        _Again(recording, one, events, last).run()
+        if not one.is_deep:
+            _Again(recording, one, events, last).run()
+        elif changed := _changed_again(recording, one, events):
+            raise CheckpointError(
+                f"a checkpointed function within another one, called at {one.line}, changes {changed[0]}, as often as "
+                f"torch comes to run both again in backward: change it outside of them, or checkpoint one of the two"
+            )
+
+
+def _changed_again(recording: Recording, one: ChangingCall, events: Sequence[Event]) -> list[str]:
+    """What changes if a function runs once more to its end; nothing where it only keeps what it computes."""
+    look = Look(recording.recorder.places, one.call.function, (*one.call.args, *one.call.kwargs.values()))
+    _Again(recording, one, events, len(events)).run()
+    return look.changed()
 
 
 def refuse_with_gradients(recording: Recording, begins: Event, changed: Sequence[str]) -> None:

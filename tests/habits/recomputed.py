@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from tests.habits.modules import Layer, Layers
+from tests.habits.modules import Layer, Layers, Normed
 from tests.habits.table import error, habit
 
 
@@ -267,6 +267,59 @@ class CheckpointInCheckpoint(Recomputed):
         for layer in self.layers[number : number + 2]:
             x = checkpoint(layer, x, use_reentrant=False)
         return x
+
+
+@habit(shows=False)
+class CheckpointKeepsInCheckpoint(CheckpointInCheckpoint):
+    """The inner ones keep what they compute."""
+
+    class Keeping(Layer):
+        kept: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            self.kept, self.size = found.detach(), len(x)
+            return found
+
+    layer = Keeping
+
+    def pair(self, x: Tensor, number: int) -> Tensor:
+        for layer in self.layers[number : number + 2]:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@habit(expect=error(r"Counting\.calls.*outside"), shows=False)
+class CheckpointCountsInCheckpoint(CheckpointKeepsInCheckpoint):
+    """The inner ones count."""
+
+    class Counting(Layer):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    layer = Counting
+
+
+@habit(plain=False, observed=["layers.0.calls"])
+class CheckpointCountsAndReads(Recomputed):
+    """A counter beside dropout and batch norms, in a step that reads its loss."""
+
+    class Counting(Normed):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return F.dropout(super().forward(x), 0.2)
+
+    layer = Counting
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last = loss.item()
+        return loss
 
 
 CALLED_TWICE = "to be cut into 2 stages, and its training_step calls 1 module"

@@ -158,3 +158,21 @@ class DiscriminatorFrozenInOneLoss(Adversarial):
         for parameter in self.discriminator.parameters():
             parameter.requires_grad = True
         return judged + fooled
+
+
+@habit(plain=False, without={"freezes": False})
+class FrozenByWhatIsRead(Layers):
+    """A term with a frozen layer where the loss that was read is large, in layers that are recomputed."""
+
+    freezes = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        loss = F.cross_entropy(self.head(x), y)
+        if loss.item() > 1.3:
+            self.layers[1].requires_grad_(not self.freezes)
+            loss = loss + 0.1 * self.layers[2](self.layers[1](self.layers[0](batch[0]))).pow(2).mean()
+            self.layers[1].requires_grad_(True)
+        return loss
