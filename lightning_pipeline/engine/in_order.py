@@ -206,21 +206,23 @@ class InOrder:
         state.gradients = [(place, self._retained(value)) for value, place in state.recording.retained]
 
     def _used_repeatedly(self, program: Program) -> list[tuple[Tensor, set[int]]]:
-        """Parameters that several visits of this rank use, with these visits.
+        """Parameters of this rank that several visits use, with those of this rank.
 
         In one process, autograd sums a micro-batch's uses of a parameter before it adds them to ``.grad``.
         """
         visits: dict[int, set[int]] = {}
         for event in program.events:
-            if self._rank_of(event.visit) == self._rank:
-                for value in event.inputs:
-                    if type(value) is int and value < 0:
-                        visits.setdefault(-1 - value, set()).add(event.visit)
+            for value in event.inputs:
+                if type(value) is int and value < 0 and event.visit >= 0:
+                    visits.setdefault(-1 - value, {self.homes.get(value, event.visit)}).add(event.visit)
         tensors = self._tensors.tensors
         return [
-            (tensors[number], own)
-            for number, own in visits.items()
-            if len(own) > 1 and tensors[number].is_leaf and tensors[number].requires_grad
+            (tensors[number], {visit for visit in users if self._rank_of(visit) == self._rank})
+            for number, users in visits.items()
+            if len(users) > 1
+            and self._rank in map(self._rank_of, users)
+            and tensors[number].is_leaf
+            and tensors[number].requires_grad
         ]
 
     def _backward_of(

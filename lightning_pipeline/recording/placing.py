@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue, HookTensor
@@ -116,15 +118,22 @@ class Placing:
     def _stage_of_tensors(self, inputs: Sequence[Any], lowest: int) -> int:
         """Of an event that takes the module's tensors alone: that of one which is held somewhere, else where the step
         has come to."""
+        stages = []
         for value in inputs:
             if type(value) is int and value < 0:
                 number = -1 - value
-                if self._tensors.homes[number] is not None:
-                    return self._tensors.homes[number]
-                if self._tensors.holders[number]:
-                    return min(self._tensors.holders[number])
-                if CAPTURED in inputs and value in self._first_uses:  # another batch tensor for the same layer
+                held = self._tensors.homes[number]
+                if held is None and self._tensors.holders[number]:
+                    held = min(self._tensors.holders[number])
+                if held is not None:
+                    if not (torch.is_grad_enabled() and self._tensors.tensors[number].requires_grad):
+                        return held
+                    stages.append(held)
+                # Another batch tensor for the same layer:
+                elif not stages and CAPTURED in inputs and value in self._first_uses:
                     return self._first_uses[value] % self._num_stages
+        if stages:
+            return max(stages)  # gradients then go back to earlier stages, and add up there in time
         if any(isinstance(value, HookTensor) for value in inputs):
             return lowest
         return max(self.latest % self._num_stages, lowest)

@@ -285,3 +285,46 @@ class ShiftInCheckpoints(Shift):
         for layer in self.layers:
             x = checkpoint(lambda x, layer=layer: self.shifted(layer(x)), x, use_reentrant=False)
         return x
+
+
+class Coupled(Layers):
+    """A penalty is computed from the weights of several stages at once."""
+
+    weight = 0.01
+
+    def penalty(self) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y) + self.weight * self.penalty()
+
+
+@habit(without={"weight": 0.0})
+class NeighboursMultiplied(Coupled):
+    """Products of each layer's weight and the next one's."""
+
+    def penalty(self) -> Tensor:
+        pairs = zip(self.layers[:-1], self.layers[1:], strict=True)
+        return torch.stack([(a.linear.weight @ b.linear.weight).pow(2).sum() for a, b in pairs]).sum()
+
+
+@habit(without={"weight": 0.0})
+class WeightsStacked(Coupled):
+    """The spread of the layers' weights around their mean."""
+
+    def penalty(self) -> Tensor:
+        stacked = torch.stack([layer.linear.weight for layer in self.layers])
+        return (stacked - stacked.mean(0)).pow(2).sum()
+
+
+@habit(without={"weight": 0.0})
+class FirstWeightInAllLayers(Layers):
+    """All later layers use the weight of the first one."""
+
+    weight = 0.1
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + self.weight * x @ self.layers[0].linear.weight.t()
+        return x
