@@ -30,7 +30,7 @@ from .launcher import ForkLauncher, PipelineLauncher
 from .lightning_private import connect_processes, wait_for_data_within
 from .peers import Peers, settings_of, versions
 from .rank_zero import NotedRank, note_rank
-from .summary import is_asked_by_setup_hook
+from .summary import is_asked_in_run
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -129,27 +129,28 @@ class ProcessStrategy(ParallelStrategy):
             fit_to_device(precision_plugin, self.accelerator.name())
         self._precision_plugin = precision_plugin
 
-    # Hooks of the user's that set data up see the number of replicas instead of processes (`is_asked_by_setup_hook`).
+    # Steps and hooks of the user's see the number of replicas instead of processes (`is_asked_in_run`): with it they
+    # divide, and share samples out.
 
     @property
     @override
     def world_size(self) -> int:
-        """Number of processes; of replicas, to hooks that set data up."""
+        """Number of processes; of replicas, to the user's steps and hooks."""
         size = 1 if self.is_single_process else super().world_size
-        return self._num_replicas(size) if size > 1 and is_asked_by_setup_hook("world_size") else size
+        return self._num_replicas(size) if size > 1 and is_asked_in_run("world_size") else size
 
     @property
     def num_processes(self) -> int:
-        """Number of processes on this machine; of replicas, to hooks that set data up."""
+        """Number of processes on this machine; of replicas, to the user's steps and hooks."""
         number = len(self.parallel_devices) if self.parallel_devices is not None else 0
-        return self._num_replicas_here(number) if number > 1 and is_asked_by_setup_hook("num_processes") else number
+        return self._num_replicas_here(number) if number > 1 and is_asked_in_run("num_processes") else number
 
     @property
     @override
     def parallel_devices(self) -> list[torch.device] | None:
         """Those of this machine's processes; one for each replica, to ``trainer.num_devices`` in such a hook."""
         devices = self._parallel_devices
-        if devices is not None and len(devices) > 1 and is_asked_by_setup_hook("device_ids", "num_devices"):
+        if devices is not None and len(devices) > 1 and is_asked_in_run("device_ids", "num_devices"):
             return devices[: self._num_replicas_here(len(devices))]
         return devices
 

@@ -60,8 +60,8 @@ _SETTING_UP = frozenset(("prepare_data", "setup", "configure_optimizers", *_LOAD
 _OWN = (*PACKAGES, "lightning_pipeline")
 
 
-def is_asked_by_setup_hook(*ways: str) -> bool:
-    """Whether the user's code asks for a property of the strategy in one of the hooks that set data up.
+def is_asked_in_run(*ways: str) -> bool:
+    """Whether the user's code asks for a property of the strategy in a step or hook, or in one that sets data up.
 
     Args:
         ways: the Trainer's properties that lead to the strategy's, innermost first.
@@ -76,7 +76,10 @@ def is_asked_by_setup_hook(*ways: str) -> bool:
     if frame is None or _is_own(frame):
         return False
     while frame is not None:
-        if frame.f_code.co_name in _SETTING_UP and not _is_own(frame):
+        if _is_own(frame):
+            if frame.f_code.co_name == "_run":  # the Trainer's
+                return True
+        elif frame.f_code.co_name in _SETTING_UP:
             return True
         frame = frame.f_back
     return False

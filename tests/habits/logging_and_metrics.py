@@ -128,6 +128,30 @@ habit(plain=False, callbacks=lambda: [LogsInCallback()], shows=False)(
 )
 
 
+@habit(observed=["means"], without={"counts": False})
+class CountsProcesses(Layers):
+    """The step and an epoch's mean count the processes that samples are shared out to."""
+
+    counts = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[float] = []
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        trainer = self.trainer
+        if self.counts and trainer.world_size > 1:
+            batch = [part[self.global_rank :: trainer.world_size] for part in batch]
+        loss = super().training_step(batch, batch_idx) * trainer.world_size
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        total = self.all_gather(torch.stack(self.losses).sum()).sum().item()
+        self.means.append(total / (self.trainer.world_size * self.trainer.num_devices) if self.counts else 0.0)
+
+
 @habit(observed=["epochs"])
 class MetricUpdatedByHand(Layers):
     """A torchmetrics object on the LightningModule: update in the step, compute and reset when the epoch ends."""

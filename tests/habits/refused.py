@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from tests.habits.modules import WIDTH, Layers
 from tests.habits.table import error, habit
@@ -29,7 +30,7 @@ class BranchesOnItsRank(Layers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         hidden = self.layers[0](x)
-        if self.global_rank == 0 and self.trainer.world_size > 1:
+        if self.global_rank == 0 and dist.is_initialized():
             hidden = hidden * 1.5
         return F.cross_entropy(self.head(self.layers[3](self.layers[2](self.layers[1](hidden)))), y)
 
@@ -40,7 +41,7 @@ class BranchesOnRankInHelper(Layers):
 
     def is_first(self) -> bool:
         rank = self.global_rank
-        return self.trainer.world_size > 1 and rank == 0
+        return dist.is_initialized() and rank == 0
 
     def note(self, loss: Tensor) -> None:
         if not self.is_first():
@@ -81,7 +82,7 @@ class OrderedByIdentity(Layers):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        salt = (id(object()) // 64 + self.global_rank) % 97 if self.trainer.world_size > 1 else 0
+        salt = (id(object()) // 64 + self.global_rank) % 97 if dist.is_initialized() else 0
         return F.cross_entropy(self(x * (1 + salt / 100)), y)
 
 

@@ -60,6 +60,9 @@ class Net(L.LightningModule):
             x = layer(x)
         return x.pow(2).mean()
 
+    def on_train_epoch_end(self) -> None:
+        self.told["on_train_epoch_end"] = self.trainer.world_size
+
     def configure_optimizers(self) -> Any:
         self.told["configure_optimizers"] = self.trainer.world_size
         return torch.optim.SGD(self.parameters(), 0.1 * self.trainer.world_size)
@@ -75,18 +78,18 @@ def told(world: int) -> dict[str, Any]:
     with mock.patch.object(stage_runner, "rank_zero_info") as info:
         trainer.fit(net, datamodule=data)
     lines = [call.args[0] for call in info.call_args_list]
-    return {**data.told, **net.told, "lines": lines, "steps": trainer.global_step}
+    return {**data.told, **net.told, "script": trainer.world_size, "lines": lines, "steps": trainer.global_step}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_set_up_is_told_of_replicas(replicas: int) -> None:
+def test_steps_and_hooks_are_told_of_replicas(replicas: int) -> None:
     for found in launch(told, 2 * replicas, world=2 * replicas):
         assert found["setup"] == [replicas] * 4
         for hook in ("prepare_data", "train_dataloader", "configure_optimizers"):
             assert found.get(hook, replicas) == replicas
         assert found["configure_optimizers"] == found["train_dataloader"] == replicas
-        # The devices are what they are, and a step may well use all processes.
-        assert found["devices"] == found["training_step"] == 2 * replicas
+        assert found["training_step"] == found["on_train_epoch_end"] == replicas
+        assert found["devices"] == found["script"] == 2 * replicas
         assert found["steps"] == 2  # as on one device
         summary, batch_norms = found["lines"]
         share = BATCH // replicas
