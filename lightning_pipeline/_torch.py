@@ -26,7 +26,11 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException as Unsupp
 from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # tells when a storage has been freed
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+from torch.utils._foreach_utils import (
+    _foreach_supported_types,
+    _group_tensors_by_device_and_dtype,
+    _has_foreach_support,
+)
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -68,6 +72,8 @@ native_batch_norm_legit = torch.ops.aten._native_batch_norm_legit
 
 foreach_copy_, foreach_norm = torch._foreach_copy_, torch._foreach_norm
 has_foreach_support = _has_foreach_support
+foreach_types = _foreach_supported_types
+"""The types of tensors that torch's clipping of gradients takes as lists."""
 group_by_device_and_dtype = _group_tensors_by_device_and_dtype
 
 nested_tensor_from_mask = torch._nested_tensor_from_mask

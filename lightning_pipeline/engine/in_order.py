@@ -23,6 +23,7 @@ from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import backward_from
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, GRADIENTS_SWITCHED, Event
 from lightning_pipeline.recording.execution import Repeated, run_event, values_made
+from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors, set_requires_grad
 from lightning_pipeline.recording.program import ModuleWrites, Program
@@ -365,6 +366,8 @@ class InOrder:
             data = self._direct.receive(spec, writer)
             if is_replaced:
                 tensor.data = data
+            elif any(event.inputs[slot] == -1 - number for slot in writes_beside(event.function, event.call)):
+                tensor.data.copy_(data)  # graphs that hold it do not mind, as in one process
             else:
                 with torch.no_grad():
                     tensor.copy_(data)

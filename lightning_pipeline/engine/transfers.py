@@ -149,12 +149,12 @@ class Transfers:
         return [leaf for leaf in found if leaf is not None and leaf.is_leaf]
 
     def returning(self, wanted: Container[int]) -> list[Transfer]:
-        """Those of the module's tensors, and of the wanted values, in order.
+        """Those of the wanted values and parameters, in order. Others have no gradients, which are not zeros.
 
         Raises:
             RuntimeError: a backward has been there.
         """
-        found = [one for one in self._all if (not one.is_gone if one.value < 0 else one.value in wanted)]
+        found = [one for one in self._all if one.value in wanted and not (one.value < 0 and one.is_gone)]
         if any(one.is_gone for one in found):
             raise RuntimeError(
                 "a backward goes a second time through a graph that the first one has freed: pass retain_graph=True to "

@@ -235,6 +235,9 @@ class Placeholder(Tensor):
         handle_torch_function(Tensor.requires_grad_, (self,), self, value)
 
 
+_torch.foreach_types.append(Placeholder)  # clipping then calls the same functions on every rank
+
+
 def placeholder(spec: TensorSpec, what: str = "a value") -> Placeholder:
     """A new placeholder, which belongs to no recording yet."""
     made: Placeholder = _torch.make_wrapper_subclass(

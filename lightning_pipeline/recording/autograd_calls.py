@@ -17,7 +17,7 @@ from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.event import GRADIENTS_SWITCHED, Event
 from lightning_pipeline.recording.execution import run_event, values_made
-from lightning_pipeline.recording.inference import NOTHING, Inference, Result
+from lightning_pipeline.recording.inference import NOTHING, UNKNOWN, Inference, Result
 from lightning_pipeline.recording.matcher import UNLIKE, never
 from lightning_pipeline.recording.module_tensors import set_requires_grad
 from lightning_pipeline.recording.new_events import answer, follow, inspect, mark, refuse_graph_of_earlier
@@ -108,8 +108,12 @@ class Graph:
                     place = event.matcher.captured_tensors.get(slot)
                     captured = None if place is None else self._captured[event.first_captured + place]
                     operands.append(fake(value if type(value) is int else None, spec, captured))
-                found = run_event(event, operands, self._captured, lambda number: None)
-                fakes.update(values_made(event, operands, found))
+                try:
+                    found = run_event(event, operands, self._captured, lambda number: None)
+                except UNKNOWN:
+                    fakes.update(_of_any_shape(event, operands, inference))
+                else:
+                    fakes.update(values_made(event, operands, found))
             own = [
                 fake(value if type(value) is int else None, spec, tensor)
                 for value, spec, tensor in zip(inputs, specs, call.tensors, strict=True)
@@ -118,6 +122,18 @@ class Graph:
             found = function(*put_together(call.args, own, call.numbers), **kwargs)
         made, layout = tree.flatten(found)
         return Result(layout, tuple(TensorSpec.of(tensor) for tensor in made), tuple(() for _ in made), ())
+
+
+def _of_any_shape(event: Event, operands: Sequence[Tensor], inference: Inference) -> dict[int, Tensor]:
+    """Fake results of an event whose shapes only its data tells, of the shapes that they had, in a graph of its
+    operands."""
+    before = sum((one * torch.ones_like(one)).sum() for one in operands if one.requires_grad)
+    made = (*zip(event.result.tensors, event.outputs, strict=True), *(write[1:] for write in event.writes))
+    return {
+        value: inference.fake(spec.but(requires_grad=False)) + before if spec.requires_grad else inference.fake(spec)
+        for spec, value in made
+        if value is not None and isinstance(spec, TensorSpec)
+    }
 
 
 GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("grad", "_grad"))
@@ -154,8 +170,9 @@ def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[...
 def read_gradient(recording: Recording, tensor: Tensor) -> None:
     """Answer ``tensor.grad``: before its backward a value has none."""
     if recording.recorder.tensors.number_of(tensor) is not None or recording.has_run_backward:
+        what = getattr(tensor, "what", "a parameter" if isinstance(tensor, nn.Parameter) else "a tensor")
         raise NotImplementedError(
-            f"the gradient of {getattr(tensor, 'what', 'a parameter')} is read within a step: it is on one stage, "
+            f"the gradient of {what} is read within a step: it is on one stage, "
             f"and other micro-batches' are not in it; read it in on_after_backward, or take torch.autograd.grad "
             f"({users_line()})"
         )

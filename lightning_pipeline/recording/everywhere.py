@@ -38,6 +38,8 @@ def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args
         recording.num_draws += 1
     elif kind is FunctionKind.DRAWS:
         recording.seeds.append(kwargs["generator"].initial_seed())
+        if recording.provenance is not None:
+            recording.provenance.is_known = False  # to draw again would move the generator on
     elif kind is FunctionKind.READS and function_name(func) in (
         "numpy",
         "__array__",

@@ -19,7 +19,7 @@ from lightning_pipeline.partition.torch_functions import function_name, written_
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.recording.operation import Call, TensorSlot, put_together
 
-_UNKNOWN = (
+UNKNOWN = (
     _torch.DataDependentOutputException,
     _torch.DynamicOutputShapeException,
     _torch.UnsupportedFakeTensorException,
@@ -152,7 +152,7 @@ class Inference:
             return self._laid_out(found, function, call, specs)
         except CallError:
             raise
-        except _UNKNOWN:
+        except UNKNOWN:
             return None
         except Exception as error:
             if "data is not allocated" in str(error):  # it looks into the data, as into the sizes of packed sequences

@@ -229,7 +229,7 @@ class Program:
                         )
 
     def with_gradients(self, loss: int) -> frozenset[int]:
-        """Values from which the loss is computed in a way that autograd goes back."""
+        """Values, and parameters (below zero), from which the loss is computed in a way that autograd goes back."""
         found = self._wanted.get(loss)
         if found is None:
             found = self._wanted[loss] = self._before([loss])
@@ -247,12 +247,12 @@ class Program:
         ]
 
     def _before(self, values: Iterable[int]) -> frozenset[int]:
-        """Values from which some are computed in a way that autograd goes back, and these."""
+        """Values and parameters from which some are computed in a way that autograd goes back, and these."""
         wanted = {value for value in values if self.specs[value].requires_grad}
         for event in reversed(self.events):
             if any(value in wanted for value in event.made()):
-                for value in event.inputs:
-                    if type(value) is int and value in self.specs and self.specs[value].requires_grad:
+                for value, spec in zip(event.inputs, event.specs, strict=True):
+                    if type(value) is int and self.specs.get(value, spec).requires_grad:
                         wanted.add(value)
         return frozenset(wanted)
 

@@ -56,7 +56,8 @@ class Provenance:
 
     Attributes:
         captured: the origin of each tensor that was taken along, by its place.
-        is_known: whether calls that are made again come to the same; not where one writes into a tensor.
+        is_known: whether calls that are made again come to the same; not where one writes into a tensor, or
+            draws from a generator of the user's.
     """
 
     def __init__(self, batch: Sequence[Tensor]) -> None:

@@ -190,6 +190,7 @@ class Recording(TorchFunctionMode):
         self.note_written_arrays()
         self.note_outdated()
         value = self.value_of(loss)
+        self.has_run_backward |= loss is not None
         mark(self, MICROBATCHES_MEET, what, -1 if value is None else value)
         return -1 if value is None else value
 
@@ -350,6 +351,8 @@ class Recording(TorchFunctionMode):
         if self._depth and kind is FunctionKind.WRITES and _is_of_module(args, self.tensors):
             pass  # an event, as the recomputation on its stage writes again
         elif not self.is_ours(args) and not (kwargs and self.is_ours(tuple(kwargs.values()))):
+            if self.has_run_backward and func in autograd_calls.GETTERS and args[0].requires_grad:
+                return autograd_calls.read_gradient(self, *args)
             return compute_everywhere(self, func, kind, args, kwargs)
         if (
             function_name(func) in ("__getitem__", "__setitem__")

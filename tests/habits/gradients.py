@@ -289,3 +289,42 @@ class OwnBackwardNotes(Layers):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.losses.append(loss.item())
         loss.backward()
+
+
+@habit()
+class OnlyTheHeadLearns(Layers):
+    """An earlier layer is used after a later one, and its result in no_grad: it has no gradients, not zeros."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[3](x))
+        with torch.no_grad():
+            return x + self.layers[2](x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+
+
+@habit()
+class DifferentiatesWhatWasSelected(Layers):
+    """autograd.grad goes back over rows that a mask of data has selected, and written into."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        hidden = self.features(x)
+        given = hidden.detach().requires_grad_()
+        chosen = given[given[:, 0] > 0] ** 2
+        rest = given.clone()
+        rest[given[:, 1] > 0] = 0.5
+        (gradient,) = torch.autograd.grad(chosen.sum() + rest.square().sum(), given)
+        return F.cross_entropy(self.head(hidden + 0.1 * gradient), y)
+
+
+@habit(expect=error(r"gradient of a tensor is read within a step.*gradients\.py:\d+"), plain=False, shows=False)
+class ReadsGradientOfItsBatch(Layers):
+    """A backward of one's own to what the batch gave, whose gradient is read."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        given = x.detach().requires_grad_()
+        self.layers[2](given).sum().backward()
+        return F.cross_entropy(self(x + 0.1 * given.grad), y)

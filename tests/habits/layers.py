@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.habits.modules import WIDTH, Evaluated, Layer, Layers
+from tests.habits.modules import WIDTH, Evaluated, Layer, Layers, Normed
 from tests.habits.table import habit
 
 
@@ -247,3 +247,16 @@ class DrawsOfEveryKind(Layers):
             x = x + 0.01 * torch.randn_like(x) + 0.01 * torch.rand(x.shape)
         x = x + torch.bernoulli(torch.full_like(x, 0.5)) + 0.1 * torch.distributions.Normal(x.detach(), 1.0).sample()
         return x + 0.1 * torch.distributions.Normal(x, 1.0).rsample()
+
+
+@habit()
+class NormedOnALaterStage(Layers):
+    """A batch norm is used on its stage, and then, with other weights, on a later one."""
+
+    layer = Normed
+
+    def features(self, x: Tensor) -> Tensor:
+        first = self.layers[0]
+        x = self.layers[3](first(x))
+        halved = {name: parameter * 0.5 for name, parameter in first.named_parameters()}
+        return x + torch.func.functional_call(first, halved, (x,))

@@ -395,3 +395,18 @@ class FunctionThatCounts(Layers):
         for layer in self.layers:
             x = Counted.apply(layer(x))
         return x
+
+
+@habit(plain=False, observed=["drawn"])
+class OwnGeneratorBesideReads(Layers):
+    """Numbers from a generator of one's own, in a step that goes on as it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def features(self, x: Tensor) -> Tensor:
+        shift = torch.rand(WIDTH, generator=self.generator)
+        self.drawn = shift.sum().item()
+        x = super().features(x + shift)
+        return self.layers[3](x) if x.sum() > 0 else x

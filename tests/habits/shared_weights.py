@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, weight_norm
+from torch.nn.utils import clip_grad_norm_, parametrizations, parametrize, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from tests.habits.modules import SAMPLES, WIDTH, Layers, Normed
@@ -328,3 +328,23 @@ class FirstWeightInAllLayers(Layers):
         for layer in self.layers:
             x = layer(x) + self.weight * x @ self.layers[0].linear.weight.t()
         return x
+
+
+@habit(plain=False)
+class ClipsPartlySharedLayer(Layers):
+    """Clipping of a layer of which every rank has a part, and one alone the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].linear = self.layers[0].linear
+        self.layers[3].extra = nn.LayerNorm(WIDTH)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.layers[3].extra(super().features(x))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        clip_grad_norm_(self.layers[3].parameters(), 0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        clip_grad_norm_(self.layers[3].parameters(), 0.1)
+        self.seen = [p.grad.sum() for p in self.layers[3].parameters()]
