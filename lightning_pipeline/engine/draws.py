@@ -13,7 +13,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition.rng import generators, mix
 from lightning_pipeline.partition.torch_functions import FunctionKind, is_drawing_of_own, kind_of
 from lightning_pipeline.recording.matcher import autocast_state
-from lightning_pipeline.recording.patched_torch import checkpoints_wrapped
+from lightning_pipeline.recording.patched_checkpoint import checkpoints_wrapped
 
 
 class Draws:

@@ -21,7 +21,8 @@ from functools import cached_property
 
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.event import Event
-from lightning_pipeline.recording.program import ModuleWrites, Program
+from lightning_pipeline.recording.module_writes import ModuleWrites
+from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.provenance import Constant, Origin
 from lightning_pipeline.recording.recording import Recording
 

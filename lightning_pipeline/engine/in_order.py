@@ -26,7 +26,8 @@ from lightning_pipeline.recording.execution import Repeated, run_event, values_m
 from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors, set_requires_grad
-from lightning_pipeline.recording.program import ModuleWrites, Program
+from lightning_pipeline.recording.module_writes import ModuleWrites
+from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.repeated_uses import EXACT_BYTES, is_differentiable
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform

@@ -26,7 +26,8 @@ from lightning_pipeline.engine.suspended import (
 from lightning_pipeline.engine.transfers import Transfer, Transfers
 from lightning_pipeline.partition import tree
 from lightning_pipeline.recording.alive import take_alive, values_in_use
-from lightning_pipeline.recording.program import Program, needs_order
+from lightning_pipeline.recording.module_writes import needs_order
+from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.python_again import run_again
 from lightning_pipeline.recording.recording import Recording
 

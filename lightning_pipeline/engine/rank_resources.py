@@ -22,7 +22,8 @@ from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.program import Program, average_in, needs_order
+from lightning_pipeline.recording.module_writes import average_in, needs_order
+from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.recording.sequence_cut import SequenceCut, cut_sequence

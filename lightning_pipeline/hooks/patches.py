@@ -15,6 +15,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import whole, write
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, in_hook, is_absent, placeholder
 from lightning_pipeline.partition.users_line import users_line
@@ -23,8 +24,7 @@ from lightning_pipeline.partition.users_line import users_line
 @contextmanager
 def parameters_seen(keys: TensorKeys) -> Iterator[None]:
     """While entered, modes see that parameters are copied or pickled, and new parameters get keys."""
-    before = {name: nn.Parameter.__dict__[name] for name in ("__new__", "__deepcopy__", "__reduce_ex__")}
-    new = before["__new__"].__func__
+    new = nn.Parameter.__dict__["__new__"].__func__
 
     def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         holders = holders_of(data) if in_hook.on and isinstance(data, Tensor) else None
@@ -37,21 +37,20 @@ def parameters_seen(keys: TensorKeys) -> Iterator[None]:
             return keys.note(new(cls, data.detach(), requires_grad), holders)
 
     def through(name: str) -> Callable[..., Any]:
+        plain = nn.Parameter.__dict__[name]
+
         def run(tensor: Tensor, argument: Any) -> Any:
             if in_hook.on and holders_of(tensor) is not None:
                 return handle_torch_function(getattr(Tensor, name), (tensor,), tensor, argument)
-            return before[name](tensor, argument)
+            return plain(tensor, argument)
 
         return run
 
-    nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
-    nn.Parameter.__deepcopy__ = through("__deepcopy__")  # type: ignore[method-assign]
-    nn.Parameter.__reduce_ex__ = through("__reduce_ex__")  # type: ignore[method-assign]
-    try:
+    with overridden() as override:
+        override(nn.Parameter, "__new__", staticmethod(made))
+        for name in ("__deepcopy__", "__reduce_ex__"):
+            override(nn.Parameter, name, through(name))
         yield
-    finally:
-        for name, function in before.items():
-            setattr(nn.Parameter, name, function)
 
 
 _IS_VIEW = "_of_slices"

@@ -1,4 +1,4 @@
-"""Temporary attributes of module instances; whether modules have a forward, and hooks."""
+"""Temporary attributes of objects and classes; whether modules have a forward, and hooks."""
 
 from __future__ import annotations
 
@@ -45,25 +45,31 @@ class InPlaceOf:
 
 @contextmanager
 def overridden() -> Iterator[Override]:
-    """Gives a function that sets attributes of objects until this is left, without `nn.Module.__setattr__`.
+    """Gives a function that sets attributes of objects, modules and classes until this is left, without
+    `nn.Module.__setattr__`.
 
     An attribute that somebody else has set meanwhile stays.
     """
     before: list[tuple[Any, str, Any, Any]] = []
 
     def override(owner: Any, name: str, value: Any) -> None:
-        attributes = vars(owner)
-        before.append((owner, name, attributes.get(name, _NONE), value))
-        attributes[name] = value
+        before.append((owner, name, vars(owner).get(name, _NONE), value))
+        _set(owner, name, value)
 
     try:
         yield override
     finally:
         for owner, name, old, value in reversed(before):
-            attributes = vars(owner)
-            if attributes.get(name) is not value:
-                continue
-            if old is _NONE:
-                del attributes[name]
-            else:
-                attributes[name] = old
+            if vars(owner).get(name) is value:
+                _set(owner, name, old)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of this very object; delete it for `_NONE`."""
+    is_class = isinstance(owner, type)
+    if value is _NONE:
+        delattr(owner, name) if is_class else vars(owner).pop(name)
+    elif is_class:
+        setattr(owner, name, value)
+    else:
+        vars(owner)[name] = value

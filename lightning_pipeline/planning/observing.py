@@ -140,18 +140,15 @@ def _without_reentrant_checkpoints() -> Iterator[None]:
 
     In a pipeline each leaf inside of them is checkpointed by itself, and their backward is not one node.
     """
-    reentrant = torch_checkpoint.CheckpointFunction
 
     class NonReentrant:
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-    torch_checkpoint.CheckpointFunction = NonReentrant  # type: ignore[assignment,misc]
-    try:
+    with overridden() as override:
+        override(torch_checkpoint, "CheckpointFunction", NonReentrant)
         yield
-    finally:
-        torch_checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
 
 
 class LiveBytes:

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import memory_of, num_storage_bytes
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of, written_by
 from lightning_pipeline.planning.observing import LiveBytes, Step, gradients_apart, run_by_position
 from lightning_pipeline.planning.profile import Position, Profile, Value
@@ -149,11 +150,9 @@ class _Tracer(TorchFunctionMode):
             self._use(tree.leaves(result))
             return result
 
-        setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010  mypy knows it as a method
-        try:
+        with overridden() as override:
+            override(torch.autograd.Function, "apply", classmethod(apply))
             yield
-        finally:
-            setattr(torch.autograd.Function, "apply", plain)  # noqa: B010
 
     def _use(self, tensors: list[Tensor]) -> None:
         number = len(self.profile.positions) - 1

@@ -9,6 +9,7 @@ from typing import Any
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.placeholder import transform_error
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.partition.users_line import users_line
@@ -59,10 +60,7 @@ def contexts_refused(is_recording: Callable[[], bool]) -> Iterator[None]:
             )
         return enter_hooks(hooks)
 
-    _torch.TorchDispatchMode.__enter__ = enter_mode_outside  # type: ignore[method-assign]
-    saved_tensors_hooks.__enter__ = enter_hooks_outside  # type: ignore[method-assign]
-    try:
+    with overridden() as override:
+        override(_torch.TorchDispatchMode, "__enter__", enter_mode_outside)
+        override(saved_tensors_hooks, "__enter__", enter_hooks_outside)
         yield
-    finally:
-        _torch.TorchDispatchMode.__enter__ = enter_mode  # type: ignore[method-assign]
-        saved_tensors_hooks.__enter__ = enter_hooks  # type: ignore[method-assign]

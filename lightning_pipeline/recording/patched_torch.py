@@ -1,235 +1,28 @@
-"""Parts of torch that function modes do not see, patched while a step is recorded.
-
-Calls of `torch.utils.checkpoint.checkpoint`, whoever makes them.
-
-It is imported by name all over libraries, so what it calls is what is replaced, while a step runs and no longer.
-
-Torch's transformer layers, which compute otherwise where nobody looks on.
-
-In evaluation `nn.TransformerEncoder`, its layers and `nn.MultiheadAttention` take a fused path: other bits, and zeros
-where there is padding, which the encoder leaves out by making nested tensors. They do not take it where
-`has_torch_function` says that somebody wants to see each operation. Our modes want to see what one process computes:
-
-    nested tensor                    on stages
-    -------------                    ---------
-    _nested_tensor_from_mask         the padded tensor with zeros where there is padding; its mask is remembered
-    _transformer_encoder_layer_fwd   makes a nested tensor of it, and pads what comes of that: one function
-    to_padded_tensor                 the padded tensor
-
-To pad and to unpad copies elements, so the bits are those of one process.
-"""
+"""Parts of torch that function modes do not see, patched while a step is recorded."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial
-from inspect import signature
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
-from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.contexts import contexts_refused
 from lightning_pipeline.recording.function_calls import APPLY, applying, with_state
+from lightning_pipeline.recording.patched_layers import nested_tensors_padded
 from lightning_pipeline.recording.process_flags import flags_of_steps
-from lightning_pipeline.recording.python_again import CheckpointCall
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recorder import Recorder
     from lightning_pipeline.recording.recording import Recording
-
-
-Checkpointed = Callable[[CheckpointCall], AbstractContextManager[None]]
-"""Entered around a checkpointed function."""
-_SINCE_2_14 = "_checkpoint_without_reentrant_generator_impl"
-_GENERATOR = _SINCE_2_14 if hasattr(torch_checkpoint, _SINCE_2_14) else "_checkpoint_without_reentrant_generator"
-"""What torch's function calls, with the options by name (since 2.14) or in order."""
-
-
-@contextmanager
-def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
-    """While entered, checkpointed functions run once, inside of `around`."""
-    options = _options()
-    everywhere = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
-
-    def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
-        given = {**dict(zip(options, args, strict=False)), **kwargs}
-        # Modes that choose what to keep have nothing to choose from here: all of it is computed again.
-        now, then = (
-            nullcontext() if isinstance(one, _torch.TorchDispatchMode) else one
-            for one in given.get("context_fn", torch_checkpoint.noop_context_fn)()
-        )
-        stops = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", everywhere)
-        stops_early = given.get("early_stop", True) if stops is None else bool(stops)
-        own = {name: value for name, value in kwargs.items() if name not in options}
-        with ExitStack() as stack:
-            if torch.is_grad_enabled():
-                call = CheckpointCall(given[options[0]], args[len(options) :], own, stops_early, then)
-                stack.enter_context(around(call))
-                stack.enter_context(now)
-            yield
-
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-            with torch.no_grad():  # whatever the parameters do, this kind gives results that require no gradient
-                return function(*args)
-        with around(CheckpointCall(function, args, {}, stops_early=False)):
-            return function(*args)
-
-    with _replaced(generator, SimpleNamespace(apply=apply)):
-        yield
-
-
-@cache
-def _options() -> list[str]:
-    """Names of what torch's function takes, in order."""
-    plain = signature(getattr(torch_checkpoint, _GENERATOR))
-    return [p.name for p in plain.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-
-@contextmanager
-def checkpoints_wrapped(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While entered, `wrapped` makes of a checkpointed function the one that computes it again."""
-    plain, reentrant = getattr(torch_checkpoint, _GENERATOR), torch_checkpoint.CheckpointFunction
-
-    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
-        return plain(wrapped(function), *args, **kwargs)
-
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return reentrant.apply(_first(function, wrapped(function)), preserve, *args)
-
-    with _replaced(generator, SimpleNamespace(apply=apply)):
-        yield
-
-
-def _first(function: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
-    """One function for the first call, another one for those after it."""
-    calls = 0
-
-    def run(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return function(*args) if calls == 1 else then(*args)
-
-    return run
-
-
-@contextmanager
-def _replaced(generator: Any, reentrant: Any) -> Iterator[None]:
-    before = getattr(torch_checkpoint, _GENERATOR), torch_checkpoint.CheckpointFunction
-    setattr(torch_checkpoint, _GENERATOR, generator)
-    torch_checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        setattr(torch_checkpoint, _GENERATOR, before[0])
-        torch_checkpoint.CheckpointFunction = before[1]  # type: ignore[misc]
-
-
-_PACKAGE = __name__.partition(".")[0]
-_from_mask = _torch.nested_tensor_from_mask
-_layer = _torch.transformer_encoder_layer
-_attention = _torch.native_multi_head_attention
-
-
-@contextmanager
-def fast_paths_open() -> Iterator[None]:
-    """While entered, torch's layers take no notice of our modes and placeholders."""
-    plain = torch.overrides.has_torch_function
-
-    def has_torch_function(arguments: Any) -> bool:
-        return plain(arguments) and not (
-            all(type(one).__module__.startswith(_PACKAGE) for one in _torch.function_modes())
-            and all(type(one) in (Tensor, nn.Parameter, Placeholder) for one in arguments if isinstance(one, Tensor))
-        )
-
-    with _class_replaced(torch.overrides, "has_torch_function", has_torch_function):
-        yield
-
-
-@contextmanager
-def nested_tensors_padded() -> Iterator[None]:
-    """While entered, padded tensors stand for the nested ones of `nn.TransformerEncoder`."""
-    kept: Any = WeakTensorKeyDictionary()  # which elements of a padded tensor are there
-    aligned, padded = _torch.is_nested_mask_left_aligned, Tensor.to_padded_tensor
-
-    def from_mask(tensor: Tensor, mask: Tensor, mask_check: bool = True) -> Tensor:
-        if not _is_seen():
-            return _from_mask(tensor, mask, mask_check)
-        made = tensor.masked_fill(mask.logical_not().unsqueeze(-1), 0.0)
-        kept[made] = mask
-        return made
-
-    def left_aligned(tensor: Tensor, mask: Tensor) -> bool:
-        if not _is_seen():
-            return aligned(tensor, mask)
-        return bool((mask[:, 1:] <= mask[:, :-1]).all())
-
-    def layer(tensor: Tensor, *others: Any, **named: Any) -> Tensor:
-        mask = kept.get(tensor)
-        if mask is None:
-            return _layer(tensor, *others, **named)
-        made = handle_torch_function(layer_on_nested, (tensor, mask), tensor, mask, *others, **named)
-        kept[made] = mask
-        return made
-
-    def attention_seen(*arguments: Any) -> tuple[Tensor, Tensor | None]:
-        if not _is_seen():
-            return _attention(*arguments)
-        tensors = [one for one in arguments if isinstance(one, Tensor)]
-        return handle_torch_function(attention, tensors, *arguments)
-
-    def to_padded_tensor(tensor: Tensor, *others: Any, **named: Any) -> Tensor:
-        return tensor if tensor in kept else padded(tensor, *others, **named)
-
-    with ExitStack() as replaced:
-        for owner, function in (
-            (torch, ("_nested_tensor_from_mask", from_mask)),
-            (torch, ("_nested_tensor_from_mask_left_aligned", left_aligned)),
-            (torch, ("_transformer_encoder_layer_fwd", layer)),
-            (torch, ("_native_multi_head_attention", attention_seen)),
-            (Tensor, ("to_padded_tensor", to_padded_tensor)),
-        ):
-            replaced.enter_context(_class_replaced(owner, *function))
-        yield
-
-
-def layer_on_nested(tensor: Tensor, mask: Tensor, *others: Any, **named: Any) -> Tensor:
-    """A transformer layer on the elements of a padded tensor that `mask` keeps."""
-    if type(tensor) is not Tensor:  # a fake one, of which only the spec is asked for
-        return _layer(tensor, *others, **named)
-    nested = _from_mask(tensor, mask, mask_check=False)
-    return _layer(nested, *others, **named).to_padded_tensor(0.0, tensor.size())
-
-
-def attention(*arguments: Any) -> tuple[Tensor, Tensor | None]:
-    """`nn.MultiheadAttention`. Weights that nobody needs are none: fake tensors would have some."""
-    output, weights = _attention(*arguments)
-    return output, weights if arguments[10] else None
-
-
-def _is_seen() -> bool:
-    return bool(_torch.num_function_modes())
-
-
-@contextmanager
-def _class_replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    plain = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, plain)
 
 
 _patched_for: list[Recorder] = []
@@ -278,9 +71,9 @@ def arrays_seen(recorder: Recorder) -> Iterator[None]:
 
         return seen
 
-    with ExitStack() as replaced:
+    with overridden() as override:
         for name in _OF_ARRAYS:
-            replaced.enter_context(_class_replaced(torch, name, seeing(getattr(torch, name))))
+            override(torch, name, seeing(getattr(torch, name)))
         yield
 
 
@@ -317,22 +110,15 @@ def _function_apply_seen() -> Iterator[None]:
             called = _AS_FUNCTIONS[cls] = applying(cls)
         return _as_function(called, args, kwargs)
 
-    owner.apply = classmethod(seen)
-    try:
-        with _calls_past_patch_refused() if plain is APPLY else nullcontext():
-            yield
-    finally:
-        if plain is APPLY:
-            owner.apply = plain
-        else:
-            del owner.apply
+    with overridden() as override, _calls_past_patch_refused() if plain is APPLY else nullcontext():
+        override(owner, "apply", classmethod(seen))
+        yield
 
 
 @contextmanager
 def _calls_past_patch_refused() -> Iterator[None]:
     """While entered, functions whose C++ `apply` was taken before tell so when a step calls them: what they compute
     would be seen, but not their backward. All that comes to Python of such a call is that it looks for `forward`."""
-    owner: Any = torch.autograd.function.FunctionMeta
 
     def attribute(cls: Any, name: str) -> Any:
         found = type.__getattribute__(cls, name)
@@ -351,11 +137,9 @@ def _calls_past_patch_refused() -> Iterator[None]:
 
         return forward
 
-    owner.__getattribute__ = attribute
-    try:
+    with overridden() as override:
+        override(torch.autograd.function.FunctionMeta, "__getattribute__", attribute)
         yield
-    finally:
-        del owner.__getattribute__
 
 
 _SEEN = applying(torch.autograd.Function).__code__
@@ -365,8 +149,7 @@ _SEEN = applying(torch.autograd.Function).__code__
 @contextmanager
 def _scripted_seen() -> Iterator[None]:
     """While entered, modes see calls of functions that were scripted or traced."""
-    owner = _torch.ScriptFunction
-    plain = owner.__call__
+    plain = _torch.ScriptFunction.__call__
 
     def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
         called = _AS_FUNCTIONS.get(self)
@@ -374,11 +157,9 @@ def _scripted_seen() -> Iterator[None]:
             called = _AS_FUNCTIONS[self] = partial(plain, self)
         return _as_function(called, args, kwargs)
 
-    owner.__call__ = seen  # type: ignore[method-assign]
-    try:
+    with overridden() as override:
+        override(_torch.ScriptFunction, "__call__", seen)
         yield
-    finally:
-        owner.__call__ = plain  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -394,8 +175,6 @@ def _module_apply_seen() -> Iterator[None]:
                 return self
         return plain(self, fn, recurse)
 
-    nn.Module._apply = seen  # type: ignore[method-assign]
-    try:
+    with overridden() as override:
+        override(nn.Module, "_apply", seen)
         yield
-    finally:
-        nn.Module._apply = plain  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of, same_kind
 from lightning_pipeline.partition.users_line import users_line
 
@@ -93,19 +94,14 @@ def flags_of_steps(running: Callable[[], Recording | None]) -> Iterator[None]:
         return flush(arg)
 
     flush = torch.set_flush_denormal
-    for place, (setting, asking) in enumerate(_FLAGS.items()):
-        setattr(_torch.PROCESS_FLAGS, setting, setter(place, setting))
-        for index, name in enumerate(asking):
-            setattr(_torch.PROCESS_FLAGS, name, getter(place, index, name))
-    torch.get_default_dtype = _torch.PROCESS_FLAGS.get_default_dtype
-    torch.set_flush_denormal = set_flush_denormal
-    try:
+    with overridden() as override:
+        for place, (setting, asking) in enumerate(_FLAGS.items()):
+            override(_torch.PROCESS_FLAGS, setting, setter(place, setting))
+            for index, name in enumerate(asking):
+                override(_torch.PROCESS_FLAGS, name, getter(place, index, name))
+        override(torch, "get_default_dtype", _torch.PROCESS_FLAGS.get_default_dtype)
+        override(torch, "set_flush_denormal", set_flush_denormal)
         yield
-    finally:
-        for name, plain in _PLAIN.items():
-            setattr(_torch.PROCESS_FLAGS, name, plain)
-        torch.get_default_dtype = _PLAIN["get_default_dtype"]
-        torch.set_flush_denormal = flush
 
 
 def with_flags(function: Any, flags: Flags | None) -> Any:

@@ -23,7 +23,8 @@ from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.operation import Call, key_of
-from lightning_pipeline.recording.patched_torch import arrays_seen, checkpoints_noted, classes_patched
+from lightning_pipeline.recording.patched_checkpoint import checkpoints_noted
+from lightning_pipeline.recording.patched_torch import arrays_seen, classes_patched
 from lightning_pipeline.recording.pure_modules import calls_of, pure_within
 from lightning_pipeline.recording.python_again import CheckpointCall
 from lightning_pipeline.recording.python_state import Unclear

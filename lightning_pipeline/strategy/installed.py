@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipeline.partition.overrides import InPlaceOf, overridden
-from lightning_pipeline.recording.patched_torch import fast_paths_open
+from lightning_pipeline.recording.patched_layers import fast_paths_open
 
 from .hooks import follow_hooks
 from .lightning_private import (

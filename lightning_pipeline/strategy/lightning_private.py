@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline._names import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_pipeline._registration import is_pipeline
-from lightning_pipeline.partition.overrides import InPlaceOf
+from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.runtime.backends import HOST, backend_for, warm_up
 
 from .._lightning import (
@@ -187,17 +187,14 @@ def call_before_update(plugin: Precision, function: Callable[[Any], None], overr
 def compare_parameters_by_identity() -> Iterator[None]:
     """While entered, finetuning callbacks compare parameters by identity to find those that an optimizer lacks. They
     compare values otherwise, which parameters of other stages do not have."""
-    by_value = BaseFinetuning.__dict__["filter_on_optimizer"]
 
     def new_to(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in params if id(parameter) not in held]
 
-    BaseFinetuning.filter_on_optimizer = staticmethod(new_to)  # type: ignore[method-assign]
-    try:
+    with overridden() as override:
+        override(BaseFinetuning, "filter_on_optimizer", staticmethod(new_to))
         yield
-    finally:
-        BaseFinetuning.filter_on_optimizer = by_value  # type: ignore[method-assign]
 
 
 def silence_sync_warning() -> None:

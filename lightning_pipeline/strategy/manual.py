@@ -219,11 +219,10 @@ def _backwards_given_to(take: Callable[..., None], *, in_step: bool = False) -> 
         else:
             take(tensors if isinstance(tensors, Tensor) else sum(tensors), *args, **kwargs)
 
-    torch.Tensor.backward, torch.autograd.backward = backward, backward_from  # type: ignore[method-assign, assignment]
-    try:
+    with overridden() as override:
+        override(torch.Tensor, "backward", backward)
+        override(torch.autograd, "backward", backward_from)
         yield
-    finally:
-        torch.Tensor.backward, torch.autograd.backward = of_tensor, of_tensors  # type: ignore[method-assign]
 
 
 def backwards_met(plugin: Precision, other_backward: Callable[..., None], override: Override) -> None:

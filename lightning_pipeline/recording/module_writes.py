@@ -1,0 +1,122 @@
+"""What a step writes into tensors of the module, and what follows from that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.inference import writes_beside
+
+
+class ModuleWrites:
+    """Follows events, in order.
+
+    Attributes:
+        number_of: of values that share memory with a tensor of the module, its number.
+    """
+
+    def __init__(self) -> None:
+        self.number_of: dict[int, int] = {}
+
+    def of(self, event: Event) -> dict[int, bool]:
+        """The module's tensors that an event writes into, by number, and whether it gives them another memory."""
+        found: dict[int, bool] = {}
+        for slot, _, value in event.writes:
+            number = self.behind(event.inputs[slot])
+            if number is not None:
+                is_replaced = event.name == "data.__set__"
+                found[number] = is_replaced
+                self.number_of[value] = number
+        for output, slots in zip(event.outputs, event.result.shares, strict=True):
+            for slot in slots:
+                number = self.behind(event.inputs[slot])
+                if number is not None and output is not None:
+                    self.number_of[output] = number
+        return found
+
+    def behind(self, value: object) -> int | None:
+        """The number of the module's tensor that a value is, or shares memory with."""
+        if type(value) is not int:
+            return None
+        return -1 - value if value < 0 else self.number_of.get(value)
+
+
+def needs_order(events: Iterable[Event], num_stages: int) -> bool:
+    """Whether a micro-batch has to be done with before the next one begins: it writes into a tensor of the module that
+    several stages use, or whose content before backward needs."""
+    writes = ModuleWrites()
+    written: set[int] = set()
+    stages: dict[int, set[int]] = {}
+    with_gradient: set[int] = set()
+    for event in events:
+        if event.visit < 0:
+            continue
+        beside = writes_beside(event.function, event.call)
+        has_gradient = any(isinstance(spec, TensorSpec) and spec.requires_grad for spec in event.result.tensors)
+        for slot, value in enumerate(event.inputs):
+            number = writes.behind(value)
+            if number is not None:
+                stages.setdefault(number, set()).add(event.visit % num_stages)
+                if has_gradient and slot not in beside:
+                    with_gradient.add(number)
+        written |= writes.of(event).keys()
+    return any(len(stages[number]) > 1 or number in with_gradient for number in written)
+
+
+_REPLACING = ("copy_", "data.__set__")
+"""Writes that do not look at what they write into."""
+
+
+class Average(NamedTuple):
+    """A tensor of the module that takes in a parameter, by their numbers, and where."""
+
+    target: int
+    source: int
+    line: str
+
+
+def average_in(events: Iterable[Event], tensors: Sequence[Tensor]) -> Average | None:
+    """The first write into a tensor of the module of what is computed from it and a parameter of its shape, and from
+    nothing of a batch.
+
+    Args:
+        tensors: the module's, by number.
+    """
+    writes = ModuleWrites()
+    made_of: dict[int, frozenset[int]] = {}  # the module's tensors from which alone a value is computed
+    for event in events:
+        if event.visit < 0:
+            continue
+        writes.of(event)
+        sources: list[frozenset[int]] = []
+        for value in event.inputs:
+            source = frozenset((-1 - value,)) if type(value) is int and value < 0 else made_of.get(value)
+            if source is None:
+                break
+            sources.append(source)
+        if len(sources) < len(event.inputs):
+            continue
+        together: frozenset[int] = frozenset().union(*sources)
+        made_of.update((value, together) for value in event.outputs if value is not None)
+        for slot, _, value in event.writes:
+            made_of[value] = together
+            target = writes.behind(event.inputs[slot])
+            if target is None:
+                continue
+            several = len(event.writes) if event.name.startswith("_foreach_") else 1  # each takes in those of its place
+            taken = [one for other, one in enumerate(sources) if other != slot and other % several == slot % several]
+            others: frozenset[int] = frozenset().union(*taken) - {target}
+            alike = [other for other in sorted(others) if _is_parameter_like(tensors[other], tensors[target])]
+            is_own_taken = event.name not in _REPLACING or any(target in one for one in taken)
+            if alike and is_own_taken:
+                return Average(target, alike[0], event.line)
+    return None
+
+
+def _is_parameter_like(tensor: Tensor, other: Tensor) -> bool:
+    spec = TensorSpec.of(tensor)
+    return spec.is_parameter and spec.shape == TensorSpec.of(other).shape
