@@ -10,16 +10,15 @@ bytes and what lies beyond `MOST` objects not at all.
 from __future__ import annotations
 
 import functools
-import operator
 import pickle
 import random
 import sys
 import types
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -27,6 +26,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeline._names import PACKAGES
+from lightning_pipeline.hooks import loader_changes
+from lightning_pipeline.hooks.loader_changes import SENT, Change, Known, Made, Path
 
 MOST = 1000
 """Objects that are looked at. They are met in the order of their distance from the loader."""
@@ -41,36 +42,9 @@ _PLAIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
 )
 _FIXED = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType, property)
-_OF_MODULES = frozenset(vars(nn.Module()))
 _OF_LOADERS = ("dataset", "batch_sampler", "sampler", "collate_fn", "generator")
-_SENT = (list, tuple, dict, set, frozenset, deque, Counter, OrderedDict)
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 _FOREIGN = tuple(f"{name}." for name in ("torch", "numpy", "lightning_pipeline", *PACKAGES))
-
-Path = tuple[tuple[str, Any], ...]
-"""How an object is reached from the loader, a kind of step and its name each."""
-
-
-class Change(NamedTuple):
-    """The object at a path has other contents: an entry, the entries from one on, or all of it."""
-
-    kind: str
-    path: Path
-    key: Any
-    value: Any
-
-
-class Known(NamedTuple):
-    """Takes the place of an object that was there before."""
-
-    path: Path
-
-
-class Made(NamedTuple):
-    """Takes the place of a new object of a class of the user's."""
-
-    cls: type
-    attributes: dict[str, Any]
 
 
 class _Unsendable(Exception):
@@ -125,22 +99,22 @@ class LoaderState:
 
     def _look_at_tensor(self, value: Tensor, path: Path) -> None:
         if not value.is_inference():
-            self._note(_of_tensor, path, value, value._version)
+            self._note(loader_changes.of_tensor, path, value, value._version)
 
     def _look_at_array(self, value: Any, path: Path) -> None:
         if value.nbytes <= LARGEST_ARRAY and not value.dtype.hasobject:
-            self._note(_of_array, path, value, value.tobytes())
+            self._note(loader_changes.of_array, path, value, value.tobytes())
 
     def _look_at_generator(self, value: Any, path: Path) -> None:
-        self._note(_of_generator, path, value, _token(value))
+        self._note(loader_changes.of_generator, path, value, loader_changes.state_of_generator(value))
 
     def _look_at_dict(self, value: dict[Any, Any], path: Path) -> None:
-        self._note(_of_dict, path, value, dict.copy(value) if len(value) <= LARGEST else len(value))
+        self._note(loader_changes.of_dict, path, value, dict.copy(value) if len(value) <= LARGEST else len(value))
         if len(value) <= DEEPEST:
             self._go_on(dict.items(value), path)
 
     def _look_at_list(self, value: Any, path: Path) -> None:
-        self._note(_of_list, path, value, list(value) if len(value) <= LARGEST else len(value))
+        self._note(loader_changes.of_list, path, value, list(value) if len(value) <= LARGEST else len(value))
         self._look_at_tuple(value, path)
 
     def _look_at_tuple(self, value: Any, path: Path) -> None:
@@ -148,7 +122,7 @@ class LoaderState:
             self._go_on(enumerate(value), path)
 
     def _look_at_set(self, value: set[Any], path: Path) -> None:
-        self._note(_of_set, path, value, value.copy() if len(value) <= LARGEST else len(value))
+        self._note(loader_changes.of_set, path, value, value.copy() if len(value) <= LARGEST else len(value))
 
     def _look_at_parts(self, value: Any, path: Path) -> None:
         """At what a method or a partial is made of."""
@@ -163,14 +137,14 @@ class LoaderState:
         if not _is_foreign(type(value)):
             self._look_at_object(value, path)
         if value._buffers:  # writes into them are refused (`Lending`)
-            self._note(_of_dict, (*path, ("get", "_buffers")), value._buffers, value._buffers.copy())
+            self._note(loader_changes.of_dict, (*path, ("get", "_buffers")), value._buffers, value._buffers.copy())
         for name, one in value._modules.items():
             if one is not None and (one._modules or not _is_foreign(type(one))):
                 self._next.append((one, (*path, ("get", "_modules"), ("item", name))))
 
     def _look_at_object(self, value: Any, path: Path) -> None:
         attributes, own = vars(value), (*path, ("get", "__dict__"))
-        self._note(_of_dict, own, attributes, attributes.copy())
+        self._note(loader_changes.of_dict, own, attributes, attributes.copy())
         self._go_on(attributes.items(), own)
         cls: Any = type(value)
         if id(cls) in self._paths or _is_foreign(cls):
@@ -179,7 +153,7 @@ class LoaderState:
         for index, base in enumerate(cls.__mro__):
             if names := _data_of(base):
                 where, content = (*path, ("base", index)), {name: vars(base).get(name) for name in names}
-                self._note(_of_class, where, base, content)
+                self._note(loader_changes.of_class, where, base, content)
                 self._go_on(content.items(), where, "get")
         self._look_at_globals(_globals_of_class(cls))
 
@@ -192,7 +166,7 @@ class LoaderState:
                 content = cell.cell_contents
             except ValueError:  # it has none yet
                 continue
-            self._note(_of_cell, where, cell, content)
+            self._note(loader_changes.of_cell, where, cell, content)
             self._next.append((content, (*where, ("get", "cell_contents"))))
         self._look_at_globals(_globals_of(value.__code__, value.__module__))
 
@@ -200,7 +174,7 @@ class LoaderState:
         for module, names in found.items():
             scope = vars(sys.modules[module])
             path: Path = (("module", module),)
-            self._note(_of_names, path, scope, {name: scope.get(name) for name in names})
+            self._note(loader_changes.of_names, path, scope, {name: scope.get(name) for name in names})
             self._go_on(((name, scope.get(name)) for name in names), path)
 
     # -- sending ------------------------------------------------------------------------------------------------------
@@ -219,7 +193,7 @@ class LoaderState:
             raise _Unsendable
         if cls is defaultdict:
             return defaultdict(value.default_factory, self._sendable(dict(value), left))
-        if cls in _SENT:
+        if cls in SENT:
             if issubclass(cls, dict):
                 return cls({key: self._sendable(one, left) for key, one in value.items()})
             items = [self._sendable(one, left) for one in value]
@@ -241,180 +215,6 @@ def is_picklable(value: Any) -> bool:
     except Exception:  # of any kind, as objects pickle themselves as they like
         return False
     return True
-
-
-def apply(changes: list[Change], loader: Any) -> None:
-    """On another rank: change what the first rank's code has changed."""
-
-    def received(value: Any) -> Any:
-        cls = type(value)
-        if cls is Known:
-            return _found(value.path, loader)
-        if cls is Made:
-            made = value.cls.__new__(value.cls)
-            vars(made).update(received(value.attributes))
-            return made
-        if cls is defaultdict:
-            return defaultdict(value.default_factory, received(dict(value)))
-        if isinstance(value, dict):
-            return cls({key: received(one) for key, one in value.items()})
-        if cls is deque:
-            return deque(map(received, value), value.maxlen)
-        if cls in _SENT:
-            return cls(map(received, value))
-        return cls._make(map(received, value)) if isinstance(value, tuple) and hasattr(cls, "_make") else value
-
-    for change in changes:
-        try:
-            holder, value = _found(change.path, loader), received(change.value)
-        except (LookupError, AttributeError, TypeError):
-            continue  # it is within something that only the first rank has, such as a file
-        _SETTERS[change.kind](holder, change.key, value)
-
-
-def _found(path: Path, loader: Any) -> Any:
-    found = loader
-    for kind, name in path:
-        if kind == "get":
-            found = getattr(found, name)
-        elif kind == "item":
-            found = found[name]
-        elif kind == "base":
-            found = found.__mro__[name]
-        else:
-            found = vars(sys.modules[name])
-    return found
-
-
-# -- what differs, by the kind of object: (kind of change, key, value) ------------------------------------------------
-
-
-def _of_dict(holder: dict[Any, Any], content: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(content, int):
-        for key in list(holder)[content:] if len(holder) > content else ():
-            yield "entry", key, holder[key]
-        return
-    if (
-        len(holder) == len(content)
-        and all(map(operator.is_, holder.values(), content.values()))
-        and [*holder] == [*content]
-    ):
-        return
-    for key in content:
-        if key not in holder:
-            yield "less", key, None
-    for key, value in holder.items():
-        if key not in content or content[key] is not value:
-            yield "entry", key, value
-
-
-def _of_names(holder: dict[str, Any], content: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name, value in content.items():
-        if (now := holder.get(name)) is not value:
-            yield "entry", name, now
-
-
-def _of_list(holder: Any, content: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(content, int):
-        if len(holder) > content:
-            yield "entries", content, list(holder)[content:]
-        return
-    if len(holder) == len(content) and all(map(operator.is_, holder, content)):
-        return
-    same = 0
-    for one, other in zip(holder, content, strict=False):
-        if one is not other:
-            break
-        same += 1
-    if same < len(holder) or same < len(content):
-        yield "entries", same, list(holder)[same:]
-
-
-def _of_set(holder: set[Any], content: Any) -> Iterator[tuple[str, Any, Any]]:
-    if len(holder) != content if isinstance(content, int) else holder != content:
-        yield "all", None, holder.copy()
-
-
-def _of_class(holder: type, content: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name, value in content.items():
-        if (now := vars(holder).get(name)) is not value:
-            yield "attribute", name, now
-
-
-def _of_cell(holder: Any, content: Any) -> Iterator[tuple[str, Any, Any]]:
-    if holder.cell_contents is not content:
-        yield "attribute", "cell_contents", holder.cell_contents
-
-
-def _of_tensor(holder: Tensor, content: int) -> Iterator[tuple[str, Any, Any]]:
-    if holder._version != content:
-        yield "data", None, holder.detach().clone()
-
-
-def _of_array(holder: Any, content: bytes) -> Iterator[tuple[str, Any, Any]]:
-    if holder.tobytes() != content:
-        yield "data", None, holder.copy()
-
-
-def _of_generator(holder: Any, content: bytes) -> Iterator[tuple[str, Any, Any]]:
-    if (now := _token(holder)) != content:
-        yield "state", None, now
-
-
-def _token(generator: Any) -> bytes:
-    """The state of a generator of random numbers."""
-    if isinstance(generator, torch.Generator):
-        return pickle.dumps(generator.get_state().numpy())
-    if isinstance(generator, random.Random):
-        return pickle.dumps(generator.getstate())
-    if isinstance(generator, numpy.random.Generator):
-        return pickle.dumps(generator.bit_generator.state)
-    return pickle.dumps(generator.get_state())
-
-
-# -- the same change on another rank ----------------------------------------------------------------------------------
-
-
-def _set_entries(holder: Any, start: int, value: list[Any]) -> None:
-    while len(holder) > start:
-        holder.pop()
-    holder.extend(value)
-
-
-def _set_all(holder: Any, _: Any, value: Any) -> None:
-    holder.clear()
-    holder.update(value)
-
-
-def _set_data(holder: Any, _: Any, value: Any) -> None:
-    if type(holder) is Tensor and holder.shape == value.shape:
-        with torch.no_grad():
-            holder.copy_(value)
-    elif isinstance(holder, numpy.ndarray) and holder.shape == value.shape:
-        holder[...] = value
-
-
-def _set_state(holder: Any, _: Any, value: bytes) -> None:
-    state = pickle.loads(value)
-    if isinstance(holder, torch.Generator):
-        holder.set_state(torch.from_numpy(state.copy()))
-    elif isinstance(holder, random.Random):
-        holder.setstate(state)
-    elif isinstance(holder, numpy.random.Generator):
-        holder.bit_generator.state = state
-    else:
-        holder.set_state(state)
-
-
-_SETTERS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "entry": operator.setitem,
-    "less": lambda holder, key, _: holder.pop(key, None),
-    "entries": _set_entries,
-    "all": _set_all,
-    "attribute": setattr,
-    "data": _set_data,
-    "state": _set_state,
-}
 
 
 # -- classes and functions --------------------------------------------------------------------------------------------

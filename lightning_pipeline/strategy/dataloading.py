@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_pipeline.hooks import loader_state
+from lightning_pipeline.hooks import loader_changes
 from lightning_pipeline.hooks.first_rank import Asked, Lending
-from lightning_pipeline.hooks.loader_state import Change, LoaderState
+from lightning_pipeline.hooks.loader_changes import Change
+from lightning_pipeline.hooks.loader_state import LoaderState
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.tree import Layout
@@ -202,7 +203,7 @@ class FollowingLoader(SharedLoader):
         if left is not None:
             if left.drawn is not None:
                 set_random_states(left.drawn)
-            loader_state.apply(left.changes, self._loader)
+            loader_changes.apply(left.changes, self._loader)
 
     def _hear(self, what: str) -> Any:
         """The first stage's next message. Before that it may ask for tensors of the module."""

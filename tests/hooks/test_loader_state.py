@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_pipeline.hooks import loader_state
-from lightning_pipeline.hooks.loader_state import LoaderState, apply
+from lightning_pipeline.hooks.loader_changes import apply
+from lightning_pipeline.hooks.loader_state import LoaderState
 
 
 class Made:
