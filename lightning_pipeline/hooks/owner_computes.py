@@ -33,6 +33,7 @@ from lightning_pipeline.hooks.operands import (
 )
 from lightning_pipeline.hooks.optimizer_states import OptimizerStates, ParameterGradients
 from lightning_pipeline.hooks.patches import on_whole_tensors, parameters_seen, refuse_writing
+from lightning_pipeline.hooks.saved_states import SavedStates
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, in_hook, placeholder
@@ -79,6 +80,7 @@ class OwnerComputes(TorchFunctionMode):
         self._keys = TensorKeys(recorder.tensors)
         self._gradients = ParameterGradients(module, self._exchanges, self._operands, self._keys)
         self.states = OptimizerStates(self._exchanges, self._keys, self._rank)
+        self.saved = SavedStates(self._exchanges, self._keys, self._rank)
         self.lending = Lending(direct, self._keys)
         self._first_rank = FirstRank(direct, self._keys)
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.rng import add_random_state, free_memory, restore_random_state
+from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.log import logger
 
@@ -42,6 +43,17 @@ if TYPE_CHECKING:
     from .session_strategy import SessionStrategy
 
 log = logging.getLogger(__name__)
+
+
+class OnFirstRank(dict[str, Any]):
+    """A state dict that only the first rank has; empty."""
+
+    def __missing__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"{name!r} of a checkpoint is read where only rank 0 has the state ({users_line()}): read it under "
+            f"`if self.trainer.is_global_zero:`, or save within the run, such as in on_train_end, where every rank of "
+            f"the first replica can read it"
+        )
 
 
 class Checkpoints:
@@ -95,8 +107,8 @@ class Checkpoints:
             return module_state_in_parts(module)
         if not self._is_writer:
             help_to_gather(module, self._session.ownership)
-            return {}
-        return gather_module_state(module, self._session.ownership, self._session.transport)
+            return OnFirstRank()
+        return gather_module_state(module, self._session.ownership, self._session.transport) or OnFirstRank()
 
     def gather_module(self) -> LightningModule | None:
         """`PipelineStrategy.gather_module`."""
@@ -153,7 +165,7 @@ class Checkpoints:
         optimizers.follow(strategy.optimizers, strategy.module)
         if strategy.save_distributed_checkpoint:
             return optimizer_state_in_parts(optimizers.layout_of(optimizer), optimizers.ownership)
-        return optimizers.gather_state(optimizer, is_writer=self._is_writer)
+        return optimizers.gather_state(optimizer, is_writer=self._is_writer) or OnFirstRank()
 
     def check_alive(self) -> None:
         """Before gathering from all stages, raise if others would not take part.

@@ -16,7 +16,7 @@ from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
 
 from .._lightning import NAMES, BasePredictionWriter, Callback, LightningModule, Trainer, is_overridden
-from .lightning_private import Override, call_hooks_within
+from .lightning_private import Override, call_before_checkpoints, call_hooks_within
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,14 +42,22 @@ def on_local_tensors(method: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def follow_hooks(module: LightningModule, outside: OwnerComputes, override: Override) -> None:
-    """Run the hooks of a module and of its Trainer's callbacks on all ranks together (`OwnerComputes`)."""
+def follow_hooks(
+    module: LightningModule, outside: OwnerComputes, override: Override, *, gathers_nothing: bool = False
+) -> None:
+    """Run the hooks of a module and of its Trainer's callbacks on all ranks together (`OwnerComputes`).
+
+    Args:
+        gathers_nothing: each rank saves its own part of a checkpoint.
+    """
     trainer: Trainer = module.trainer
 
     def within(hook: str | None) -> Any:
         return _running(module, outside) if hook is None or _is_users(hook, module, trainer) else nullcontext()
 
-    call_hooks_within(trainer, within, override)
+    call_hooks_within(trainer, within, outside.saved.show, override)
+    if _is_users("on_save_checkpoint", module, trainer) and not gathers_nothing:
+        call_before_checkpoints(trainer, outside.saved.begin, override)
 
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

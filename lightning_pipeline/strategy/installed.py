@@ -43,7 +43,8 @@ def installed(session: Session) -> ExitStack:
         if owner_computes is not None:
             # Hooks and callbacks see a module of which this rank holds a part.
             stack.enter_context(compare_parameters_by_identity())
-            follow_hooks(module, owner_computes, override)
+            in_parts = strategy.save_distributed_checkpoint
+            follow_hooks(module, owner_computes, override, gathers_nothing=in_parts)
             owner_computes.states.optimizers = session.optimizers.optimizers
             owner_computes.states.are_shared_out = session.optimizers.are_shared_out
             stack.enter_context(pipeline.recorder.patched())

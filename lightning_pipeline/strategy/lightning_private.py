@@ -328,14 +328,21 @@ def validate_by_first_clock(trainer: Trainer, agree: Callable[[bool], bool], ove
 
 
 def call_hooks_within(
-    trainer: Trainer, within: Callable[[str | None], AbstractContextManager[Any]], override: Override
+    trainer: Trainer,
+    within: Callable[[str | None], AbstractContextManager[Any]],
+    before_saving: Callable[[dict[str, Any]], None],
+    override: Override,
 ) -> None:
     """Enter `within(name)` around each hook of a Trainer's module and callbacks; `within(None)` if it saves or loads.
 
     All hooks are called through functions of one of Lightning's modules, which have no public equivalent.
+
+    Args:
+        before_saving: is given the checkpoint before each `on_save_checkpoint`, inside of `within`.
     """
     named = ("_call_lightning_module_hook", "_call_callback_hooks")
-    unnamed = ("_call_callbacks_state_dict", "_call_callbacks_on_save_checkpoint")
+    of_callbacks = "_call_callbacks_on_save_checkpoint"
+    unnamed = ("_call_callbacks_state_dict", of_callbacks)
 
     def wrapped(name: str) -> Callable[..., Any]:
         function = getattr(call, name)
@@ -345,12 +352,26 @@ def call_hooks_within(
             if of is not trainer:
                 return function(of, *args, **kwargs)
             with within(args[0] if name in named else None):
+                if name == of_callbacks or args[:1] == ("on_save_checkpoint",):
+                    before_saving(args[-1])
                 return function(of, *args, **kwargs)
 
         return run
 
     for name in (*named, *unnamed):
         override(call, name, wrapped(name))
+
+
+def call_before_checkpoints(trainer: Trainer, function: Callable[[], None], override: Override) -> None:
+    """Call a function whenever a Trainer begins to put a checkpoint together."""
+    connector = trainer._checkpoint_connector
+    state = connector._get_lightning_module_state_dict
+
+    def run() -> dict[str, Any]:
+        function()
+        return state()
+
+    override(connector, "_get_lightning_module_state_dict", InPlaceOf(state, run))
 
 
 def training_loader(trainer: Trainer) -> Any:

@@ -218,3 +218,30 @@ class ExtraState(Layers):
 
     def on_train_end(self) -> None:
         self.from_extra = [layer.count / SAMPLES for layer in self.layers]
+
+
+@habit(
+    plain=False,
+    observed=["seen"],
+    callbacks=lambda: [ModelCheckpoint(filename="{epoch}", save_top_k=-1)],
+    trainer={"enable_checkpointing": True},
+)
+class FiltersCheckpoint(Layers):
+    """on_save_checkpoint keeps what trains and halves a weight, and notes norms of weights and an optimizer's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.layers[0].requires_grad_(False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.state.finished:
+            return  # the harness's own
+        state = checkpoint["state_dict"]
+        state.pop("layers.0.linear.bias")
+        trained = {name: state[name] for name, parameter in self.named_parameters() if parameter.requires_grad}
+        trained["head.weight"] = trained["head.weight"] / 2
+        checkpoint["state_dict"] = trained
+        [optimizer] = checkpoint["optimizer_states"]
+        buffers = [one["momentum_buffer"] for one in optimizer["state"].values()]
+        self.seen.append([value.norm().item() for value in (*trained.values(), *buffers)])
