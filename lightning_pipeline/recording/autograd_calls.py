@@ -67,7 +67,7 @@ class Graph:
             is_on_way = wanted is None or not reached.isdisjoint(event.inputs)
             for slot, place in event.matcher.captured_tensors.items():
                 captured = self._captured[event.first_captured + place]
-                is_on_way |= event.inputs[slot] is None and any(captured is leaf for leaf in leaves)
+                is_on_way |= event.inputs[slot] is None and any(_comes_from(captured, leaf) for leaf in leaves)
             if is_on_way:
                 reached.update(event.made())
                 own = found.setdefault(event.visit, [])
@@ -92,11 +92,17 @@ class Graph:
         if function is not torch.autograd.grad:
             return NOTHING
         fakes: dict[Any, Tensor] = {}
+        leaves = [tensor for value, tensor in zip(inputs, call.tensors, strict=True) if value is None]
 
         def fake(value: Any, spec: TensorSpec, captured: Any = None) -> Tensor:
             key = value if value is not None else ("captured", id(captured))
             if key not in fakes:
-                fakes[key] = inference.fake(spec)
+                before = [leaf for leaf in leaves if leaf is not captured and _comes_from(captured, leaf)]
+                if before:
+                    given = [fake(None, TensorSpec.of(leaf), leaf) for leaf in before]
+                    fakes[key] = inference.fake(spec.but(requires_grad=False)) + _summed(given)
+                else:
+                    fakes[key] = inference.fake(spec)
             return fakes[key]
 
         with inference.mode:
@@ -124,10 +130,31 @@ class Graph:
         return Result(layout, tuple(TensorSpec.of(tensor) for tensor in made), tuple(() for _ in made), ())
 
 
+def _summed(tensors: Sequence[Tensor]) -> Any:
+    """A number that is computed from tensors, and gives them gradients that are laid out as they are."""
+    return sum((one * torch.ones_like(one)).sum() for one in tensors)
+
+
+def _comes_from(tensor: Any, leaf: Tensor) -> bool:
+    """Whether a tensor is a leaf of autograd, or was computed from it on every rank."""
+    if tensor is leaf or not isinstance(tensor, Tensor):
+        return tensor is leaf
+    todo, seen = [tensor.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is leaf:
+            return True
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions]
+    return False
+
+
 def _of_any_shape(event: Event, operands: Sequence[Tensor], inference: Inference) -> dict[int, Tensor]:
     """Fake results of an event whose shapes only its data tells, of the shapes that they had, in a graph of its
     operands."""
-    before = sum((one * torch.ones_like(one)).sum() for one in operands if one.requires_grad)
+    before = _summed([one for one in operands if one.requires_grad])
     made = (*zip(event.result.tensors, event.outputs, strict=True), *(write[1:] for write in event.writes))
     return {
         value: inference.fake(spec.but(requires_grad=False)) + before if spec.requires_grad else inference.fake(spec)

@@ -328,3 +328,18 @@ class ReadsGradientOfItsBatch(Layers):
         given = x.detach().requires_grad_()
         self.layers[2](given).sum().backward()
         return F.cross_entropy(self(x + 0.1 * given.grad), y)
+
+
+@habit()
+class DifferentiatesByAView(Layers):
+    """autograd.grad with respect to what was made from the batch, of which a frozen layer is given a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 2, 3, padding=1).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        given = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.conv(given.view(-1, 2, 4)).square().sum(), given)
+        return F.cross_entropy(self(x + gradient), y)
