@@ -36,6 +36,7 @@ from ..checkpoint.sharded import (
     optimizer_state_in_parts,
 )
 from ..checkpoint.state import filled_from_owners, gather_module, gather_module_state, help_to_gather, load_module_state
+from .left_states import used_in_parts
 from .lightning_private import innermost
 
 if TYPE_CHECKING:
@@ -164,7 +165,9 @@ class Checkpoints:
         strategy, optimizers = self._strategy, self._session.optimizers
         optimizers.follow(strategy.optimizers, strategy.module)
         if strategy.save_distributed_checkpoint:
-            return optimizer_state_in_parts(optimizers.layout_of(optimizer), optimizers.ownership)
+            layout = optimizers.layout_of(optimizer)
+            with used_in_parts(layout.optimizer):
+                return optimizer_state_in_parts(layout, optimizers.ownership)
         return optimizers.gather_state(optimizer, is_writer=self._is_writer) or OnFirstRank()
 
     def check_alive(self) -> None:

@@ -156,13 +156,16 @@ class LocalModule:
         if self._device.type != "cpu":
             self._move(torch.device("cpu"))
 
-    def make_whole(self, num_processes: int) -> None:
+    def make_whole(self, num_processes: int) -> bool:
         """Give every rank the whole module, on the CPU, if that fits into memory.
 
         All ranks must call it; `release_remote` undoes it.
 
         Args:
             num_processes: that share this machine's memory.
+
+        Returns:
+            Whether every rank has it.
         """
         partial: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named_tensors(self._module):
@@ -185,6 +188,7 @@ class LocalModule:
         elif found[1]:
             self._spread(list(partial.values()))
             lift_guards(self._module)
+        return found[0] == _NONE
 
     def _most(self, numbers: Tensor) -> list[float]:
         """The maximum of each over all stages and replicas."""

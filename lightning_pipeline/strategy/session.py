@@ -19,7 +19,7 @@ from lightning_pipeline.hooks.first_rank import Lending
 from lightning_pipeline.partition.microbatch import OneBatch, refuse_list_of_samples
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.stage_config import Stage, read_stage_config
-from lightning_pipeline.runtime.host_memory import keep_freed_memory
+from lightning_pipeline.runtime.host_memory import available_bytes, keep_freed_memory
 from lightning_pipeline.runtime.log import is_logging, logger
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
@@ -236,16 +236,20 @@ class Session:
     def uninstall(self) -> None:
         """At the end of a run."""
         self._installed.close()
+        self.optimizers.leave()
 
     def leave_module(self, num_processes: int) -> None:
-        """At the end of a run: make the module whole on every rank, if it fits.
+        """At the end of a run: make the module and the states of optimizers whole on every rank, if they fit.
 
         Args:
             num_processes: the number of processes that share this machine's memory.
         """
-        self.stages.local.make_whole(num_processes)
+        is_whole = self.stages.local.make_whole(num_processes)
         if self.stages.owner_computes is not None:
             self.stages.owner_computes.make_whole(num_processes)
+        if is_whole:
+            self.optimizers.follow(self.strategy.optimizers, self.module)
+            self.optimizers.make_whole(available_bytes() // (2 * num_processes))
 
     # -- data -------------------------------------------------------------------------------------------------------
 
@@ -349,6 +353,7 @@ def session_for(strategy: PipelineStrategy, module: LightningModule, before: Ses
     strategy.peers.agree("the set-up of the pipeline", {**parts_of(module), **cut})
     if before is not None and not before.is_over and before.module is module and before.num_stages == num_stages:
         before.stages.release_remote()
+        before.optimizers.release()
         return before
     told, replicas = strategy.told_replicas, strategy.topology_of(num_stages).data_parallel_size
     if told not in (None, replicas):

@@ -23,6 +23,7 @@ from lightning_pipeline.runtime.transport import Transport
 from .._lightning import LightningModule, LightningOptimizer, is_overridden, rank_zero_warn
 from ..checkpoint.optimizer_layout import OptimizerLayout
 from .hooks import has_hook, is_plain_optimizer
+from .left_states import allow_use, make_states_whole, refuse_use, used_in_parts
 from .shared_updates import OptimizerShards, WholeUpdates
 
 _NO_GRADIENT = -1.0  # no norm is negative, and NaN stays free for gradients that are
@@ -143,6 +144,30 @@ class StageOptimizers:
         for update in reversed(self._updates.get(inner(optimizer), ())):
             update.after_update()
 
+    # -- between runs -----------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """At the end of a run: what this rank has of the states may be a part, and says so when it is used."""
+        if self._transport is not None or self.are_shared_out:
+            refuse_use(self.optimizers)
+
+    def make_whole(self, limit: int) -> None:
+        """Give every rank the states that one process has, where they fit. All ranks must call it.
+
+        Args:
+            limit: the bytes that this rank can take.
+        """
+        if self._transport is None or self.are_shared_out:
+            return
+        allow_use(self.optimizers)
+        if not make_states_whole(list(self), self.ownership, self._transport, limit):
+            refuse_use(self.optimizers)
+
+    def release(self) -> None:
+        """Before a further run: go back to the part that this rank has."""
+        allow_use(self.optimizers)
+        self.settle(self.ownership)
+
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def gather_state(self, optimizer: Optimizer, *, is_writer: bool) -> dict[str, Any]:
@@ -153,7 +178,8 @@ class StageOptimizers:
         """
         layout = self._layouts[inner(optimizer)]
         collect = self._collector(inner(optimizer))
-        return layout.gather_state(self.ownership, self._transport, collect, is_writer=is_writer)
+        with used_in_parts(inner(optimizer)):
+            return layout.gather_state(self.ownership, self._transport, collect, is_writer=is_writer)
 
     def load_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Load this rank's parts of full state dicts, one of each optimizer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import torch
@@ -310,3 +311,30 @@ class SharpnessAware(Layers):
 
     def configure_optimizers(self) -> Any:
         return Sharpness(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@habit(observed=["found"], plain=False)
+class OptimizerSavedAtTheEnd(Noting):
+    """Saves the optimizer's state dict, and reads its state, in each hook after the last step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def note(self, name: str) -> None:
+        optimizer = self.trainer.optimizers[0]
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file)["state"]
+        moments = {index: entries["exp_avg"].norm().item() for index, entries in state.items()}
+        self.found.append((name, moments, len(optimizer.state), optimizer.state[self.head.bias]["step"].item()))
+
+    def on_train_end(self) -> None:
+        self.note("on_train_end")
+
+    def on_fit_end(self) -> None:
+        self.note("on_fit_end")
+
+    def teardown(self, stage: str) -> None:
+        if self.trainer.optimizers:
+            self.note("teardown")

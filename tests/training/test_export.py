@@ -6,6 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -13,6 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.strategy import session
 from tests.launching import PATIENCE_S, launch
 from tests.training.models import LitTokens, gpt_stages, token_loader, tokens
 from tests.training.runs import QUIET
@@ -58,7 +60,7 @@ class LitHuggingFace(L.LightningModule):
         return self.model(input_ids=batch[0], labels=batch[0]).loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def run(world: int, folder: Path) -> dict[str, Any]:
@@ -73,14 +75,18 @@ def run(world: int, folder: Path) -> dict[str, Any]:
         trainer.fit(module, token_loader(16, 4))
         trainer.save_checkpoint(folder / f"{name}.ckpt")
         gathered = strategy.gather_module()
+        [optimizer] = trainer.optimizers
         if name == "replicas":
             whole = module.state_dict()
+            torch.save(optimizer.state_dict(), folder / f"optimizer.{trainer.global_rank}.pt")
             if gathered is not None:
                 assert all(torch.equal(value, whole[key]) for key, value in gathered.state_dict().items())
         else:  # which is not put together
             for what in (module, module.net.blocks):
                 with pytest.raises(RuntimeError, match=r"is on another stage.*trainer.strategy.gather_module\(\)"):
                     what.state_dict()
+            with pytest.raises(RuntimeError, match=r"state is used after the run \(.*trainer.save_checkpoint\(path\)"):
+                optimizer.state_dict()
         assert (gathered is not None) == (trainer.global_rank == 0)
         if gathered is not None:
             torch.save(gathered.state_dict(), folder / f"{name}.pt")
@@ -95,7 +101,11 @@ def run(world: int, folder: Path) -> dict[str, Any]:
     module = LitHuggingFace()
     strategy = PipelineStrategy(num_stages=2, num_microbatches=2, timeout=PATIENCE_S)
     trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=1, **QUIET)
-    trainer.fit(module, token_loader(8, 4))
+    with mock.patch.object(session, "available_bytes", return_value=0):  # the module alone fits
+        trainer.fit(module, token_loader(8, 4))
+    module.state_dict()
+    with pytest.raises(RuntimeError, match=r"SGD.state is used after the run.*has only a part"):
+        len(trainer.optimizers[0].state)
     trainer.save_checkpoint(folder / "hf.ckpt")
     gathered = strategy.gather_module()
     if gathered is not None:
@@ -146,6 +156,15 @@ def test_the_gathered_module_is_that_of_the_checkpoint(name: str, found: Any, fo
     }
     with torch.no_grad():
         assert torch.equal(found[name]["output"], module(tokens(4).tensors[0]))
+
+
+def test_the_optimizer_of_every_rank_has_the_whole_state(found: Any, folder: Path) -> None:
+    [saved] = torch.load(folder / "replicas.ckpt", weights_only=True)["optimizer_states"]
+    for rank in range(4):
+        state = torch.load(folder / f"optimizer.{rank}.pt", weights_only=True)
+        assert list(state["state"]) == list(saved["state"]) and saved["state"]
+        for index, entries in saved["state"].items():
+            assert all(torch.equal(value, state["state"][index][key]) for key, value in entries.items())
 
 
 def test_a_hugging_face_model_is_saved_by_its_own_method(found: Any, folder: Path) -> None:

@@ -1,0 +1,142 @@
+"""What a run leaves in ``optimizer.state``: that of one process on every rank, or an error that says it is in parts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.runtime.direct import recv_tree, send_tree, to_cpu
+from lightning_pipeline.runtime.transport import Transport
+
+from ..checkpoint.optimizer_layout import OptimizerLayout
+
+
+def make_states_whole(
+    layouts: Sequence[OptimizerLayout], ownership: Ownership, transport: Transport, limit: int
+) -> bool:
+    """Give every stage the states of all parameters, on the CPU, if they fit. All stages must call it.
+
+    Args:
+        layouts: of optimizers whose parameters are whole.
+        limit: the bytes that this rank can take.
+
+    Returns:
+        Whether every stage has them.
+    """
+    here = list(chain.from_iterable(_tensors(layout.optimizer.state.values()) for layout in layouts))
+    if any(type(tensor) is Placeholder for tensor in here):  # which a hook has put there
+        limit = -1
+    own = [_owned(layout, ownership) for layout in layouts]
+    num_bytes = sum(tensor.nbytes for states in own for tensor in _tensors(states.values()))
+    sizes = torch.tensor([num_bytes, limit], dtype=torch.float64)
+    sent, limits = transport.all_gather_vector(sizes, "sizes of the optimizers' states").unbind(1)
+    if sent.sum() > limits.min():
+        return False
+    for layout, states in zip(layouts, own, strict=True):
+        _spread(layout, states, ownership, transport)
+    return True
+
+
+def _owned(layout: OptimizerLayout, ownership: Ownership) -> dict[str, Any]:
+    """The states of the parameters that this stage owns, by name; of LBFGS, which every stage has run, none."""
+    state = layout.optimizer.state
+    return {
+        name: state[parameter]
+        for name, parameter in layout.local_parameters()
+        if not layout.keeps_all and ownership.is_owner(name) and parameter in state
+    }
+
+
+def _spread(layout: OptimizerLayout, own: dict[str, Any], ownership: Ownership, transport: Transport) -> None:
+    states: dict[nn.Parameter, Any] = layout.optimizer.state  # type: ignore[assignment]
+    parameters = dict(layout.local_parameters())
+    for owner in range(ownership.num_stages):
+        if owner != ownership.stage:
+            received = recv_tree(transport, owner, "states of the whole optimizer")
+            states.update({parameters[name]: state for name, state in received.items()})
+            continue
+        for peer in range(ownership.num_stages):
+            if peer != owner:
+                lacking = {name: state for name, state in own.items() if peer not in ownership.holders[name]}
+                send_tree(lacking, transport, peer)
+    ordered = {key: to_cpu(states[key]) for key in parameters.values() if key in states}
+    ordered.update({key: state for key, state in states.items() if key not in ordered})
+    states.clear()
+    states.update(ordered)
+
+
+def _tensors(states: Iterable[Any]) -> list[Tensor]:
+    return tree.leaves(list(states))
+
+
+# -- states that stay in parts -----------------------------------------------------------------------------------------
+
+
+def refuse_use(optimizers: Iterable[Optimizer]) -> None:
+    """From now on, `optimizer.state` is an error that says that this rank has a part of it."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer.state, _InParts):
+            with suppress(AttributeError):  # a property without a setter, which hooks have refused
+                optimizer.state = _InParts(optimizer)
+
+
+def allow_use(optimizers: Iterable[Optimizer]) -> None:
+    """Undo `refuse_use`."""
+    for optimizer in optimizers:
+        if isinstance(optimizer.state, _InParts):
+            optimizer.state = optimizer.state.own
+
+
+@contextmanager
+def used_in_parts(optimizer: Optimizer) -> Iterator[None]:
+    """While entered, the package works on the part that this rank has."""
+    state = optimizer.state
+    allow_use([optimizer])
+    try:
+        yield
+    finally:
+        if isinstance(state, _InParts):
+            optimizer.state = state
+
+
+class _InParts(defaultdict[Any, Any]):
+    """In place of a state of which this rank has a part.
+
+    Attributes:
+        own: the part.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(dict)
+        self.own = optimizer.state
+        self.name = type(optimizer).__name__
+
+
+def _refused(method: str) -> Callable[..., Any]:
+    def refuse(self: _InParts, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{self.name}.state is used after the run ({users_line()}), of which this rank has only a part: "
+            f"write a checkpoint with trainer.save_checkpoint(path) on all ranks, which has the whole state in "
+            f'["optimizer_states"]'
+        )
+
+    return refuse
+
+
+for _method in (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__"),
+    *("__reduce__", "__copy__", "get", "keys", "values", "items", "pop", "popitem", "clear", "setdefault", "update"),
+    "copy",
+):
+    setattr(_InParts, _method, _refused(_method))
