@@ -11,9 +11,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.engine.slices import local_part
 from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.planning import calibration, timing
 from lightning_pipeline.strategy import partitioner, trials
@@ -40,12 +40,17 @@ class Losses(Callback):
 
 
 class Present(Callback):
-    """Notes which parameters this rank has data of when training ends: afterwards it has all of them again."""
+    """Notes what this rank holds when training ends, as afterwards it has all again."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         held = {name: p for name, p in pl_module.named_parameters() if not is_absent(p)}
         self.names = sorted(held)
-        self.numel = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in held.values())
+        self.numel = sum(local_part(parameter).numel() for parameter in held.values())
+        with trainer.strategy.aside():
+            states = trainer.optimizers[0].state.values() if trainer.optimizers else ()
+            self.numel_of_states = sum(
+                local_part(value).numel() for state in states for value in state.values() if isinstance(value, Tensor)
+            )
 
 
 def pipeline_trainer(
