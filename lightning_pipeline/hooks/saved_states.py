@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -9,9 +10,50 @@ from torch import Tensor
 from lightning_pipeline.hooks.operands import Exchanges, TensorKeys
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec, placeholder
+from lightning_pipeline.partition.users_line import users_line
 
 _GATHERED = ("state_dict", "optimizer_states")
 """Entries of a checkpoint that have their contents on the first rank alone."""
+
+
+class OnFirstRank(dict[str, Any]):
+    """A state dict that only the first rank has; empty.
+
+    Args:
+        is_seen: by hooks, for which it is not to pass as one without entries.
+    """
+
+    def __init__(self, *, is_seen: bool = False) -> None:
+        super().__init__()
+        self.is_seen = is_seen
+
+    def __missing__(self, name: str) -> Any:
+        raise _only_on_first_rank(repr(name))
+
+
+def _only_on_first_rank(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} of a checkpoint is read where only rank 0 has the state ({users_line()}): read it under "
+        f"`if self.trainer.is_global_zero:`"
+    )
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
+    def run(self: OnFirstRank, *args: Any) -> Any:
+        if self.is_seen:
+            raise _only_on_first_rank("a state dict")
+        return plain(self, *args)
+
+    return run
+
+
+for _name in (
+    *("__contains__", "__iter__", "__len__", "__eq__", "__repr__", "__delitem__", "__reversed__"),
+    *("get", "keys", "values", "items", "copy", "pop", "popitem"),
+):
+    setattr(OnFirstRank, _name, _refused(_name))
 
 
 class SavedStates:
@@ -33,14 +75,17 @@ class SavedStates:
             return
         self._are_new = False
         if self._rank == 0:
-            tensors, layout = tree.flatten({key: checkpoint[key] for key in _GATHERED if key in checkpoint})
+            gathered = {key: checkpoint[key] for key in _GATHERED if key in checkpoint}
+            if any(isinstance(state, OnFirstRank) for state in gathered.get("optimizer_states", ())):
+                del gathered["optimizer_states"]  # of another replica
+            tensors, layout = tree.flatten(gathered)
             self._exchanges.share("on_save_checkpoint", ([TensorSpec.of(tensor) for tensor in tensors], layout))
             # An optimizer's own tensors may be among them, and not every rank has those noted as the first one's.
             aliases = {id(tensor): self._keys.note(tensor.detach(), (0,)) for tensor in tensors}
             state = checkpoint["state_dict"]  # changed in place, as it has attributes
             for name, value in state.items():
                 state[name] = _replaced(value, aliases)
-            if "optimizer_states" in checkpoint:
+            if "optimizer_states" in gathered:
                 checkpoint["optimizer_states"] = _replaced(checkpoint["optimizer_states"], aliases)
         else:
             specs, layout = self._exchanges.share("on_save_checkpoint")[0]

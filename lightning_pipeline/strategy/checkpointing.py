@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_pipeline import _torch
+from lightning_pipeline.hooks.saved_states import OnFirstRank
 from lightning_pipeline.partition.rng import add_random_state, free_memory, restore_random_state
-from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.log import logger
 
@@ -36,6 +36,7 @@ from ..checkpoint.sharded import (
     optimizer_state_in_parts,
 )
 from ..checkpoint.state import filled_from_owners, gather_module, gather_module_state, help_to_gather, load_module_state
+from .hooks import has_hook
 from .left_states import used_in_parts
 from .lightning_private import innermost
 
@@ -44,17 +45,6 @@ if TYPE_CHECKING:
     from .session_strategy import SessionStrategy
 
 log = logging.getLogger(__name__)
-
-
-class OnFirstRank(dict[str, Any]):
-    """A state dict that only the first rank has; empty."""
-
-    def __missing__(self, name: str) -> Any:
-        raise RuntimeError(
-            f"{name!r} of a checkpoint is read where only rank 0 has the state ({users_line()}): read it under "
-            f"`if self.trainer.is_global_zero:`, or save within the run, such as in on_train_end, where every rank of "
-            f"the first replica can read it"
-        )
 
 
 class Checkpoints:
@@ -96,20 +86,28 @@ class Checkpoints:
         """Whether this rank's pipeline writes checkpoints, which would be the same on all."""
         return self._session.topology.pipeline == 0
 
+    @property
+    def _is_seen(self) -> bool:
+        """Whether hooks see the checkpoints that are saved, on every rank."""
+        return has_hook("on_save_checkpoint", self._strategy.module)
+
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def module_state(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The module's state dict, on the rank that writes it; {} elsewhere. All ranks must call it."""
+        """The module's state dict, on the rank that writes it, and wherever hooks see it. All ranks must call it."""
         if self._saves_plainly:
             return plain()
         self.check_alive()
         module = self._strategy.module
         if self._strategy.save_distributed_checkpoint:
             return module_state_in_parts(module)
-        if not self._is_writer:
-            help_to_gather(module, self._session.ownership)
+        session, is_seen = self._session, self._is_seen
+        if session.is_left_whole:
+            return plain()
+        if not self._is_writer and not is_seen:
+            help_to_gather(module, session.ownership)
             return OnFirstRank()
-        return gather_module_state(module, self._session.ownership, self._session.transport) or OnFirstRank()
+        return gather_module_state(module, session.ownership, session.transport) or OnFirstRank(is_seen=is_seen)
 
     def gather_module(self) -> LightningModule | None:
         """`PipelineStrategy.gather_module`."""
@@ -158,7 +156,7 @@ class Checkpoints:
         writer.save(checkpoint, path)
 
     def optimizer_state(self, plain: Callable[[Optimizer], dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state dict, on the rank that writes it; {} elsewhere. All ranks must call it."""
+        """An optimizer's state dict, on the rank that writes it, and wherever hooks see it. All ranks must call it."""
         if self._saves_plainly:
             return plain(optimizer)
         self.check_alive()
@@ -168,7 +166,12 @@ class Checkpoints:
             layout = optimizers.layout_of(optimizer)
             with used_in_parts(layout.optimizer):
                 return optimizer_state_in_parts(layout, optimizers.ownership)
-        return optimizers.gather_state(optimizer, is_writer=self._is_writer) or OnFirstRank()
+        if optimizers.are_whole:
+            return plain(optimizer)
+        is_seen = self._is_seen
+        # Where replicas share the states out, the first one alone puts them together.
+        is_writer = self._is_writer or (is_seen and not optimizers.are_shared_out)
+        return optimizers.gather_state(optimizer, is_writer=is_writer) or OnFirstRank(is_seen=is_seen)
 
     def check_alive(self) -> None:
         """Before gathering from all stages, raise if others would not take part.

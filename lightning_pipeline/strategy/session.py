@@ -73,6 +73,7 @@ class Session:
         advisor: chooses the schedule; None unless schedule="auto".
         signals: those that have arrived on this rank.
         is_over: a run has failed, so the next one needs new connections.
+        is_left_whole: the last run is over, and has left every rank the whole module.
     """
 
     topology: Topology
@@ -96,6 +97,7 @@ class Session:
         self.module = module
         self.num_stages = num_stages
         self.is_over = False
+        self.is_left_whole = False
         self.signals = Signals(module, has_replicas=replicas > 1)
         self.strategy = strategy
         self.device = strategy.root_device
@@ -244,10 +246,10 @@ class Session:
         Args:
             num_processes: the number of processes that share this machine's memory.
         """
-        is_whole = self.stages.local.make_whole(num_processes)
+        self.is_left_whole = self.stages.local.make_whole(num_processes)
         if self.stages.owner_computes is not None:
             self.stages.owner_computes.make_whole(num_processes)
-        if is_whole:
+        if self.is_left_whole:
             self.optimizers.follow(self.strategy.optimizers, self.module)
             self.optimizers.make_whole(available_bytes() // (2 * num_processes))
 
@@ -354,6 +356,7 @@ def session_for(strategy: PipelineStrategy, module: LightningModule, before: Ses
     if before is not None and not before.is_over and before.module is module and before.num_stages == num_stages:
         before.stages.release_remote()
         before.optimizers.release()
+        before.is_left_whole = False
         return before
     told, replicas = strategy.told_replicas, strategy.topology_of(num_stages).data_parallel_size
     if told not in (None, replicas):

@@ -42,6 +42,7 @@ class StageOptimizers:
     Attributes:
         optimizers: the run's, in order.
         are_shared_out: whether a rank may have only a part of the state of a parameter that it holds.
+        are_whole: after a run, whether every rank has the states of all parameters.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class StageOptimizers:
         self._layouts: dict[Optimizer, OptimizerLayout] = {}
         self.optimizers = self._layouts.keys()
         self.are_shared_out = shards_over is not None or has_slices
+        self.are_whole = False
         self._transport = transport
         self._shards_over = shards_over
         self._has_slices = has_slices
@@ -148,7 +150,7 @@ class StageOptimizers:
 
     def leave(self) -> None:
         """At the end of a run: what this rank has of the states may be a part, and says so when it is used."""
-        if self._transport is not None or self.are_shared_out:
+        if (self._transport is not None or self.are_shared_out) and not self.are_whole:
             refuse_use(self.optimizers)
 
     def make_whole(self, limit: int) -> None:
@@ -160,11 +162,13 @@ class StageOptimizers:
         if self._transport is None or self.are_shared_out:
             return
         allow_use(self.optimizers)
-        if not make_states_whole(list(self), self.ownership, self._transport, limit):
+        self.are_whole = make_states_whole(list(self), self.ownership, self._transport, limit)
+        if not self.are_whole:
             refuse_use(self.optimizers)
 
     def release(self) -> None:
         """Before a further run: go back to the part that this rank has."""
+        self.are_whole = False
         allow_use(self.optimizers)
         self.settle(self.ownership)
 

@@ -245,3 +245,25 @@ class FiltersCheckpoint(Layers):
         [optimizer] = checkpoint["optimizer_states"]
         buffers = [one["momentum_buffer"] for one in optimizer["state"].values()]
         self.seen.append([value.norm().item() for value in (*trained.values(), *buffers)])
+
+
+@habit(plain=False, observed=["seen"])
+class IteratesOverCheckpoint(Layers):
+    """on_save_checkpoint goes over all entries, drops what is frozen, and notes the rest, also after the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.layers[0].requires_grad_(False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        for name in list(state):
+            if name.startswith("layers.0."):
+                del state[name]
+        self.seen.append({name: value.sum().item() for name, value in state.items()})
+        [optimizer] = checkpoint["optimizer_states"]
+        self.seen.append([entries["momentum_buffer"].sum().item() for entries in optimizer["state"].values()])
+
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(folder_of(self) / "own.ckpt")

@@ -27,13 +27,23 @@ def scaled(module: Any, inputs: Any, output: Any) -> Any:
 
 
 class LitBuffers(LitTokens):
-    """Has buffers on each stage, one of which is not saved."""
+    """Has buffers on each stage, one of which is not saved. Adds up what it finds in checkpoints."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.sums: list[Any] = []
         for number, block in enumerate(self.net.blocks):
             block.register_buffer("scale", torch.tensor(1.0 + number), persistent=number % 2 == 0)
             block.register_forward_hook(scaled)
+
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "own.ckpt")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        try:
+            self.sums.append(sum(value.double().sum().item() for value in checkpoint["state_dict"].values()))
+        except RuntimeError as error:
+            self.sums.append(str(error))
 
 
 class LitKeepsArguments(LitTokens):
@@ -71,9 +81,10 @@ def run(world: int, folder: Path) -> dict[str, Any]:
         strategy = PipelineStrategy(
             stage_config=gpt_stages(2), num_stages=2, num_microbatches=2, timeout=PATIENCE_S, **options
         )
-        trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=1, **QUIET)
+        trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=1, default_root_dir=folder, **QUIET)
         trainer.fit(module, token_loader(16, 4))
         trainer.save_checkpoint(folder / f"{name}.ckpt")
+        found[f"{name}, sums"] = module.sums
         gathered = strategy.gather_module()
         [optimizer] = trainer.optimizers
         if name == "replicas":
@@ -139,8 +150,23 @@ def copied(value: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
-    return launch(run, 4, folder, world=4)[0]
+def found_by_rank(folder: Path) -> list[dict[str, Any]]:
+    return launch(run, 4, folder, world=4)
+
+
+@pytest.fixture(scope="module")
+def found(found_by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    return found_by_rank[0]
+
+
+@pytest.mark.parametrize("name", ["replicas", "fsdp"])
+def test_hooks_of_every_rank_find_the_entries_of_a_checkpoint(name: str, found_by_rank: Any) -> None:
+    first, *others = [found[f"{name}, sums"] for found in found_by_rank]
+    assert len(first) == 2 and first[0] == first[1] != 0
+    for sums in others:
+        assert sums[0] == first[0]
+        assert sums[1] == first[0] or "is_global_zero" in sums[1]
+        assert name == "fsdp" or sums == first
 
 
 @pytest.mark.parametrize("name", ["replicas", "fsdp"])
