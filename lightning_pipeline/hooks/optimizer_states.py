@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_pipeline.hooks.operands import Exchanges, Operands, TensorKeys
 from lightning_pipeline.partition.ownership import holders_of, note_holders
@@ -55,6 +55,8 @@ class OptimizerStates:
 
     def _show(self) -> None:
         for optimizer in self.optimizers:
+            if isinstance(optimizer, LBFGS):  # which every rank runs over all parameters, so its state is whole
+                continue
             whole = _WholeState(optimizer, self._completed)
             try:
                 optimizer.state = whole

@@ -338,3 +338,23 @@ class OptimizerSavedAtTheEnd(Noting):
     def teardown(self, stage: str) -> None:
         if self.trainer.optimizers:
             self.note("teardown")
+
+
+@habit(observed=["found"], plain=False, epochs=3)
+class DirectionsOfLBFGS(Noting):
+    """Reads the state of LBFGS, which is that of all parameters together, in hooks and after the run."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    def note(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        [state] = optimizer.state.values()
+        self.found.append((state["d"].norm().item(), state["func_evals"], len(state["old_dirs"])))
+        self.found.append(optimizer.state_dict()["state"][0]["d"].sum().item())
+
+    def on_train_epoch_end(self) -> None:
+        self.note()
+
+    def on_fit_end(self) -> None:
+        self.note()
