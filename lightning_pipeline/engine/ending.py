@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_pipeline.engine.microbatch import Microbatch, digests
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.tensor_meta import as_bytes, from_bytes, num_bytes, places
@@ -23,6 +25,8 @@ CAPACITY = 1024
 """Number of bytes of values in the first message of the exchange."""
 _SMALL = 256
 """Largest size in bytes of a value that is packed with others."""
+_ROOM = 256
+"""Largest number of values that a rank at the end of its step sends beyond those of `check_on_the_way`."""
 
 
 @dataclass(slots=True)
@@ -93,9 +97,7 @@ def end_step(
     rows = transport.all_gather_vector(row, "the end of the step")
     digests = rows[:, CAPACITY // 8].tolist()
     if len(set(digests)) > 1:
-        own = _what_ran(microbatches)
-        told = [transport.broadcast_object(own, rank, "what a rank ran") for rank in range(transport.num_stages)]
-        _tell_difference(told, transport.name_of)
+        _compare(_what_ran(microbatches), transport)
     parts = [rows.view(torch.uint8)[:, :CAPACITY][:, : len(first)]]
     if len(rest):
         more = transport.all_gather_vector(rest.view(torch.float64), "values of the step")
@@ -113,6 +115,38 @@ def end_step(
             # A copy, as the stage's graph may have saved the tensor that it computed.
             become(one.place, one.data.detach().clone() if one.owner == rank else one.data.detach())
     return rows[:, CAPACITY // 8 + 1 :].tolist()
+
+
+def check_on_the_way(
+    microbatches: Sequence[Microbatch], current: Recording, transport: Transport | None, then: str
+) -> None:
+    """Compare the calls so far, before values of them are sent: Gloo ends a process that gets more than it expects.
+
+    All ranks must call it. A rank that has come to the end of its step instead is told as well.
+
+    Args:
+        current: of the micro-batch that ranks are at.
+        then: what comes next, for errors.
+
+    Raises:
+        RuntimeError: the ranks did not run the same; the message names the first call that differs.
+    """
+    if transport is None:
+        return
+    made = hashlib.blake2b(current.event.digest + then.encode(), digest_size=6)
+    row = torch.zeros(CAPACITY // 8 + 1, dtype=torch.float64)
+    row[CAPACITY // 8] = float(int.from_bytes(made.digest(), "little"))
+    rows = transport.all_gather_vector(row, f"what ranks ran (this one {then})", room=_ROOM)
+    if len(set(rows[:, CAPACITY // 8].tolist())) > 1:
+        own = _what_ran([state for state in microbatches if state.recording is not None])
+        place = next(place for place, state in enumerate(microbatches) if state.recording is current)
+        own[place][0].append((made.digest(), then, users_line(), current.event.num_captured))
+        _compare(own, transport)
+
+
+def _compare(own: list[Any], transport: Transport) -> NoReturn:
+    told = [transport.broadcast_object(own, rank, "what a rank ran") for rank in range(transport.num_stages)]
+    _tell_difference(told, transport.name_of)
 
 
 def _is_small(spec: TensorSpec) -> bool:
@@ -173,7 +207,7 @@ def _what_ran(microbatches: Sequence[Microbatch]) -> list[Any]:
 
 def _tell_difference(told: Sequence[list[Any]], name_of: Callable[[int], str]) -> NoReturn:
     """Find the first difference between what ranks ran, and raise an error that names it, and them by `name_of`."""
-    for index, ran in enumerate(zip(*told, strict=True)):
+    for index, ran in enumerate(zip(*told, strict=False)):
         paths = [path for path, _ in ran]
         for number in range(max(map(len, paths))):
             found = [path[number] if number < len(path) else (b"", "nothing more", "its end", 0) for path in paths]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_pipeline.engine.draws import set_aside
+from lightning_pipeline.engine.ending import check_on_the_way
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.recording.recording import Recording
 
@@ -42,6 +43,7 @@ class StepReads:
                 return [self._shared.spread_kept(state, value) for value in values]
             run = step.begin_in_order(state)
             if not state.is_done:
+                self._check(recording, "reads a value")
                 run.run_up_to(recording.event)
             return run.data_of(values)
 
@@ -64,6 +66,7 @@ class StepReads:
         state, shared = self._state_of(recording), self._shared
         with set_aside():
             run = self._step.begin_in_order(state)
+            self._check(recording, "shows a value")
             run.run_up_to(recording.event)
             tensor: Tensor | None
             if value < 0:
@@ -77,6 +80,9 @@ class StepReads:
             text = show(tensor)
             shared.direct.tell(text)
             return text
+
+    def _check(self, recording: Recording, then: str) -> None:
+        check_on_the_way(self._step.states, recording, self._shared.transport, then)
 
     def _state_of(self, recording: Recording) -> Microbatch:
         return next(state for state in self._step.states if state.recording is recording)

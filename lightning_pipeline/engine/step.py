@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeline.engine.ahead import EarlyForwards
-from lightning_pipeline.engine.ending import check_alike, digest_of, end_step, wanted_values
+from lightning_pipeline.engine.ending import check_alike, check_on_the_way, digest_of, end_step, wanted_values
 from lightning_pipeline.engine.executor import RankProgram, ScheduleRun, Span
 from lightning_pipeline.engine.in_order import InOrder
 from lightning_pipeline.engine.microbatch import Content, EarlyForward, Microbatch, StepResult, contents
@@ -268,6 +268,8 @@ class PipelineStep:
     def _finish_in_order(
         self, state: Microbatch, recording: Recording, run: InOrder, program: Program, asked: Sequence[int]
     ) -> None:
+        if self.work.loss_of is not None:  # ranks wait for one another in any case, for gradients
+            check_on_the_way(self.states, recording, self.shared.transport, "ends")
         run.run_up_to(recording.event)
         for number in asked:
             tensor = run.value(number)

@@ -193,18 +193,22 @@ class Transport(Connection):
 
     # -- between all stages -------------------------------------------------------------------------------------------
 
-    def all_gather_vector(self, values: Tensor, what: str) -> Tensor:
-        """Every stage's `values` (float64, [n], the same n everywhere), as [num_stages, n] on the CPU."""
+    def all_gather_vector(self, values: Tensor, what: str, *, room: int = 0) -> Tensor:
+        """Every stage's `values` (float64, [n], the same n everywhere), as [num_stages, n] on the CPU.
+
+        Args:
+            room: by how much the vector of a stage may be longer that is at another exchange, which it ought not to be.
+        """
         # Point to point rather than a collective: an error then names the peer, and none is left running at exit.
         values = values.detach().to("cpu", torch.float64, copy=True)
-        gathered = values.new_empty(self.num_stages, len(values))
-        gathered[self.stage] = values
+        gathered = values.new_zeros(self.num_stages, len(values) + room)
+        gathered[self.stage, : len(values)] = values
         pending = [endpoint.receive(gathered[peer], what) for peer, endpoint in self._control.items()]
         for endpoint in self._control.values():
             endpoint.send(values)
         for receive in pending:
             receive.wait(what)
-        return gathered
+        return gathered[:, : len(values)]
 
     def barrier(self, what: str) -> None:
         """Return once every stage of this pipeline has called this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -74,6 +75,18 @@ class SeededByItsRank(Layers):
         x, y = batch
         logits = self(x)
         return F.cross_entropy(logits + torch.randn(logits.shape, generator=self.generator), y)
+
+
+@habit(expect=error(r"did not run the same code.*linear at .*depend on the rank"), plain=False, shows=False)
+class SharesSamplesOut(Layers):
+    """Each rank takes other samples, of another number, and reads the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        first = int(os.environ.get("LOCAL_RANK", "0"))
+        loss = F.cross_entropy(self(x[first:]), y[first:])
+        self.seen = loss.item()
+        return loss
 
 
 @habit(expect=error(r"(?i)differ|rank"), plain=False, shows=False)
