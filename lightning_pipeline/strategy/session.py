@@ -249,7 +249,7 @@ class Session:
         self.is_left_whole = self.stages.local.make_whole(num_processes)
         if self.stages.owner_computes is not None:
             self.stages.owner_computes.make_whole(num_processes)
-        if self.is_left_whole:
+        if self.is_left_whole and self.optimizers.optimizers:  # the strategy may have those of another module
             self.optimizers.follow(self.strategy.optimizers, self.module)
             self.optimizers.make_whole(available_bytes() // (2 * num_processes))
 

@@ -69,8 +69,15 @@ class LitHuggingFace(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.model(input_ids=batch[0], labels=batch[0]).loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.model(input_ids=batch[0])
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class LitOther(LitHuggingFace):
+    """Another module for the same Trainer."""
 
 
 def run(world: int, folder: Path) -> dict[str, Any]:
@@ -118,6 +125,8 @@ def run(world: int, folder: Path) -> dict[str, Any]:
     with pytest.raises(RuntimeError, match=r"SGD.state is used after the run.*has only a part"):
         len(trainer.optimizers[0].state)
     trainer.save_checkpoint(folder / "hf.ckpt")
+    trainer.validate(LitOther(), token_loader(8, 4), verbose=False)  # whose parameters no optimizer has
+    trainer.validate(module, token_loader(8, 4), verbose=False)
     gathered = strategy.gather_module()
     if gathered is not None:
         gathered.model.save_pretrained(folder / "hf")
