@@ -84,6 +84,7 @@ class InOrder:
         self._kept: set[Event] = set()  # the beginnings of checkpointed functions whose tensors are kept
         self._is_kept = False  # the running one's
         self._repeated: dict[int, Repeated] = {}  # by visit: its part of the running checkpointed function
+        self._written_again: dict[int, tuple[int, Event]] = {}  # the module's tensors that backward writes into
         if self._rank == placement[0]:
             for value, tensor in enumerate(state.given):
                 self._here[0, value] = tensor
@@ -199,6 +200,9 @@ class InOrder:
                     if one.source > visit and gradient is not None:  # a parameter's: the source's turn is over
                         backward_from([one.sent], [gradient], retain_graph=retain_graph)
         self._transfers.end_backward(transfers, is_repeated=retain_graph)
+        for number, (visit, event) in self._written_again.items():
+            self._share_write(number, visit, event, is_replaced=False)
+        self._written_again.clear()
         for parameter, gradient in before:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
@@ -343,11 +347,28 @@ class InOrder:
                 assert isinstance(spec, TensorSpec)
                 self.specs[value], self.homes[value] = spec, visit
         for number, is_replaced in self._writes.of(event).items():
-            self._share_write(number, visit, event, operands, is_replaced=is_replaced)
+            self._note_written_again(number, visit, event)
+            self._share_write(number, visit, event, is_replaced=is_replaced)
 
-    def _share_write(
-        self, number: int, visit: int, event: Event, operands: Sequence[Tensor], *, is_replaced: bool
-    ) -> None:
+    def _note_written_again(self, number: int, visit: int, event: Event) -> None:
+        """Note a write into the module that backward repeats, as it recomputes the function that makes it.
+
+        Raises:
+            NotImplementedError: another visit writes into the same tensor, of which one of the two has only a copy.
+        """
+        is_repeated = bool(self._depth) and not self._is_kept
+        before, _ = self._written_again.get(number, (visit, event))
+        if before != visit:
+            ranks = {self._rank_of(before)} | ({self._rank_of(visit)} if is_repeated else set())
+            if len(ranks) > 1 or not ranks <= {*self._holders(number)}:
+                raise NotImplementedError(
+                    f"{self._tensors.names[number][0]} is written into by a checkpointed function, which backward runs again, "
+                    f"and on another stage ({event.line}): do without the checkpoint, or let one stage hold both uses"
+                )
+        if is_repeated:
+            self._written_again[number] = visit, event
+
+    def _share_write(self, number: int, visit: int, event: Event, *, is_replaced: bool) -> None:
         """Copy a tensor of the module that an event modified on one rank to the other ranks that hold it."""
         writer = self._rank_of(visit)
         spec = next((spec for slot, spec, _ in event.writes if event.inputs[slot] == -1 - number), None)

@@ -398,3 +398,14 @@ class CheckpointRunsBackward(Recomputed):
     def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
         layer(x.detach()).pow(2).mean().backward()
         return layer(x)
+
+
+@habit(shows=False)
+class NormedByALaterStageInCheckpoint(Layers):
+    """A checkpointed batch norm runs where the data is, and writes into its statistics once more in backward."""
+
+    layer = Normed
+
+    def features(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layers[0], self.layers[3](x), use_reentrant=False)
+        return self.layers[2](self.layers[1](x))
