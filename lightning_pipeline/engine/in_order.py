@@ -362,8 +362,8 @@ class InOrder:
             ranks = {self._rank_of(before)} | ({self._rank_of(visit)} if is_repeated else set())
             if len(ranks) > 1 or not ranks <= {*self._holders(number)}:
                 raise NotImplementedError(
-                    f"{self._tensors.names[number][0]} is written into by a checkpointed function, which backward runs again, "
-                    f"and on another stage ({event.line}): do without the checkpoint, or let one stage hold both uses"
+                    f"{self._tensors.names[number][0]} is written into by a checkpointed function, which backward runs "
+                    f"again, and on another stage ({event.line}): do without the checkpoint, or let one stage hold both"
                 )
         if is_repeated:
             self._written_again[number] = visit, event

@@ -409,3 +409,12 @@ class NormedByALaterStageInCheckpoint(Layers):
     def features(self, x: Tensor) -> Tensor:
         x = checkpoint(self.layers[0], self.layers[3](x), use_reentrant=False)
         return self.layers[2](self.layers[1](x))
+
+
+@habit(expect=error(r"layers\.0\.norm\.running_mean is written into by a checkpointed.*do without the"), shows=False)
+class NormedByTwoStagesInCheckpoint(NormedByALaterStageInCheckpoint):
+    """Two stages, of which one has a copy, would each add to the statistics once more."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[1](checkpoint(self.layers[0], x, use_reentrant=False))
+        return checkpoint(self.layers[0], self.layers[3](self.layers[2](x)), use_reentrant=False)
