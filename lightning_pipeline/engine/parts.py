@@ -55,7 +55,7 @@ class StepParts:
 
         def note(meeting: SyncPoint) -> None:
             if meeting.what == BACKWARD:
-                run_again(recording, meeting.loss)
+                run_again(recording, meeting.loss, is_last=not meeting.retain_graph)
             meeting.value = recording.meet(meeting.what, meeting.loss)
 
         return Suspended(run, note, self._shared.device), recording.resumed

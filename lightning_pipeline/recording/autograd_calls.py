@@ -74,9 +74,20 @@ class Graph:
                 own += [-1 - value for value in event.inputs if type(value) is int and value < 0]
         return found
 
-    def leading(self, events: Sequence[Event]) -> set[int]:
-        """The places of those among some events that lead to the outputs, and that gradients go back through."""
-        before = set(map(id, self._before))
+    def leading(self, events: Sequence[Event], wanted: Sequence[Any] | None = None) -> set[int]:
+        """The places of those among some events that lead to the outputs, and that gradients go back through.
+
+        Args:
+            wanted: only those that lead there from these values, and module's tensors (below zero); None for all. What
+                else there is among them may be anywhere.
+        """
+        reached = {value for value in wanted or () if type(value) is int}
+        is_anywhere = wanted is None or len(reached) < len(wanted)
+        before = set()
+        for event in self._before:
+            if is_anywhere or not reached.isdisjoint(event.inputs):
+                reached.update(event.made())
+                before.add(id(event))
         return {place for place, event in enumerate(events) if id(event) in before and event.gives_gradients()}
 
     def result(

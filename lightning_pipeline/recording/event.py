@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
@@ -41,6 +42,7 @@ class Event:
         inputs: of each tensor argument: number of a value, below zero of a module's tensor, or `CAPTURED`.
         specs: of each tensor argument.
         state: whether autograd, and inference mode, are on, and autocast.
+        takes_gradients: it, or one before it, is a call of `torch.autograd`.
         result: what it gives.
         outputs: of each tensor of the result, the number of the new value; None for an argument.
         writes: of each argument that is written into: its slot, its spec afterwards, the number of its new value.
@@ -75,6 +77,7 @@ class Event:
         "shortcuts",
         "specs",
         "state",
+        "takes_gradients",
         "visit",
         "writes",
     )  # fmt: skip
@@ -94,6 +97,7 @@ class Event:
     as_part: Any
     result: Result
     state: tuple[bool, bool, Any]
+    takes_gradients: bool
     visit: int
     writes: tuple[tuple[int, TensorSpec, int], ...]
     parent: Event | None
@@ -108,7 +112,7 @@ class Event:
         """Where paths begin, with so many values that are there before."""
         made = Event()
         made.parent, made.children, made.visit = None, [], -1
-        made.shortcuts = made.as_part = None
+        made.shortcuts, made.as_part, made.takes_gradients = None, None, False
         made.num_values, made.num_captured = num_values, 0
         made.digest, made.pool, made.program = digest, [], None
         return made
@@ -132,6 +136,7 @@ class Event:
         made.parent, made.children, made.program, made.as_part, made.shortcuts = self, [], None, None, None
         made.function, made.call, made.inputs, made.specs = function, call, tuple(inputs), tuple(specs)
         made.state, made.result, made.visit, made.draws, made.line = state, result, visit, draws, line
+        made.takes_gradients = self.takes_gradients or function is torch.autograd.grad
         count = self.num_values
         outputs: list[int | None] = []
         for spec in result.tensors:

@@ -37,6 +37,7 @@ from lightning_pipeline.recording.matcher import UNLIKE
 from lightning_pipeline.recording.provenance import is_same
 from lightning_pipeline.recording.reachable_state import Look
 from lightning_pipeline.recording.reading import read
+from lightning_pipeline.recording.second_runs import refuse_second_runs
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording
@@ -93,22 +94,28 @@ class ChangingCall:
         return found
 
 
-def run_again(recording: Recording, loss: Any) -> None:
+def run_again(recording: Recording, loss: Any, *, is_last: bool = True) -> None:
     """Run the functions again that a backward from `loss` runs again in one process, in its order.
+
+    Args:
+        is_last: the graph is freed, so that no other backward runs them again.
 
     Raises:
         CheckpointError: one computes otherwise than before.
     """
     value = recording.value_of(loss)
+    if value is not None and (recording.event.takes_gradients or recording.has_run_backward):
+        refuse_second_runs(recording, value)
     if value is None or not recording.changing_calls:
         return
     graph = Graph(recording.event, recording.captured, [value])
-    for one in reversed(recording.changing_calls):
+    for one in reversed([*recording.changing_calls]):
         events = one.events()
         last = _last_saving(recording, one, events, graph)
         if last is None:
             continue
-        recording.changing_calls.remove(one)
+        if is_last:
+            recording.changing_calls.remove(one)
         if not one.is_deep:
             _Again(recording, one, events, last).run()
         elif changed := _changed_again(recording, one, events):

@@ -418,3 +418,70 @@ class NormedByTwoStagesInCheckpoint(NormedByALaterStageInCheckpoint):
     def features(self, x: Tensor) -> Tensor:
         x = self.layers[1](checkpoint(self.layers[0], x, use_reentrant=False))
         return checkpoint(self.layers[0], self.layers[3](self.layers[2](x)), use_reentrant=False)
+
+
+class BackwardTwice(Recomputed):
+    """Two losses of one forward, one backward after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        logits = self.head(self.features(x))
+        self.manual_backward(F.cross_entropy(logits, y), retain_graph=True)
+        self.manual_backward(0.5 * F.cross_entropy(logits * 2, y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit(observed=["calls"])
+class CheckpointCountsInTwoBackwards(BackwardTwice):
+    """A counter goes up in forward and in each of the two."""
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        self.calls += 1
+        return layer(x)
+
+
+SECOND = r"goes through the checkpointed function called at .*once more\. Call it without the checkpoint"
+
+
+@habit(expect=error(SECOND), shows=False)
+class NormedInTwoBackwards(BackwardTwice):
+    """Statistics are updated in forward and in each of the two."""
+
+    layer = Normed
+
+
+@habit(expect=error(SECOND), observed=["calls"])
+class CheckpointCountsInGradients(Recomputed):
+    """A counter goes up where the step takes gradients of the last layer, and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        self.calls += 1
+        return layer(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        features = self.features(x)
+        gradients = torch.autograd.grad(features.square().mean(), self.layers[3].parameters(), retain_graph=True)
+        self.log("norm", sum(gradient.square().sum() for gradient in gradients))
+        return F.cross_entropy(self.head(features), y)
+
+
+@habit(expect=error(SECOND), shows=False)
+class NormedInGradients(CheckpointCountsInGradients):
+    """Likewise with statistics."""
+
+    layer = Normed
+
+    def run(self, layer: Any, x: Tensor, number: int) -> Tensor:
+        return layer(x)
