@@ -55,7 +55,9 @@ class _Call(NamedTuple):
 
 
 class _Over(NamedTuple):
-    """The first rank is at the end of the hook."""
+    """The first rank is at the end of the hook, and there training is to stop, or not."""
+
+    stops: bool
 
 
 class _Answer(NamedTuple):
@@ -102,11 +104,18 @@ class FirstRank:
             )
         return found
 
-    def end(self) -> None:
-        """Come to the end of the hook."""
+    def end(self, *, stops: bool) -> bool:
+        """Come to the end of the hook.
+
+        Args:
+            stops: whether training is to stop, as this rank has it.
+
+        Returns:
+            The same, as the first rank has it: it alone may have run the code that decides.
+        """
         if not self._direct.rank:
-            self._direct.tell(_Over())
-            return
+            self._direct.tell(_Over(stops))
+            return stops
         while type(call := self._direct.hear(0, "the end of a hook on the first rank")) is not _Over:
             if type(call) is not _Call:
                 raise RuntimeError(
@@ -114,6 +123,7 @@ class FirstRank:
                     f"that asks for the rank: let every rank run it, as trainer.save_checkpoint"
                 )
             self._give(call)
+        return call.stops
 
     def _next_call(self, line: str) -> _Call:
         call = self._direct.hear(0, "the first rank's next call in a hook")

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,7 +68,12 @@ class OwnerComputes(TorchFunctionMode):
         module: the LightningModule.
         recorder: tells the specs of results.
         direct: to the other ranks of the pipeline.
+
+    Attributes:
+        trainer: has `should_stop`, which the first rank decides where a hook asks for the rank.
     """
+
+    trainer: Any = SimpleNamespace(should_stop=False)
 
     def __init__(self, module: nn.Module, recorder: Recorder, direct: DirectTransport) -> None:
         super().__init__()
@@ -111,7 +117,7 @@ class OwnerComputes(TorchFunctionMode):
                 yield
             self._exchanges.send()
             if in_hook.is_rank_known:
-                self._first_rank.end()
+                self.trainer.should_stop = self._first_rank.end(stops=self.trainer.should_stop)
             if self._exchanges.number > before:  # a rank that made fewer calls than others is found here
                 self._exchanges.share("the end of a hook")
         finally:

@@ -51,6 +51,7 @@ def follow_hooks(
         gathers_nothing: each rank saves its own part of a checkpoint.
     """
     trainer: Trainer = module.trainer
+    outside.trainer = trainer
 
     def within(hook: str | None) -> Any:
         return _running(module, outside) if hook is None or _is_users(hook, module, trainer) else nullcontext()

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from tests.habits.checkpointing import folder_of
-from tests.habits.modules import Layers
+from tests.habits.modules import Evaluated, Layers
 from tests.habits.table import error, habit
 
 
@@ -183,3 +183,31 @@ class OthersReturnEarly(Layers):
             return loss
         print(f"loss: {loss.item():.3f}")
         return loss
+
+
+@habit()
+class StopsOnFirstRank(Layers):
+    """The first rank alone stops training, after three batches."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and self.trainer.global_step == 3:
+            self.trainer.should_stop = True
+
+
+@habit()
+class StopsUnderRankZeroOnly(Layers):
+    """In a function under `rank_zero_only`."""
+
+    @rank_zero_only
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 3:
+            self.trainer.should_stop = True
+
+
+@habit()
+class StopsOnFirstRankAfterValidation(Evaluated):
+    """At the end of a validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 0 and not self.trainer.sanity_checking:
+            self.trainer.should_stop = True
