@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -59,6 +59,22 @@ def follow_hooks(
     call_hooks_within(trainer, within, outside.saved.show, override)
     if _is_users("on_save_checkpoint", module, trainer) and not gathers_nothing:
         call_before_checkpoints(trainer, outside.saved.begin, override)
+
+
+def refuse_states_in_hooks(
+    module: LightningModule, refused: Callable[[str], AbstractContextManager[None]], override: Override
+) -> None:
+    """Where a rank holds the whole module but shares of the optimizers' states: hooks must not use those.
+
+    Args:
+        refused: entered around a hook of this name.
+    """
+    trainer: Trainer = module.trainer
+
+    def within(hook: str | None) -> Any:
+        return refused(hook) if hook is not None and _is_users(hook, module, trainer) else nullcontext()
+
+    call_hooks_within(trainer, within, lambda checkpoint: None, override)
 
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.recording.patched_layers import fast_paths_open
 
-from .hooks import follow_hooks
+from .hooks import follow_hooks, refuse_states_in_hooks
 from .lightning_private import (
     Override,
     call_before_update,
@@ -49,6 +49,8 @@ def installed(session: Session) -> ExitStack:
             owner_computes.states.are_shared_out = session.optimizers.are_shared_out
             stack.enter_context(pipeline.recorder.patched())
             stack.enter_context(follow_first_rank(module, override))
+        elif session.optimizers.are_shared_out:
+            refuse_states_in_hooks(module, session.optimizers.refused_in, override)
         if not session.is_single_process:
             _let_many_agree(session, override)
             stack.enter_context(shared_statistics(module, session.replicas))

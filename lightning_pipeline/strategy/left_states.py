@@ -1,4 +1,4 @@
-"""What a run leaves in ``optimizer.state``: that of one process on every rank, or an error that says it is in parts."""
+"""``optimizer.state`` in steps and after a run: that of one process on every rank, or an error that it is in parts."""
 
 from __future__ import annotations
 
@@ -83,12 +83,23 @@ def _tensors(states: Iterable[Any]) -> list[Tensor]:
 # -- states that stay in parts -----------------------------------------------------------------------------------------
 
 
-def refuse_use(optimizers: Iterable[Optimizer]) -> None:
-    """From now on, `optimizer.state` is an error that says that this rank has a part of it."""
+def refuse_use(optimizers: Iterable[Optimizer], when: str, way_out: str) -> list[Optimizer]:
+    """From now on, `optimizer.state` is an error that says that this rank has a part of it.
+
+    Args:
+        when: it is used.
+        way_out: what to do instead.
+
+    Returns:
+        The optimizers that were not refused before.
+    """
+    refused = []
     for optimizer in optimizers:
         if not isinstance(optimizer.state, _InParts):
             with suppress(AttributeError):  # a property without a setter, which hooks have refused
-                optimizer.state = _InParts(optimizer)
+                optimizer.state = _InParts(optimizer, when, way_out)
+                refused.append(optimizer)
+    return refused
 
 
 def allow_use(optimizers: Iterable[Optimizer]) -> None:
@@ -117,18 +128,17 @@ class _InParts(defaultdict[Any, Any]):
         own: the part.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, when: str, way_out: str) -> None:
         super().__init__(dict)
         self.own = optimizer.state
-        self.name = type(optimizer).__name__
+        self.name, self.when, self.way_out = type(optimizer).__name__, when, way_out
 
 
 def _refused(method: str) -> Callable[..., Any]:
     def refuse(self: _InParts, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"{self.name}.state is used after the run ({users_line()}), of which this rank has only a part: "
-            f"write a checkpoint with trainer.save_checkpoint(path) on all ranks, which has the whole state in "
-            f'["optimizer_states"]'
+            f"{self.name}.state is used {self.when} ({users_line()}), of which this rank has only a part: "
+            f"{self.way_out}"
         )
 
     return refuse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,7 @@ class ManualStep:
         self._runner = session.runner
         self._gradients = session.stages.gradients
         self._args = args
+        self._in_part = ExitStack()  # of what is entered while micro-batches run
         # Each micro-batch's step has a thread of its own, by which `self.log` finds the micro-batch.
         self._states: dict[Suspended | None, Microbatch] = {}
 
@@ -60,7 +62,7 @@ class ManualStep:
             batch=self,
         )
         with batch_calls_met(module, self._update, inside=stages.entered, aside=stages.aside):
-            with overridden() as override:
+            with overridden() as override, self._in_part:
                 override(module, "log", self._log)
                 self._gradients.gather()
                 states, numbers = self._runner.run(work, microbatches)
@@ -105,8 +107,10 @@ class ManualStep:
 
     def before_part(self) -> None:
         self._gradients.gather()
+        self._in_part.enter_context(self._session.optimizers.refused_in("training_step"))
 
     def after_part(self) -> None:
+        self._in_part.close()
         self._gradients.release()
 
     def before_backward(self) -> None:
@@ -114,6 +118,7 @@ class ManualStep:
         self._gradients.begin(first=True, complete=True)
 
     def after_backward(self, losses: Sequence[Tensor | None]) -> None:
+        self._in_part.close()
         self._session.stages.note_uses(training=True)
         self._gradients.finish()
         if self.needs_losses and (loss := self.closure_value(losses)) is not None:

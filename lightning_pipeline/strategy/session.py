@@ -35,6 +35,7 @@ from .advisor import Advice, Advisor, observed
 from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader, loaders_batch_size
 from .hooks import has_batch_hooks, is_plain_optimizer
 from .installed import installed
+from .left_states import used_in_parts
 from .lightning_private import SKIPPED
 from .local_module import take_initial_values
 from .local_stages import LocalStages
@@ -341,7 +342,8 @@ class Session:
         """Around an optimizer's update."""
         # An optimizer that is not torch's own may use all parameters at once, as for a norm.
         is_plain = is_plain_optimizer(inner(optimizer))
-        with self.stages.aside() if is_plain else self.stages.entered(shows_states=False):
+        entered = self.stages.aside() if is_plain else self.stages.entered(shows_states=False)
+        with used_in_parts(inner(optimizer)), entered:
             yield
         self.optimizers.after_update(optimizer)
 

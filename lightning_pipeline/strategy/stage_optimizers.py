@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ from .hooks import has_hook, is_plain_optimizer
 from .left_states import allow_use, make_states_whole, refuse_use, used_in_parts
 from .shared_updates import OptimizerShards, WholeUpdates
 
+_AFTER_RUN = (
+    "after the run",
+    "write a checkpoint with trainer.save_checkpoint(path) on all ranks, which has the whole state in "
+    '["optimizer_states"]',
+)
+_FROM_CHECKPOINT = "with data_parallel='zero1' or 'fsdp', or tensor parallelism, take it from a checkpoint"
+_BETWEEN_STEPS = "read it in a hook, such as on_train_batch_start or on_train_batch_end, and keep what the step needs"
 _NO_GRADIENT = -1.0  # no norm is negative, and NaN stays free for gradients that are
 
 
@@ -77,6 +85,11 @@ class StageOptimizers:
                 updates.append(OptimizerShards(layout, self._shards_over))
             if self._has_slices and not layout.is_elementwise:
                 updates.append(WholeUpdates(layout))
+
+    @property
+    def are_in_parts(self) -> bool:
+        """Whether a rank may have only a part of the states of all parameters."""
+        return self._transport is not None or self.are_shared_out
 
     def __iter__(self) -> Iterator[OptimizerLayout]:
         return iter(self._layouts.values())
@@ -136,6 +149,23 @@ class StageOptimizers:
         if any(parameter.grad is not None for parameter in parameters):  # none is an error of torch's
             torch.nn.utils.clip_grad_value_(parameters, float(clip_val))
 
+    @contextmanager
+    def refused_in(self, method: str) -> Iterator[None]:
+        """Around a step or hook of the user's: `optimizer.state` must not be used if this rank may have a part of it.
+
+        Args:
+            method: its name.
+        """
+        if not self.are_in_parts or self.are_whole:
+            yield
+            return
+        in_parts = [layout.optimizer for layout in self if not layout.keeps_all]
+        refused = refuse_use(in_parts, f"in {method}", _FROM_CHECKPOINT if self.are_shared_out else _BETWEEN_STEPS)
+        try:
+            yield
+        finally:
+            allow_use(refused)
+
     def before_update(self, optimizer: Optimizer) -> None:
         """Called when an optimizer's gradients are final and clipped."""
         for update in self._updates.get(inner(optimizer), ()):
@@ -150,8 +180,8 @@ class StageOptimizers:
 
     def leave(self) -> None:
         """At the end of a run: what this rank has of the states may be a part, and says so when it is used."""
-        if (self._transport is not None or self.are_shared_out) and not self.are_whole:
-            refuse_use(self.optimizers)
+        if self.are_in_parts and not self.are_whole:
+            refuse_use(self.optimizers, *_AFTER_RUN)
 
     def make_whole(self, limit: int) -> None:
         """Give every rank the states that one process has, where they fit. All ranks must call it.
@@ -164,7 +194,7 @@ class StageOptimizers:
         allow_use(self.optimizers)
         self.are_whole = make_states_whole(list(self), self.ownership, self._transport, limit)
         if not self.are_whole:
-            refuse_use(self.optimizers)
+            refuse_use(self.optimizers, *_AFTER_RUN)
 
     def release(self) -> None:
         """Before a further run: go back to the part that this rank has."""

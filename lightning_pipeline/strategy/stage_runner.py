@@ -131,7 +131,8 @@ class StageRunner:
             can_split=is_plain,
             seed=self.training_seed(),
         )
-        states, numbers = self.run(work, microbatches, lambda: [float(is_sum)])
+        with self._session.optimizers.refused_in("training_step"):
+            states, numbers = self.run(work, microbatches, lambda: [float(is_sum)])
         sizes = [state.num_samples for state in states]
         self.peak_live = max(self.peak_live, self._stages.pipeline.peak_live)
         self.show_summary(sizes, accumulate)
@@ -165,7 +166,8 @@ class StageRunner:
             waits=name != "predict_step",  # the first stages may go on with the next batch
             seed=self._evaluation_seed(name, numbers),
         )
-        states, numbers_of_all = self.run(work, microbatches)
+        with self._session.optimizers.refused_in(name):
+            states, numbers_of_all = self.run(work, microbatches)
         self.finish(states, numbers_of_all, training=False)
         if not self._output_broadcast and pipeline.rank != pipeline.last_rank:
             return None

@@ -358,3 +358,50 @@ class DirectionsOfLBFGS(Noting):
 
     def on_fit_end(self) -> None:
         self.note()
+
+
+@habit(expect=error(r"Adam\.state is used in training_step .*on_train_batch_start"), shows=False)
+class MomentsReadInStep(Layers):
+    """Looks at the moments of all parameters in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        state = self.optimizers().state  # type: ignore[union-attr]
+        self.log("moments", sum(float(state[p]["exp_avg"].norm()) for p in self.parameters() if p in state))
+        return super().training_step(batch, batch_idx)
+
+
+@habit(expect=error(r"SGD\.state is used in training_step .*on_train_batch_start"), shows=False)
+class MomentumReadByHand(Layers):
+    """Looks at the momentum after a step by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("momentum", optimizer.state[self.head.weight]["momentum_buffer"].norm())
+        return loss
+
+
+@habit(observed=["found"], plain=False)
+class MomentumReadBetweenStepsByHand(Noting):
+    """Looks at the momentum in a hook within a step by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.found += [entries["momentum_buffer"].norm().item() for entries in optimizer.state.values()]

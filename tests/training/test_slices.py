@@ -63,6 +63,20 @@ class ClampsAfterValidation(Validated):
             self.layers[1].linear.weight.clamp_(-LIMIT, LIMIT)
 
 
+class ReadsStateInHook(Validated):
+    """The hook saves a checkpoint as well, which uses the states."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "hook.ckpt")
+        self.log("known", float(len(self.trainer.optimizers[0].state)))
+
+
+class ReadsStateInStep(Validated):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("known", float(len(self.trainer.optimizers[0].state)))
+        return super().training_step(batch, batch_idx)
+
+
 MODULES = (ClipsByItself, SumsNorms, ClampsAfterUpdates, ClampsInSteps, ClampsAfterValidation)
 
 
@@ -157,6 +171,12 @@ def warned(folder: Path) -> list[str]:
 def test_an_own_optimizer_is_told_that_it_finds_no_gradients_at_others(tmp_path: Path) -> None:
     messages = launch(warned, tmp_path, world=2)[0]
     assert any("SignDescent" in message and 'leave data_parallel="zero1" out' in message for message in messages)
+
+
+@pytest.mark.parametrize("module", [ReadsStateInHook, ReadsStateInStep])
+def test_states_that_replicas_share_out_are_refused(module: type[Layers], tmp_path: Path) -> None:
+    for message in launch(failed, module, tmp_path, 2, {"data_parallel": "zero1"}, world=2):
+        assert "SGD.state is used in" in message and "data_parallel='zero1'" in message and __file__ in message
 
 
 def test_a_write_that_would_be_lost_is_refused(tmp_path: Path) -> None:
