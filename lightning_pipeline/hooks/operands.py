@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeline import _torch
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.users_line import users_line
@@ -152,13 +151,6 @@ def copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
     copied = Tensor.__deepcopy__(tensor, memo)
     copied.__dict__.pop(_KEY, None)
     return copied
-
-
-def reduced(data: Tensor, spec: TensorSpec, protocol: Any) -> Any:
-    """`Tensor.__reduce_ex__`, for data that is pickled as a parameter if `spec` is one's."""
-    with _torch.DisableTorchFunction():
-        whole = nn.Parameter(data.detach(), spec.requires_grad) if spec.is_parameter else data.detach()
-        return whole.__reduce_ex__(protocol)
 
 
 def is_partial(values: Iterable[Any], depth: int = 0) -> bool:

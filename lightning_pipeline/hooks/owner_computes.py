@@ -30,7 +30,6 @@ from lightning_pipeline.hooks.operands import (
     copy_of,
     empty_like,
     is_partial,
-    reduced,
 )
 from lightning_pipeline.hooks.optimizer_states import OptimizerStates, ParameterGradients
 from lightning_pipeline.hooks.patches import on_whole_tensors, parameters_seen, refuse_writing
@@ -43,6 +42,7 @@ from lightning_pipeline.partition.users_line import users_line, users_lines
 from lightning_pipeline.recording.matcher import torch_state
 from lightning_pipeline.recording.operation import Call, put_together, take_apart
 from lightning_pipeline.recording.recorder import Recorder
+from lightning_pipeline.recording.tensor_copies import reduced
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.host_memory import available_bytes
 

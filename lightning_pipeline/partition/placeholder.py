@@ -193,6 +193,13 @@ class Placeholder(Tensor):
             return f"Parameter containing:\n{text}" if self.spec.is_parameter else text
         return f"Placeholder({self.what}: {self.spec})"
 
+    def __copy__(self) -> Tensor:
+        if self.recording is None:
+            function, args, *_ = self.__reduce_ex__(4)
+            return function(*args)
+        # `copy.copy` gives a new leaf of autograd with the same memory, which is told without a read.
+        return self.detach().requires_grad_(self.requires_grad)
+
     # Attributes that are read so often that the way through __torch_function__ would count.
     shape = property(attrgetter("spec.shape"))
     dtype = property(attrgetter("spec.dtype"))

@@ -19,6 +19,7 @@ from lightning_pipeline.recording.contexts import contexts_refused
 from lightning_pipeline.recording.function_calls import APPLY, applying, with_state
 from lightning_pipeline.recording.patched_layers import nested_tensors_padded
 from lightning_pipeline.recording.process_flags import flags_of_steps
+from lightning_pipeline.recording.tensor_copies import copies_of_parameters_seen
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recorder import Recorder
@@ -43,6 +44,7 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
         _patches.enter_context(_scripted_seen())
         _patches.enter_context(_module_apply_seen())
         _patches.enter_context(nested_tensors_padded())
+        _patches.enter_context(copies_of_parameters_seen(running_recording))
         _patches.enter_context(flags_of_steps(running_recording))
         _patches.enter_context(contexts_refused(lambda: running_recording() is not None))
     _patched_for.append(recorder)

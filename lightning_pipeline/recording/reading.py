@@ -14,6 +14,7 @@ from lightning_pipeline.partition.torch_functions import FunctionKind, function_
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue, HookTensor
 from lightning_pipeline.recording.operation import Call, TensorSlot, put_together, take_apart
+from lightning_pipeline.recording.tensor_copies import reduced
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording
@@ -26,6 +27,8 @@ def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         recording.is_simple = False
         return recording.data_source.shown(recording, value, lambda tensor: func(tensor, *args[1:], **kwargs))
     data = data_of(recording, call)
+    if func is Tensor.__reduce_ex__:
+        return reduced(data[0], TensorSpec.of(args[0]), *args[1:])
     with _torch.DisableTorchFunction():
         found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
     value = recording.value_of(args[0]) if args else None

@@ -28,7 +28,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.gradient_hooks import Handle, Hook
 from lightning_pipeline.partition.memory import memory_of
-from lightning_pipeline.partition.ownership import HELD_BY, holders_of
+from lightning_pipeline.partition.ownership import HELD_BY, absent_state_expected, holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
 from lightning_pipeline.partition.torch_functions import (
     FunctionKind,
@@ -53,6 +53,7 @@ from lightning_pipeline.recording.reading import call_back, read
 from lightning_pipeline.recording.recorder import Reads, Recorder
 from lightning_pipeline.recording.replicated_memory import ReplicatedMemory
 from lightning_pipeline.recording.split_modules import SplitCall, refuse_split, split_calls_seen
+from lightning_pipeline.recording.tensor_copies import deep_copy
 
 _NO_CHANGES = nullcontext()
 
@@ -155,7 +156,7 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Record the user's step while entered."""
-        with self.resumed(), self:
+        with self.resumed(), absent_state_expected(), self:
             self.num_modes = _torch.num_function_modes()
             yield
             process_flags.refuse_left(self.flags)
@@ -176,7 +177,7 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Record what the running thread calls, while entered."""
-        with self:
+        with absent_state_expected(), self:
             self.num_modes = _torch.num_function_modes()
             yield
         self.note_written_arrays()
@@ -367,6 +368,8 @@ class Recording(TorchFunctionMode):
             return read(self, func, args, kwargs)
         if kind is FunctionKind.CALLS:
             return call_back(self, func, args, kwargs)
+        if func is Tensor.__deepcopy__:
+            return deep_copy(self, *args)
         refuse_transforms(func)
         if kind is FunctionKind.HOOKS:
             return autograd_calls.hook(self, func, *args, **kwargs)

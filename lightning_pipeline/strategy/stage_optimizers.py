@@ -102,7 +102,8 @@ class StageOptimizers:
         """Note who holds what from now on, and drop the state of parameters that only other stages hold."""
         self.ownership = ownership
         for layout in self:
-            layout.forget_remote()
+            with used_in_parts(layout.optimizer):  # the module may have changed while a step is refused its use
+                layout.forget_remote()
 
     def follow(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
         """Note what hooks have changed: other optimizers, or new parameter groups, as finetuning callbacks add them."""

@@ -1,0 +1,66 @@
+"""Copies that Python takes of tensors in a step: `copy.copy`, `copy.deepcopy` and pickles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.placeholder import TensorSpec
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.recording import Recording
+
+
+def deep_copy(recording: Recording, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Answer `copy.deepcopy` of a tensor that some ranks hold: a new leaf of autograd on the same stage."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        with _torch.DisableTorchFunction():  # torch's own error
+            (torch.ones(1, requires_grad=True) * 1).__deepcopy__(memo)
+    made: Tensor = recording.record(Tensor.clone, (recording.record(Tensor.detach, (tensor,)),))
+    if tensor.requires_grad:
+        recording.record(Tensor.requires_grad_, (made,))
+    if isinstance(tensor, nn.Parameter):
+        made._is_param = True
+    memo[id(tensor)] = made
+    return made
+
+
+def reduced(data: Tensor, spec: TensorSpec, protocol: Any) -> Any:
+    """Answer `Tensor.__reduce_ex__`, with data that is pickled as the leaf or parameter that `spec` says it is."""
+    with _torch.DisableTorchFunction():
+        leaf = data.detach().requires_grad_(spec.requires_grad)
+        return (nn.Parameter(leaf, spec.requires_grad) if spec.is_parameter else leaf).__reduce_ex__(protocol)
+
+
+@contextmanager
+def copies_of_parameters_seen(recording_of: Callable[[], Recording | None]) -> Iterator[None]:
+    """While entered, modes see that parameters are copied or pickled in a step.
+
+    Args:
+        recording_of: gives the recording of the step that runs, if one does.
+    """
+
+    def through(name: str) -> Callable[..., Any]:
+        plain = nn.Parameter.__dict__[name]
+
+        def run(tensor: Tensor, argument: Any) -> Any:
+            recording = recording_of()
+            if recording is not None and _torch.num_function_modes() and recording.is_ours((tensor,)):
+                return handle_torch_function(getattr(Tensor, name), (tensor,), tensor, argument)
+            return plain(tensor, argument)
+
+        return run
+
+    with overridden() as override:
+        for name in ("__deepcopy__", "__reduce_ex__"):
+            override(nn.Parameter, name, through(name))
+        yield
