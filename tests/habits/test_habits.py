@@ -26,7 +26,8 @@ BY_DEFAULT = {
         LazilyConjugated GrowsInSecondEpoch OptimizerHooks AdamMomentsChanged OneCycle
         WGANWithPenalty PlaysEpisodes ClipsByTorch LaidOutAnew FollowsByForeachInStep
         ExperimentInStep DefaultDtypeOfAPart ScaledByDataAfterUse DatasetCounts
-        CentersOverRanks GathersOverRanksByName BranchesOnItsRank ValuesPickled TeacherMadeInFirstStep TargetLoadedInStep
+        CentersOverRanks GathersOverRanksByName BranchesOnItsRank ValuesPickled TeacherMadeInFirstStep
+        TargetLoadedInStep
     """,
     "2-zero_bubble": """
         PaddedEncoder PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo
