@@ -19,6 +19,7 @@ from lightning_pipeline.engine.gradient_hooks import HookCalls
 from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
 from lightning_pipeline.engine.transfers import Transfer, Transfers, by_leaves
 from lightning_pipeline.engine.work import StepTask
+from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import backward_from
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, GRADIENTS_SWITCHED, Event
@@ -177,7 +178,7 @@ class InOrder:
         assert state.recording is not None
         hooks = HookCalls(state.recording, self._tensors, self._direct, self, self._seed)
         self._check_hooked(hooks, program, wanted)
-        gradients: dict[int, Tensor | None] = {}
+        gradients: dict[int, list[Tensor]] = {}
         self._transfers.merge()
         repeated = self._used_repeatedly(program)
         # Sum this micro-batch's gradients apart from earlier ones': floating-point addition is not associative.
@@ -196,9 +197,9 @@ class InOrder:
                 if one.destination == visit:
                     is_value = one.value >= 0
                     spec = self.specs[one.value] if is_value else TensorSpec.of(self._tensors.tensors[-1 - one.value])
-                    gradient = gradients[index] = self._transfers.give_back(one, spec, is_repeated=retain_graph)
-                    if one.source > visit and gradient is not None:  # a parameter's: the source's turn is over
-                        backward_from([one.sent], [gradient], retain_graph=retain_graph)
+                    given = gradients[index] = self._transfers.give_back(one, spec, is_repeated=retain_graph)
+                    if one.source > visit and given:  # a parameter's: the source's turn is over
+                        backward_from(one.sent[::-1], given, retain_graph=retain_graph)
         self._transfers.end_backward(transfers, is_repeated=retain_graph)
         for number, (visit, event) in self._written_again.items():
             self._share_write(number, visit, event, is_replaced=False)
@@ -235,7 +236,7 @@ class InOrder:
         self,
         visit: int,
         transfers: list[Transfer],
-        gradients: dict[int, Tensor | None],
+        gradients: dict[int, list[Tensor]],
         work: StepTask,
         continued: Sequence[Tensor],
         *,
@@ -253,11 +254,9 @@ class InOrder:
         roots: list[Any] = []
         given: list[Tensor] = []
         for index, one in reversed(list(enumerate(transfers))):
-            if one.source == visit and one.sent is not None:
-                gradient = gradients.get(index)
-                if gradient is not None:
-                    roots.append(one.sent)
-                    given.append(gradient)
+            if one.source == visit and one.sent and gradients.get(index):
+                roots += one.sent[::-1]
+                given += gradients[index]
         if self.homes.get(state.loss_value) == visit:
             loss = self._here[visit, state.loss_value]
             assert work.loss_of is not None
@@ -322,7 +321,7 @@ class InOrder:
                 operands.append(self._module_tensor(-1 - value, event, slot))
             else:
                 is_named = event.writes_into(slot) or event.function is torch.autograd.grad
-                operands.append(self._operand(value, visit, is_named=is_named, is_viewed=event.views(slot)))
+                operands.append(self._operand(value, event, slot, is_named=is_named))
         if is_mine:
             recording = self._state.recording
             assert recording is not None
@@ -340,6 +339,8 @@ class InOrder:
                 found = run_event(event, operands, recording.captured, self._seed, by_leaves(leaves))
             else:
                 found = run_event(event, operands, recording.captured, self._seed)
+            if event.result.repeats and part is None:
+                self._transfers.note_made(operands, tree.leaves(found))
             for value, tensor in values_made(event, operands, found):
                 self._here[visit, value] = tensor
         for spec, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
@@ -411,29 +412,33 @@ class InOrder:
             if not self._depth:
                 self._repeated = {}
 
-    def _operand(self, value: int, visit: int, *, is_named: bool, is_viewed: bool) -> Tensor:
-        """A value as the operand of one event of a visit.
+    def _operand(self, value: int, event: Event, slot: int, *, is_named: bool) -> Tensor:
+        """A value as the operand of an event.
 
         Args:
             is_named: the event modifies the value in place or asks for its gradient, so it needs the value itself.
-            is_viewed: the event returns a view of it.
         """
+        visit, num_parts = event.visit, 1 if self._depth else event.num_gradients(slot)
         home, spec = self.homes[value], self.specs[value]
         returns = self._transfers.gives_gradient(spec)
         if home != visit and (visit, value) not in self._here:
-            return self._moved(value, home, visit, spec, self._here.get((home, value)))
+            return self._moved(value, home, visit, spec, self._here.get((home, value)), num_parts)
         if returns and home != visit and not is_named:
             own = self._here.get((home, value))
             there = self._here[visit, value] if self._rank_of(visit) == self._rank else None
-            again = self._transfers.repeat(value, home, visit, own, there, is_viewed=is_viewed)
+            again = self._transfers.repeat(
+                value, home, visit, own, there, is_viewed=event.views(slot), num_parts=num_parts
+            )
             return _NOTHING if again is None else again
         if returns and home == visit:
             self._transfers.note_use(value, visit)
         return self._here.get((visit, value), _NOTHING)
 
-    def _moved(self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None) -> Tensor:
+    def _moved(
+        self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None, num_parts: int = 1
+    ) -> Tensor:
         """Move a value, or a tensor of the module, from one visit to another that uses it for the first time."""
-        moved = self._transfers.move(value, source, destination, spec, own)
+        moved = self._transfers.move(value, source, destination, spec, own, num_parts=num_parts)
         found = self._here[destination, value] = _NOTHING if moved is None else moved
         return found
 
@@ -474,7 +479,7 @@ class InOrder:
             self.specs[value] = event.specs[slot]
         if self._rank_of(self.homes[value]) == self._rank:
             self._here[self.homes[value], value] = self._tensors.tensors[number]
-        return self._operand(value, event.visit, is_named=False, is_viewed=event.views(slot))
+        return self._operand(value, event, slot, is_named=False)
 
     def _held(self, tensor: Tensor, holders: Sequence[int], visit: int) -> Tensor:
         """A tensor that a hook made on the ranks `holders`, on the rank of a visit."""

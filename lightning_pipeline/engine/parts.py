@@ -176,7 +176,7 @@ class StepParts:
             transfer = Transfer(strand.value, part.begins + visit - 1, part.begins + visit)
             transfer.is_gone = strand.value in gone
             if placement[visit - 1] == rank:
-                transfer.sent = state.on(visit - 1).kept_edges[strand]
+                transfer.sent = [state.on(visit - 1).kept_edges[strand]]
             if placement[visit] == rank:
                 transfer.arrive(state.on(visit).kept_leaves[strand])
             carried.transfers.add(transfer)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import CaughtGradient
+from lightning_pipeline.recording.graph_walk import edges_before
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 
@@ -25,25 +26,54 @@ class Transfer:
     """The transfer of a value from the visit that computes it to one use on another visit.
 
     Attributes:
-        sent: on the sender, the edge at which its gradient enters the graph.
+        num_parts: how often gradients go back to it in its use, as to the weights of a recurrent layer.
+        sent: on the sender, the edges at which its gradient enters the graph, one for each part.
         arrived: on the receiver, the leaf; for a use that returns a view, the base of that view.
+        operand: on the receiver, what the use is given.
         caught: collects the gradient of `arrived` in backward.
+        parts: what the gradient is the sum of, in the order in which autograd adds it up, if there are several.
         is_merged: whether its gradient is sent with that of the next use.
         is_gone: whether a backward has used it and freed the graph.
+        is_watched: whether its parts are caught.
     """
 
     value: int
     source: int
     destination: int
-    sent: Any = None
+    num_parts: int = 1
+    sent: Sequence[Any] = ()
     arrived: Tensor | None = None
+    operand: Tensor | None = None
     caught: CaughtGradient | None = None
+    parts: list[Tensor] = field(default_factory=list)
     is_merged: bool = False
     is_gone: bool = False
+    is_watched: bool = False
 
     def arrive(self, leaf: Tensor) -> None:
         """Set the leaf on the receiver."""
         self.arrived, self.caught = leaf, CaughtGradient(leaf)
+
+    def leave(self, own: Tensor) -> None:
+        """Set the edges on the sender. The last one is the first that autograd comes to."""
+        self.sent = [get_gradient_edge(torch.ops.aten.alias.default(own)) for _ in range(self.num_parts)]
+
+    def catch_parts(self, made: Sequence[Tensor]) -> None:
+        """Catch the parts of the gradient, of a use that has given these tensors."""
+        assert self.operand is not None
+        end = get_gradient_edge(self.operand)
+        for node, place, edge in edges_before(made, [end]):
+            if edge == end:
+                node.register_hook(partial(_note_part, self.parts, place))
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient on the receiver, in parts."""
+        assert self.arrived is not None and self.caught is not None
+        total = self.caught.gradient
+        if self.num_parts == 1 or len(self.parts) != self.num_parts:
+            total = torch.zeros_like(self.arrived) if total is None else total
+            return [total, *(torch.zeros_like(total) for _ in range(1, self.num_parts))]
+        return self.parts
 
 
 class Transfers:
@@ -80,14 +110,17 @@ class Transfers:
         """Record a use of a value on the visit that computed it, which needs no transfer."""
         self._uses.setdefault(value, []).append((visit, None))
 
-    def move(self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None) -> Tensor | None:
+    def move(
+        self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None, *, num_parts: int = 1
+    ) -> Tensor | None:
         """Move a value to another visit. Returns it on the receiver, None elsewhere.
 
         Args:
             own: the value, on the sender.
+            num_parts: how often gradients go back to it in its first use there.
         """
         sender, receiver = self.rank_of(source), self.rank_of(destination)
-        transfer = Transfer(value, source, destination)
+        transfer = Transfer(value, source, destination, num_parts)
         returns = self.gives_gradient(spec)
         if returns:
             self._note(transfer)
@@ -95,7 +128,7 @@ class Transfers:
         if sender == self._rank:
             assert own is not None
             if returns:
-                transfer.sent = get_gradient_edge(torch.ops.aten.alias.default(own))  # in the order of uses
+                transfer.leave(own)  # in the order of uses
             if receiver == sender:
                 arrived = own.detach().clone()
             else:
@@ -108,7 +141,7 @@ class Transfers:
             return None
         if returns:
             transfer.arrive(arrived.requires_grad_())
-            arrived = written_into(arrived)
+            arrived = transfer.operand = written_into(arrived)
         return arrived
 
     def repeat(
@@ -120,6 +153,7 @@ class Transfers:
         there: Tensor | None,
         *,
         is_viewed: bool = False,
+        num_parts: int = 1,
     ) -> Tensor | None:
         """Give another use of a value that has come to a visit a leaf of its own, so that uses add up in their order.
 
@@ -128,11 +162,12 @@ class Transfers:
             there: the value, on the rank that it has come to.
             is_viewed: the use gives a view, into which may be written: it has to be one of the value itself, and the
                 gradient is caught on its way to that.
+            num_parts: as for `move`.
         """
-        transfer = Transfer(value, source, destination)
+        transfer = Transfer(value, source, destination, num_parts)
         self._note(transfer)
         if own is not None:
-            transfer.sent = get_gradient_edge(torch.ops.aten.alias.default(own))
+            transfer.leave(own)
         if there is None:
             return None
         if is_viewed:
@@ -141,7 +176,16 @@ class Transfers:
             return view
         leaf = there.detach().requires_grad_()
         transfer.arrive(leaf)
-        return written_into(leaf)
+        transfer.operand = written_into(leaf)
+        return transfer.operand
+
+    def note_made(self, operands: Iterable[Tensor], made: Sequence[Tensor]) -> None:
+        """Take note that a use has given these tensors, of operands whose gradients come in parts."""
+        ids = set(map(id, operands))
+        for transfer in self._all:
+            if transfer.num_parts > 1 and id(transfer.operand) in ids and not transfer.is_watched:
+                transfer.is_watched = True
+                transfer.catch_parts(made)
 
     def leaves(self, value: int, destination: int) -> list[Tensor]:
         """What a value is on a visit that it has come to, on the rank of that: a leaf for each use, in order."""
@@ -177,31 +221,30 @@ class Transfers:
                 if transfer is not None:
                     transfer.is_merged = True
 
-    def give_back(self, transfer: Transfer, spec: TensorSpec, *, is_repeated: bool = False) -> Tensor | None:
-        """Give the visit that sent a value its gradient. Returns it on the rank of that visit.
+    def give_back(self, transfer: Transfer, spec: TensorSpec, *, is_repeated: bool = False) -> list[Tensor]:
+        """Give the visit that sent a value its gradient. Returns it on the rank of that visit, in parts.
 
         Args:
             is_repeated: it may be asked for once more.
         """
         if transfer.is_merged:
-            return None
+            return []
         sender, receiver = self.rank_of(transfer.source), self.rank_of(transfer.destination)
         if receiver == self._rank:
-            assert transfer.arrived is not None
-            gradient = self._merged(transfer)
-            if gradient is None:
-                gradient = torch.zeros_like(transfer.arrived)
+            gradients = self._merged(transfer)
             if not is_repeated:
-                transfer.arrived = transfer.caught = None
+                transfer.arrived = transfer.operand = transfer.caught = None
             if sender == receiver:
-                return gradient
+                return gradients
             assert self._direct is not None
-            self._direct.send_with_strides(gradient, sender)
-            return None
+            for gradient in gradients:
+                self._direct.send_with_strides(gradient, sender)
+            return []
         if sender == self._rank:
             assert self._direct is not None
-            return self._direct.receive_with_strides(spec, receiver, f"a gradient of micro-batch {self._microbatch}")
-        return None
+            what = f"a gradient of micro-batch {self._microbatch}"
+            return [self._direct.receive_with_strides(spec, receiver, what) for _ in range(transfer.num_parts)]
+        return []
 
     def end_backward(self, transfers: Sequence[Transfer], *, is_repeated: bool) -> None:
         """Gradients have gone back by these transfers.
@@ -214,9 +257,10 @@ class Transfers:
                 one.is_merged = False
                 if one.caught is not None:
                     one.caught.clear()
+                one.parts.clear()
             return
         for one in transfers:
-            one.is_gone, one.sent, one.arrived, one.caught = True, None, None, None
+            one.is_gone, one.sent, one.arrived, one.operand, one.caught = True, (), None, None, None
 
     def let_go(self) -> None:
         """Free the micro-batch's tensors."""
@@ -227,19 +271,25 @@ class Transfers:
         self._all.append(transfer)
         self._uses.setdefault(transfer.value, []).append((transfer.destination, transfer))
 
-    def _merged(self, transfer: Transfer) -> Tensor | None:
-        """The sum of the gradients of a use and of those merged into it."""
-        assert transfer.caught is not None
-        total = transfer.caught.gradient
+    def _merged(self, transfer: Transfer) -> list[Tensor]:
+        """The gradient of a use, in parts, the first of which has what later uses have merged into it."""
         uses = [one for _, one in self._uses.get(transfer.value, ()) if one is not None]
         index = next((place for place, one in enumerate(uses) if one is transfer), 0)
+        if index == 0 or not uses[index - 1].is_merged:
+            return transfer.gradients()
+        total = reduce(add, transfer.gradients())
         while index > 0 and uses[index - 1].is_merged:
             index -= 1
             caught = uses[index].caught
-            gradient = caught.gradient if caught is not None else None
-            if gradient is not None:
-                total = gradient if total is None else total + gradient
-        return total
+            if caught is not None and caught.gradient is not None:
+                total = reduce(add, uses[index].gradients(), total)
+        return [total, *(torch.zeros_like(total) for _ in range(1, transfer.num_parts))]
+
+
+def _note_part(parts: list[Tensor], place: int, gradients: Sequence[Tensor | None], _: Any) -> None:
+    gradient = gradients[place]
+    if gradient is not None:
+        parts.append(gradient)
 
 
 def written_into(leaf: Tensor) -> Tensor:

@@ -180,6 +180,10 @@ class Event:
         specs = [*self.result.tensors, *(spec for _, spec, _ in self.writes)]
         return any(isinstance(spec, TensorSpec) and spec.requires_grad for spec in specs)
 
+    def num_gradients(self, slot: int) -> int:
+        """How often gradients go back to an operand."""
+        return dict(self.result.repeats).get(slot, 1)
+
     @property
     def name(self) -> str:
         return function_name(self.function)

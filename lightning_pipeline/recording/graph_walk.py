@@ -12,14 +12,33 @@ A `*` is on the way to an input. One with edges to what is not is a *junction*, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 LEAF = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 """The type of the node that adds to a leaf's `.grad`."""
+
+
+def edges_before(
+    made: Iterable[Tensor], ends: Iterable[GradientEdge]
+) -> Iterator[tuple[Node, int, GradientEdge]]:
+    """The edges between tensors and where their graph ends: each node, the edge's place there, and the edge."""
+    seen = {None, *(edge.node for edge in ends)}
+    todo = [tensor.grad_fn for tensor in made if tensor.requires_grad]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        assert node is not None
+        for place, (following, number) in enumerate(node.next_functions):
+            if following is not None:
+                yield node, place, GradientEdge(following, number)
+                todo.append(following)
 
 
 @dataclass(slots=True, eq=False)

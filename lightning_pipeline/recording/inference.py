@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
@@ -17,6 +19,7 @@ from lightning_pipeline.partition.memory import contiguous_strides
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name, written_by
 from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.recording.graph_walk import edges_before
 from lightning_pipeline.recording.operation import Call, TensorSlot, put_together
 
 UNKNOWN = (
@@ -41,6 +44,8 @@ class Result:
         shares: for each new tensor, the arguments whose memory it shares.
         writes: the arguments that are written into, each with its spec afterwards.
         draws: how often random numbers are drawn in it, where it is made of other functions.
+        repeats: the arguments to which gradients go back several times, as to the weights of a recurrent layer, each
+            with how often.
     """
 
     layout: Layout
@@ -48,6 +53,7 @@ class Result:
     shares: tuple[tuple[int, ...], ...]
     writes: tuple[tuple[int, TensorSpec], ...]
     draws: int = 0
+    repeats: tuple[tuple[int, int], ...] = ()
 
 
 NOTHING = Result(tree.Constant(None), (), (), ())
@@ -319,7 +325,19 @@ def _result(
         for number, (argument, version, spec) in enumerate(zip(arguments, versions, specs, strict=True))
         if argument._version != version or TensorSpec.of(argument) != spec or number in written
     )
-    return Result(layout, tuple(tensors), tuple(shares), writes)
+    return Result(layout, tuple(tensors), tuple(shares), writes, repeats=_repeats(made, arguments))
+
+
+def _repeats(made: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """The arguments to which several edges of a call's graph lead, each with their number."""
+    givers = [(number, one) for number, one in enumerate(arguments) if one.requires_grad and not one.is_inference()]
+    if not givers:
+        return ()
+    ends = {number: get_gradient_edge(one) for number, one in givers}
+    counts = Counter((edge.node, edge.output_nr) for _, _, edge in edges_before(made, ends.values()))
+    found = ((number, counts[edge.node, edge.output_nr]) for number, edge in ends.items())
+    return tuple((number, count) for number, count in found if count > 1)
+
 
 
 def written_by_array(tensor: Tensor, content: Tensor) -> None:

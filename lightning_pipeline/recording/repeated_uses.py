@@ -48,7 +48,7 @@ def passed_on(events: Iterable[Event], placement: Sequence[int]) -> dict[int, tu
                 others.add(-1 - value)  # it may be written into
             elif is_use and spec.requires_grad and spec.num_bytes <= EXACT_BYTES:
                 specs[-1 - value] = spec
-                uses.setdefault(-1 - value, Counter())[event.visit] += 1
+                uses.setdefault(-1 - value, Counter())[event.visit] += event.num_gradients(slot)
     return {
         number: (specs[number], min(counts))
         for number, counts in uses.items()

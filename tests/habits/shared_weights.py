@@ -348,3 +348,35 @@ class ClipsPartlySharedLayer(Layers):
     def on_train_batch_end(self, *_: Any) -> None:
         clip_grad_norm_(self.layers[3].parameters(), 0.1)
         self.seen = [p.grad.sum() for p in self.layers[3].parameters()]
+
+
+class Recurring(Layers):
+    """A recurrent layer, whose weights take part several times in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(2, 2, batch_first=True)
+
+    def again(self, x: Tensor) -> Tensor:
+        found, last = self.recurrent(x.reshape(-1, 4, 2))
+        return found.reshape(-1, WIDTH) + x * last.mean()
+
+
+@habit(plain=False)
+class RecurrentLayerOnTwoStages(Recurring):
+    """The same recurrent layer at the beginning and at the end."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.again(super().features(self.again(x)))
+
+
+@habit(plain=False)
+class RecurrentLayerBetweenLayers(Recurring):
+    """The same recurrent layer, of one stage, after each layer."""
+
+    beside = {"recurrent": "layers.1"}
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.again(layer(x))
+        return x

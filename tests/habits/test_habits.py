@@ -36,7 +36,7 @@ BY_DEFAULT = {
     "2-interleaved_1f1b": """
         SkipFromSecondEpoch GPT2HiddenStates SimCLRInTwoCalls CrossAttention CodebookThroughData
     """,
-    "3-1f1b": "RecurrentRefinement HaltsByData LayerDropByPython",
+    "3-1f1b": "RecurrentLayerBetweenLayers RecurrentLayerOnTwoStages RecurrentRefinement HaltsByData LayerDropByPython",
     "2-auto": """
         FunctionOfParameters MeterOfOnesOwn GlobalList SchedulerSteppedInStep OwnTorchGenerator GathersOverRanksByName
         LBFGS ClipsByTorch ReturnsNothing WeightsOfGenerator GeneratorsOfDataset CallbackFilledInStep
