@@ -85,6 +85,7 @@ class InOrder:
         self._kept: set[Event] = set()  # the beginnings of checkpointed functions whose tensors are kept
         self._is_kept = False  # the running one's
         self._repeated: dict[int, Repeated] = {}  # by visit: its part of the running checkpointed function
+        self._last_repeated = 0  # the latest visit of that function
         self._written_again: dict[int, tuple[int, Event]] = {}  # the module's tensors that backward writes into
         if self._rank == placement[0]:
             for value, tensor in enumerate(state.given):
@@ -305,6 +306,8 @@ class InOrder:
             self._mark(event)
             return
         is_mine = self._rank_of(visit) == self._rank
+        if self._depth:
+            self._last_repeated = max(self._last_repeated, visit)
         operands: list[Tensor] = []
         for slot, value in enumerate(event.inputs):
             if not isinstance(value, int):
@@ -410,7 +413,10 @@ class InOrder:
         elif event.function is CHECKPOINT_ENDS:
             self._depth -= 1
             if not self._depth:
-                self._repeated = {}
+                for visit, part in self._repeated.items():
+                    if visit < self._last_repeated:  # what the last one needs comes after all of this one
+                        part.run_to_its_end()
+                self._repeated, self._last_repeated = {}, 0
 
     def _operand(self, value: int, event: Event, slot: int, *, is_named: bool) -> Tensor:
         """A value as the operand of an event.

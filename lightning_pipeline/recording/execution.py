@@ -365,6 +365,10 @@ class Repeated:
         with self._frame.keeping_nothing():
             return run_event(event, operands, self._captured, self._seed)
 
+    def run_to_its_end(self) -> None:
+        """Do not stop early when computing again."""
+        self._frame.stop_early = False
+
     def _again(self, *inputs: Tensor) -> None:
         values = {value: inputs[place] for value, place in self._places.items()}
         for event, others in self._events:

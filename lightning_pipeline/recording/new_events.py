@@ -132,7 +132,7 @@ def _visit_for(
                 f"has used that already (before {users_line()}): write into .numpy().copy()"
             )
     else:
-        visit = placing.visit_of(inputs, result, recording.recorder.calls.stage, recording.floor)
+        visit = placing.visit_of(inputs, result, recording.recorder.calls.stage)
     for value, spec in zip(inputs, specs, strict=True):
         if spec.stride is None and type(value) is int and value >= 0 and placing.home(value) != visit:
             raise NotImplementedError(
@@ -178,6 +178,8 @@ def follow(
         func, call, inputs, specs, state, result, line=users_line(), module_tensors=recording.tensors.tensors, **how
     )
     recording.placing.note(event)
+    if recording.is_in_checkpoint:
+        recording.note_in_checkpoint(event)
     if recording.beginning in recording.recorder.num_events:
         recording.recorder.num_events[recording.beginning] += 1
     for value, tensor in zip(inputs, call_tensors, strict=True):

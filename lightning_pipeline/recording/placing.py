@@ -36,12 +36,11 @@ class Placing:
         for event in until.path():
             self.note(event)
 
-    def visit_of(self, inputs: Sequence[Any], result: Result, stage: tuple[int | None, int], floor: int = 0) -> int:
+    def visit_of(self, inputs: Sequence[Any], result: Result, stage: tuple[int | None, int]) -> int:
         """Where an event with these inputs runs.
 
         Args:
             stage: of the module that calls it, None where no key says one, and the lowest that it may have.
-            floor: the lowest visit that there may be.
         """
         needed = [
             self._in_part(value.visit if isinstance(value, EarlierValue) else self._ready(value))
@@ -61,7 +60,7 @@ class Placing:
             else:
                 fixed = self._stage_of_tensors(inputs, lowest)
             fixed = self._stage_of_held(inputs, fixed)
-        return self._next(max(after, floor, self._begins), fixed)
+        return self._next(max(after, self._begins), fixed)
 
     def home(self, value: Any) -> int:
         """The visit that makes a value."""

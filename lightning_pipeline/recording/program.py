@@ -198,6 +198,7 @@ class Program:
             if value in self.homes and any(self.visit_of(number) != self.homes[value] for number in numbers):
                 self._spread(value, None, self.homes[value], numbers, [0])
         self._check_gradients()
+        self._check_regions()
 
     @property
     def has_events(self) -> bool:
@@ -226,6 +227,26 @@ class Program:
                             f"torch.autograd.grad with respect to what an earlier stage computes, which is also used "
                             f"on that stage later ({event.line}): clone it for the part that is differentiated"
                         )
+
+    def _check_regions(self) -> None:
+        """What a checkpointed function writes into the module, it writes again where it is computed again: on visits
+        that gradients go back to."""
+        writing: dict[tuple[Region, int], Event] = {}
+        computed_again: set[tuple[Region, int]] = set()
+        for number, region in self.regions.items():
+            event = self.events[number]
+            if event.gives_gradients():
+                computed_again.add((region, event.visit))
+            elif any(type(event.inputs[slot]) is int and event.inputs[slot] < 0 for slot, _, _ in event.writes):
+                writing.setdefault((region, event.visit), event)
+        regions = {region for region, _ in computed_again}
+        for place, event in writing.items():
+            if place not in computed_again and place[0] in regions:
+                raise NotImplementedError(
+                    f"a checkpointed function writes into the module ({event.line}) on a stage that computes nothing "
+                    f"else of it, and would not again in backward, as it does in one process: do without the "
+                    f"checkpoint, or write outside of it"
+                )
 
     def with_gradients(self, loss: int) -> frozenset[int]:
         """Values, and parameters (below zero), from which the loss is computed in a way that autograd goes back."""

@@ -24,14 +24,14 @@ class Frame:
 
     Args:
         function: computes it again, from `args` and what `add_input` is given.
-        stop_early: whether to stop computing when all is there.
+        stop_early: whether to stop computing when all is there; also an attribute.
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any] = (), *, stop_early: bool) -> None:
         self._function: Callable[..., Any] | None = function
         self._inputs: list[Any] = []
         self._versions: list[tuple[Tensor, int]] = []
-        self._stop_early = stop_early
+        self.stop_early = stop_early
         self._places: list[tuple[weakref.ref[Place], Metadata]] = []
         self._num_computed = 0
         for arg in args:
@@ -104,7 +104,7 @@ class Frame:
             place = reference()
             if place is not None:
                 place.put(tensor)
-        if self._stop_early and self._num_computed == len(self._places):
+        if self.stop_early and self._num_computed == len(self._places):
             raise _AllThere
         return tensor
 

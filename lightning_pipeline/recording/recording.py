@@ -79,7 +79,6 @@ class Recording(TorchFunctionMode):
         reads: the values that were read, in order.
         module_reads: the module's tensors that were read and that not every rank holds, by number.
         provenance: traces where captures come from; None if that is not needed.
-        floor: the lowest visit on which further events may run.
         delivered: tensors of the batch that every rank has.
         batch_places: placeholders for tensors of the batch that only the first rank has.
         memory: of the tensors that every rank has.
@@ -114,7 +113,6 @@ class Recording(TorchFunctionMode):
         self.reads: list[int] = []
         self.module_reads: list[int] = []
         self.provenance: Provenance | None = None
-        self.floor = 0
         self.kept: list[Placeholder] = []
         self._is_over = False
         self.data_source = data_source
@@ -125,6 +123,8 @@ class Recording(TorchFunctionMode):
         self.retained: list[tuple[int, Placeholder]] = []
         self.has_run_backward = False
         self._depth = 0  # of checkpointed functions
+        self._counters: list[Event] = []  # of a checkpointed function (`note_in_checkpoint`)
+        self._computed: list[Event] = []  # likewise
         changing = recorder.changing.items()
         self.memory = ReplicatedMemory(frozenset(place for place, tensor in changing if memory_of(tensor) == place))
         self.delivered: list[Tensor] = []
@@ -396,6 +396,7 @@ class Recording(TorchFunctionMode):
             yield
         finally:
             self._depth -= 1
+            self._counters, self._computed = [], []
         mark(self, CHECKPOINT_ENDS)
         changed = look.changed()
         if self.gradients_taken_at and not self._depth:
@@ -413,6 +414,24 @@ class Recording(TorchFunctionMode):
     def is_in_checkpoint(self) -> bool:
         """Whether a checkpointed function runs."""
         return self._depth > 0 or self.replay is not None
+
+    def note_in_checkpoint(self, event: Event) -> None:
+        """Let what a checkpointed function writes into the module without data of the batch, such as a counter, run
+        with what it computes next on that stage, else with what it has computed last: they are computed again together.
+        """
+        computes = event.gives_gradients()
+        if not computes and not (event.writes and all(type(value) is not int or value < 0 for value in event.inputs)):
+            return
+        others = self._counters if computes else self._computed
+        for one in [other for other in others if (other.visit - event.visit) % self.recorder.num_stages == 0]:
+            counter, visit = (one, event.visit) if computes else (event, one.visit)
+            if counter.visit != visit:
+                counter.visit, self._placing = visit, None
+        if computes:
+            self._counters = [one for one in self._counters if one.visit != event.visit]
+            self._computed.append(event)
+        else:
+            self._counters.append(event)
 
     @property
     def placing(self) -> Placing:
