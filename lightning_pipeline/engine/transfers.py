@@ -142,6 +142,8 @@ class Transfers:
         if returns:
             transfer.arrive(arrived.requires_grad_())
             arrived = transfer.operand = written_into(arrived)
+        elif spec.requires_grad:  # under enable_grad in an evaluation, where kernels are others than under no_grad
+            arrived.requires_grad_()
         return arrived
 
     def repeat(

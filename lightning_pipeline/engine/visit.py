@@ -229,6 +229,8 @@ class Visit:
                 # The step may modify its input in place, which autograd forbids for a leaf.
                 inside.received[strand] = tensor.requires_grad_()
                 tensor = written_into(tensor)
+            elif spec.requires_grad:  # under enable_grad in an evaluation, where kernels are others than under no_grad
+                tensor.requires_grad_()
             use.append(tensor)
         inside.arriving = None
         return use

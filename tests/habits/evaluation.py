@@ -362,3 +362,23 @@ class WholeAfterFit(Layers):
         with torch.no_grad():
             logits = self(torch.ones(1, WIDTH))
         self.after = (logits, float(sum(p.sum() for p in self.parameters())), weights)
+
+
+@habit(plain=False)
+class GradientsOnAfterBranch(Evaluated):
+    """A validation that branches on its data, and then calls attention and a layer with a backward hook under
+    enable_grad: kernels are others than without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.layers[0].register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 1.1,))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.layers[2](batch[0])
+        x = x if x.sum() > 0 else -x
+        with torch.enable_grad():
+            for layer in self.layers:
+                x, weights = self.attention(*[layer(x).unsqueeze(1)] * 3)
+                x = x.squeeze(1) + weights.mean()
+        return {"x": x, "mean": x.mean()}
