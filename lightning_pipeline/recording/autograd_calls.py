@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -274,13 +274,9 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
         wanted = [(values.get(id(one)), one) for one in tensors_in(args[1] if len(args) > 1 else kwargs["inputs"])]
     visits = graph.visits(wanted)
     if len(visits) != 1:
-        shown = " and ".join(str(visit % recorder.num_stages) for visit in sorted(visits))
-        modules = [_modules_of(recorder, visits[visit]) for visit in sorted(visits)]
-        named = f" ({'; '.join(map(', '.join, modules))})" if all(modules) else ""
         raise NotImplementedError(
-            f"{function_name(func)} goes back over what stages {shown} compute ({users_line()}): gradients within "
-            f"a step can be had within one stage. Put these modules on one stage{named}, or differentiate with respect "
-            f"to what its first module is given"
+            f"{function_name(func)} goes back over {_shown(recorder, visits)} ({users_line()}): gradients within "
+            f"a step can be had within one stage. {_way_out(recorder, visits)}"
         )
     [visit] = visits
     result = graph.result(visit, func, call, inputs, specs, recorder.inference)
@@ -288,6 +284,21 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
     if not is_grad:
         event.match = never
     return answer(recording, event, func, args, kwargs)
+
+
+def _shown(recorder: Recorder, visits: Iterable[int]) -> str:
+    stages = [visit % recorder.num_stages for visit in sorted(visits)]
+    if len(set(stages)) == 1:
+        return f"what stage {stages[0]} computes before and after another one"
+    return f"what stages {' and '.join(map(str, stages))} compute"
+
+
+def _way_out(recorder: Recorder, visits: Mapping[int, Sequence[int]]) -> str:
+    modules = [_modules_of(recorder, visits[visit]) for visit in sorted(visits)]
+    if len({visit % recorder.num_stages for visit in visits}) == 1:
+        return "Take the gradients of each part where it is computed"
+    named = f" ({'; '.join(map(', '.join, modules))})" if all(modules) else ""
+    return f"Put these modules on one stage{named}, or differentiate with respect to what its first module is given"
 
 
 def _modules_of(recorder: Recorder, numbers: Sequence[int]) -> list[str]:
