@@ -60,6 +60,8 @@ class Placing:
             else:
                 fixed = self._stage_of_tensors(inputs, lowest)
             fixed = self._stage_of_held(inputs, fixed)
+        if after < 0:  # with what the stage has computed last, so that gradients add up in that order
+            after = self.latest - (self.latest - fixed) % self._num_stages
         return self._next(max(after, self._begins), fixed)
 
     def home(self, value: Any) -> int:
@@ -121,11 +123,12 @@ class Placing:
         for value in inputs:
             if type(value) is int and value < 0:
                 number = -1 - value
-                held = self._tensors.homes[number]
-                if held is None and self._tensors.holders[number]:
-                    held = min(self._tensors.holders[number])
+                held, holders = self._tensors.homes[number], self._tensors.holders[number]
+                has_gradient = torch.is_grad_enabled() and self._tensors.tensors[number].requires_grad
+                if held is None and holders:
+                    held = max(holders) if has_gradient else min(holders)
                 if held is not None:
-                    if not (torch.is_grad_enabled() and self._tensors.tensors[number].requires_grad):
+                    if not has_gradient:
                         return held
                     stages.append(held)
                 # Another batch tensor for the same layer:
