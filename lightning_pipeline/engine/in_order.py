@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
+from lightning_pipeline.engine.checkpointed import CheckpointedFunctions
 from lightning_pipeline.engine.gradient_hooks import HookCalls
 from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
 from lightning_pipeline.engine.transfers import Transfer, Transfers, by_leaves
@@ -23,7 +23,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import backward_from
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, GRADIENTS_SWITCHED, Event
-from lightning_pipeline.recording.execution import Repeated, run_event, values_made
+from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors, set_requires_grad
@@ -80,12 +80,7 @@ class InOrder:
             for event in state.carried.program.events:
                 self._writes.of(event)
         self._rank_of = self._transfers.rank_of
-        self._depth = 0  # of nested checkpointed functions
-        self._stops_early = False
-        self._kept: set[Event] = set()  # the beginnings of checkpointed functions whose tensors are kept
-        self._is_kept = False  # the running one's
-        self._repeated: dict[int, Repeated] = {}  # by visit: its part of the running checkpointed function
-        self._last_repeated = 0  # the latest visit of that function
+        self._checkpointed = CheckpointedFunctions(self._seed)
         self._written_again: dict[int, tuple[int, Event]] = {}  # the module's tensors that backward writes into
         if self._rank == placement[0]:
             for value, tensor in enumerate(state.given):
@@ -103,33 +98,11 @@ class InOrder:
             if event.visit < 0 and event.function is GRADIENTS_SWITCHED:
                 number, before, _ = event.call.args
                 set_requires_grad(self._tensors.tensors[number], before)
-        self._note_gradients(todo)
+        self._checkpointed.note_gradients(todo)
         for event in reversed(todo):
             self._run(event)
         assert self._state.recording is not None
         self._state.recording.switched.clear()
-
-    def _note_gradients(self, todo: Sequence[Event]) -> None:
-        """Take note of checkpointed functions that take gradients within: their tensors are kept.
-
-        Args:
-            todo: what is to run, the last event first.
-        """
-        depth, begins = self._depth, None
-        for event in reversed(todo):
-            if event.visit < 0 and event.function is CHECKPOINT_BEGINS:
-                begins = begins if depth else event
-                depth += 1
-            elif event.visit < 0 and event.function is CHECKPOINT_ENDS:
-                depth -= 1
-            elif depth and event.function is torch.autograd.grad:
-                if begins is not None:
-                    self._kept.add(begins)
-                elif not self._is_kept:
-                    raise CheckpointError(
-                        f"a checkpointed function takes gradients by torch.autograd.grad ({event.line}) after it has "
-                        f"read a value: read it after the gradients are taken, or outside of the function"
-                    )
 
     def data_of(self, values: Sequence[int]) -> list[Tensor]:
         """The data of values, on every rank."""
@@ -306,8 +279,7 @@ class InOrder:
             self._mark(event)
             return
         is_mine = self._rank_of(visit) == self._rank
-        if self._depth:
-            self._last_repeated = max(self._last_repeated, visit)
+        self._checkpointed.note_visit(visit)
         operands: list[Tensor] = []
         for slot, value in enumerate(event.inputs):
             if not isinstance(value, int):
@@ -328,9 +300,7 @@ class InOrder:
         if is_mine:
             recording = self._state.recording
             assert recording is not None
-            part = self._repeated.get(visit)
-            if self._depth and part is None and not self._is_kept:
-                part = self._repeated[visit] = Repeated(recording.captured, self._seed, self._stops_early)
+            part = self._checkpointed.part_of(visit, recording.captured)
             if part is not None:
                 found = part.run(event, operands)
             elif event.function is torch.autograd.grad:
@@ -360,7 +330,7 @@ class InOrder:
         Raises:
             NotImplementedError: another visit writes into the same tensor, of which one of the two has only a copy.
         """
-        is_repeated = bool(self._depth) and not self._is_kept
+        is_repeated = self._checkpointed.runs and not self._checkpointed.is_kept
         before, _ = self._written_again.get(number, (visit, event))
         if before != visit:
             ranks = {self._rank_of(before)} | ({self._rank_of(visit)} if is_repeated else set())
@@ -403,20 +373,12 @@ class InOrder:
 
     def _mark(self, event: Event) -> None:
         if event.function is CHECKPOINT_BEGINS:
-            if not self._depth:
-                self._stops_early = event.call.args[0]
-                self._is_kept = event in self._kept
-            self._depth += 1
+            self._checkpointed.begin(event)
         elif event.function is GRADIENTS_SWITCHED:
             number, _, value = event.call.args
             set_requires_grad(self._tensors.tensors[number], value)
         elif event.function is CHECKPOINT_ENDS:
-            self._depth -= 1
-            if not self._depth:
-                for visit, part in self._repeated.items():
-                    if visit < self._last_repeated:  # what the last one needs comes after all of this one
-                        part.run_to_its_end()
-                self._repeated, self._last_repeated = {}, 0
+            self._checkpointed.end()
 
     def _operand(self, value: int, event: Event, slot: int, *, is_named: bool) -> Tensor:
         """A value as the operand of an event.
@@ -424,7 +386,7 @@ class InOrder:
         Args:
             is_named: the event modifies the value in place or asks for its gradient, so it needs the value itself.
         """
-        visit, num_parts = event.visit, 1 if self._depth else event.num_gradients(slot)
+        visit, num_parts = event.visit, 1 if self._checkpointed.runs else event.num_gradients(slot)
         home, spec = self.homes[value], self.specs[value]
         returns = self._transfers.gives_gradient(spec)
         if home != visit and (visit, value) not in self._here:

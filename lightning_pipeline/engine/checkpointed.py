@@ -1,0 +1,97 @@
+"""Checkpointed functions of a micro-batch that runs in order: which of their events are computed again, and how far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointError
+
+from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.recording.execution import Repeated
+
+
+class CheckpointedFunctions:
+    """Follows the checkpointed functions of one micro-batch, event by event.
+
+    Each visit computes its own part of a function again, when its backward needs it::
+
+        function    visit 2: norm, linear      visit 4: tanh, linear      visit 2: a counter
+        backward    visit 4: tanh, linear      visit 2: norm, linear, a counter
+
+    Args:
+        seed: starts the random numbers of a draw.
+
+    Attributes:
+        is_kept: the tensors of the function that runs are kept, as it takes gradients within.
+    """
+
+    def __init__(self, seed: Callable[[int], None]) -> None:
+        self.is_kept = False
+        self._seed = seed
+        self._depth = 0
+        self._stops_early = False
+        self._kept: set[Event] = set()  # the beginnings of functions whose tensors are kept
+        self._parts: dict[int, Repeated] = {}  # of the function that runs, by visit
+        self._latest = 0  # visit of that function
+
+    @property
+    def runs(self) -> bool:
+        """Whether events belong to a checkpointed function."""
+        return self._depth > 0
+
+    def note_gradients(self, todo: Sequence[Event]) -> None:
+        """Take note of functions that take gradients within: their tensors are kept.
+
+        Args:
+            todo: what is to run, the last event first.
+        """
+        depth, begins = self._depth, None
+        for event in reversed(todo):
+            if event.visit < 0 and event.function is CHECKPOINT_BEGINS:
+                begins = begins if depth else event
+                depth += 1
+            elif event.visit < 0 and event.function is CHECKPOINT_ENDS:
+                depth -= 1
+            elif depth and event.function is torch.autograd.grad:
+                if begins is not None:
+                    self._kept.add(begins)
+                elif not self.is_kept:
+                    raise CheckpointError(
+                        f"a checkpointed function takes gradients by torch.autograd.grad ({event.line}) after it has "
+                        f"read a value: read it after the gradients are taken, or outside of the function"
+                    )
+
+    def begin(self, event: Event) -> None:
+        """A function begins, which may be within another one."""
+        if not self._depth:
+            self._stops_early = event.call.args[0]
+            self.is_kept = event in self._kept
+        self._depth += 1
+
+    def note_visit(self, visit: int) -> None:
+        """An event runs on a visit, on whichever rank."""
+        if self._depth:
+            self._latest = max(self._latest, visit)
+
+    def part_of(self, visit: int, captured: Sequence[Any]) -> Repeated | None:
+        """What a visit of this rank computes again; None outside of functions.
+
+        Args:
+            captured: what the recording has taken along.
+        """
+        part = self._parts.get(visit)
+        if self._depth and part is None and not self.is_kept:
+            part = self._parts[visit] = Repeated(captured, self._seed, self._stops_early)
+        return part
+
+    def end(self) -> None:
+        """A function ends."""
+        self._depth -= 1
+        if self._depth:
+            return
+        for visit, part in self._parts.items():
+            if visit < self._latest:  # what the latest one needs comes after all of this one
+                part.run_to_its_end()
+        self._parts, self._latest = {}, 0
