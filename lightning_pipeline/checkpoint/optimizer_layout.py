@@ -87,14 +87,17 @@ class OptimizerLayout:
         """Parameter names over the whole model; the index is the positional id in a state dict."""
         return list(chain.from_iterable(self.groups))
 
-    def local_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The optimizer's parameters that this stage holds, by name, in the optimizer's order."""
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The optimizer's parameters by name, in its order. Some may be without data."""
         return [
             (name, parameter)
             for names, group in zip(self.groups, self.optimizer.param_groups, strict=True)
             for name, parameter in zip(names, group["params"], strict=True)
-            if not is_absent(parameter)
         ]
+
+    def local_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Those that this stage holds."""
+        return [(name, parameter) for name, parameter in self.parameters() if not is_absent(parameter)]
 
     def forget_remote(self) -> None:
         """Free the state of parameters that turned out to be other stages'.

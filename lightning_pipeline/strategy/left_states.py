@@ -60,7 +60,7 @@ def _owned(layout: OptimizerLayout, ownership: Ownership) -> dict[str, Any]:
 
 def _spread(layout: OptimizerLayout, own: dict[str, Any], ownership: Ownership, transport: Transport) -> None:
     states: dict[nn.Parameter, Any] = layout.optimizer.state  # type: ignore[assignment]
-    parameters = dict(layout.local_parameters())
+    parameters = dict(layout.parameters())  # also of modules that have gone, which stay without data elsewhere
     for owner in range(ownership.num_stages):
         if owner != ownership.stage:
             received = recv_tree(transport, owner, "states of the whole optimizer")
