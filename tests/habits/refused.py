@@ -55,15 +55,6 @@ class BranchesOnRankInHelper(Layers):
         return loss
 
 
-@habit(expect=error(r"refused\.py:\d+.*on_"), plain=False, shows=False)
-class TakesStateDictInStep(Layers):
-    """A submodule's state dictionary within a step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.kept = {name: value.clone() for name, value in self.layers.state_dict().items()}
-        return super().training_step(batch, batch_idx)
-
-
 @habit(expect=error(r"(?i)rank|random|generator|differ"), plain=False, shows=False)
 class SeededByItsRank(Layers):
     """A generator of one's own that is seeded by the rank."""
