@@ -254,7 +254,7 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
                 f"{function_name(func)} is called in a checkpointed function, and would be once more in backward "
                 f"({users_line()}): call it outside, or take torch.autograd.grad"
             )
-        recording.gradients_taken_at = users_line()
+        recording.checkpoints.gradients_taken_at = users_line()
     if not is_grad:
         recording.is_simple = False  # gradients of parameters add up in the order of micro-batches
         recording.has_run_backward = True

@@ -330,9 +330,9 @@ def _result(
 
 def _repeats(made: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """The arguments to which several edges of a call's graph lead, each with their number."""
-    givers = [(number, one) for number, one in enumerate(arguments) if one.requires_grad and not one.is_inference()]
-    if not givers:
+    if not any(tensor.requires_grad for tensor in made):
         return ()
+    givers = [(number, one) for number, one in enumerate(arguments) if one.requires_grad and not one.is_inference()]
     ends = {number: get_gradient_edge(one) for number, one in givers}
     counts = Counter((edge.node, edge.output_nr) for _, _, edge in edges_before(made, ends.values()))
     found = ((number, counts[edge.node, edge.output_nr]) for number, edge in ends.items())

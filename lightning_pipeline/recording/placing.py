@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,8 @@ class Placing:
                 held, holders = self._tensors.homes[number], self._tensors.holders[number]
                 has_gradient = torch.is_grad_enabled() and self._tensors.tensors[number].requires_grad
                 if held is None and holders:
-                    held = max(holders) if has_gradient else min(holders)
+                    # Weights alone take part where they have last: gradients of their uses add up in that order.
+                    held = min(holders) if CAPTURED in inputs or not has_gradient else self._latest_of(holders)
                 if held is not None:
                     if not has_gradient:
                         return held
@@ -139,6 +140,10 @@ class Placing:
         if any(isinstance(value, HookTensor) for value in inputs):
             return lowest
         return max(self.latest % self._num_stages, lowest)
+
+    def _latest_of(self, stages: Iterable[int]) -> int:
+        """Of some stages, the one that the step has come to last; the first one if it has come to none."""
+        return min(stages, key=lambda stage: (self.latest < stage, (self.latest - stage) % self._num_stages, stage))
 
     @staticmethod
     def _stage_of_held(inputs: Sequence[Any], lowest: int) -> int:

@@ -106,16 +106,16 @@ def run_again(recording: Recording, loss: Any, *, is_last: bool = True) -> None:
     value = recording.value_of(loss)
     if value is not None and (recording.event.takes_gradients or recording.has_run_backward):
         refuse_second_runs(recording, value)
-    if value is None or not recording.changing_calls:
+    if value is None or not recording.checkpoints.changing_calls:
         return
     graph = Graph(recording.event, recording.captured, [value])
-    for one in reversed([*recording.changing_calls]):
+    for one in reversed([*recording.checkpoints.changing_calls]):
         events = one.events()
         last = _last_saving(recording, one, events, graph)
         if last is None:
             continue
         if is_last:
-            recording.changing_calls.remove(one)
+            recording.checkpoints.changing_calls.remove(one)
         if not one.is_deep:
             _Again(recording, one, events, last).run()
         elif changed := _changed_again(recording, one, events):
@@ -139,7 +139,7 @@ def refuse_with_gradients(recording: Recording, begins: Event, changed: Sequence
     Raises:
         CheckpointError: it does more.
     """
-    line, recording.gradients_taken_at = recording.gradients_taken_at, ""
+    line, recording.checkpoints.gradients_taken_at = recording.checkpoints.gradients_taken_at, ""
     written = list(changed)
     event: Event | None = recording.event
     while event is not begins:

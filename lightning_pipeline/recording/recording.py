@@ -37,18 +37,18 @@ from lightning_pipeline.partition.torch_functions import (
 )
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording import autograd_calls, one_rank, process_flags
+from lightning_pipeline.recording.checkpoints import Checkpoints
 from lightning_pipeline.recording.contexts import refuse_transforms
-from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, MICROBATCHES_MEET, Event
+from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.everywhere import compute_everywhere
 from lightning_pipeline.recording.inference import written_by_array
-from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor, autocast_state
+from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.new_events import add_call, mark
 from lightning_pipeline.recording.operation import with_index_of_tensors
 from lightning_pipeline.recording.placing import Placing
 from lightning_pipeline.recording.provenance import Provenance
-from lightning_pipeline.recording.python_again import ChangingCall, CheckpointCall, refuse_with_gradients
-from lightning_pipeline.recording.reachable_state import Look
+from lightning_pipeline.recording.python_again import CheckpointCall
 from lightning_pipeline.recording.reading import call_back, read
 from lightning_pipeline.recording.recorder import Reads, Recorder
 from lightning_pipeline.recording.replicated_memory import ReplicatedMemory
@@ -91,11 +91,10 @@ class Recording(TorchFunctionMode):
         outdated: likewise what is in that memory now, where it is something else.
         rank_asked_at: the code and lines of the user's that have asked for the rank.
         flags: those of the process, as the step has set them; None if it has set none.
-        changing_calls: checkpointed functions that have changed something of Python, and have not run again.
+        checkpoints: the checkpointed functions that the step calls.
         replay: runs one of them again now.
         switched: tensors of the module whose gradients the step has switched on or off, by number, and whether they
             required them where stages have come to.
-        gradients_taken_at: the line in the running checkpointed function that takes gradients; "" for none.
         twins: placeholders of values that the user's code has other ones of, too.
     """
 
@@ -122,9 +121,7 @@ class Recording(TorchFunctionMode):
         self.hooks: list[Hook] = []
         self.retained: list[tuple[int, Placeholder]] = []
         self.has_run_backward = False
-        self._depth = 0  # of checkpointed functions
-        self._counters: list[Event] = []  # of a checkpointed function (`note_in_checkpoint`)
-        self._computed: list[Event] = []  # likewise
+        self.checkpoints = Checkpoints()
         changing = recorder.changing.items()
         self.memory = ReplicatedMemory(frozenset(place for place, tensor in changing if memory_of(tensor) == place))
         self.delivered: list[Tensor] = []
@@ -138,12 +135,9 @@ class Recording(TorchFunctionMode):
         self.outdated: dict[int, Tensor] = {}
         self.rank_asked_at: set[tuple[CodeType, int]] = set()
         self.flags: process_flags.Flags | None = None
-        self.changing_calls: list[ChangingCall] = []
         self.replay: Any = None
         self.switched: dict[int, bool] = {}
-        self.gradients_taken_at = ""
         self.twins: list[Placeholder] = []
-        self._has_deep = False  # a checkpointed function within one has changed something
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -249,7 +243,8 @@ class Recording(TorchFunctionMode):
 
     def let_go(self) -> None:
         """Release tensors after the step: pooled placeholders refer to the recording for a long time."""
-        self.captured, self.kept, self.copied_from, self.changing_calls, self.twins = [], [], {}, [], []
+        self.captured, self.kept, self.copied_from, self.twins = [], [], {}, []
+        self.checkpoints.changing_calls = []
         self._is_over = True
 
     # -- called by generated matchers --------------------------------------------------------------------------------
@@ -349,7 +344,7 @@ class Recording(TorchFunctionMode):
             return func(*args, **kwargs)
         if kind is FunctionKind.WRITES and autograd_calls.is_switch(self, func, args):
             return autograd_calls.switch(self, *args, **kwargs)
-        if self._depth and kind is FunctionKind.WRITES and _is_of_module(args, self.tensors):
+        if self.checkpoints.depth and kind is FunctionKind.WRITES and _is_of_module(args, self.tensors):
             pass  # an event, as the recomputation on its stage writes again
         elif not self.is_ours(args) and not (kwargs and self.is_ours(tuple(kwargs.values()))):
             if self.has_run_backward and func in autograd_calls.GETTERS and args[0].requires_grad:
@@ -388,50 +383,18 @@ class Recording(TorchFunctionMode):
             self.replay.enter_checkpoint()
             yield
             return
-        mark(self, CHECKPOINT_BEGINS, call.stops_early)
-        begins, first_draw = self.event, self.num_draws
-        look = Look(self.recorder.places, call.function, (*call.args, *call.kwargs.values()))
-        self._depth += 1
-        try:
+        with self.checkpoints.entered(self, call):
             yield
-        finally:
-            self._depth -= 1
-            self._counters, self._computed = [], []
-        mark(self, CHECKPOINT_ENDS)
-        changed = look.changed()
-        if self.gradients_taken_at and not self._depth:
-            refuse_with_gradients(self, begins, changed)
-        if self._depth:
-            self._has_deep |= bool(changed)
-        elif changed:
-            is_deep, self._has_deep = self._has_deep, False
-            line = users_line()
-            self.changing_calls.append(
-                ChangingCall(call, begins, self.event, first_draw, autocast_state(), changed, line, is_deep)
-            )
 
     @property
     def is_in_checkpoint(self) -> bool:
         """Whether a checkpointed function runs."""
-        return self._depth > 0 or self.replay is not None
+        return self.checkpoints.depth > 0 or self.replay is not None
 
     def note_in_checkpoint(self, event: Event) -> None:
-        """Let what a checkpointed function writes into the module without data of the batch, such as a counter, run
-        with what it computes next on that stage, else with what it has computed last: they are computed again together.
-        """
-        computes = event.gives_gradients()
-        if not computes and not (event.writes and all(type(value) is not int or value < 0 for value in event.inputs)):
-            return
-        others = self._counters if computes else self._computed
-        for one in [other for other in others if (other.visit - event.visit) % self.recorder.num_stages == 0]:
-            counter, visit = (one, event.visit) if computes else (event, one.visit)
-            if counter.visit != visit:
-                counter.visit, self._placing = visit, None
-        if computes:
-            self._counters = [one for one in self._counters if one.visit != event.visit]
-            self._computed.append(event)
-        else:
-            self._counters.append(event)
+        """Take note of a new event of a checkpointed function."""
+        if self.checkpoints.note(event, self.recorder.num_stages):
+            self._placing = None
 
     @property
     def placing(self) -> Placing:

@@ -56,7 +56,8 @@ def refuse_second_runs(recording: Recording, value: int) -> None:
             for slot, _, _ in event.writes
             if type(number := event.inputs[slot]) is int and number < 0
         ]
-        changed = [name for one in recording.changing_calls if one.begins is events[0] for name in one.changed]
+        calls = recording.checkpoints.changing_calls
+        changed = [name for one in calls if one.begins is events[0] for name in one.changed]
         for one in earlier if written or changed else ():
             if not Graph(one.event, recording.captured, one.outputs).leading(events, one.wanted):
                 continue
