@@ -178,6 +178,6 @@ class StepParts:
             if placement[visit - 1] == rank:
                 transfer.sent = [state.on(visit - 1).kept_edges[strand]]
             if placement[visit] == rank:
-                transfer.arrive(state.on(visit).kept_leaves[strand])
+                transfer.catch(state.on(visit).kept_leaves[strand])
             carried.transfers.add(transfer)
         carried.crossing = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial, reduce
+from dataclasses import dataclass
+from functools import reduce
 from operator import add
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import CaughtGradient
-from lightning_pipeline.recording.graph_walk import edges_before
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 
@@ -29,12 +28,10 @@ class Transfer:
         num_parts: how often gradients go back to it in its use, as to the weights of a recurrent layer.
         sent: on the sender, the edges at which its gradient enters the graph, one for each part.
         arrived: on the receiver, the leaf; for a use that returns a view, the base of that view.
-        operand: on the receiver, what the use is given.
+        operand: on the receiver, what the use is given, until it has given something, if there are several parts.
         caught: collects the gradient of `arrived` in backward.
-        parts: what the gradient is the sum of, in the order in which autograd adds it up, if there are several.
         is_merged: whether its gradient is sent with that of the next use.
         is_gone: whether a backward has used it and freed the graph.
-        is_watched: whether its parts are caught.
     """
 
     value: int
@@ -45,35 +42,35 @@ class Transfer:
     arrived: Tensor | None = None
     operand: Tensor | None = None
     caught: CaughtGradient | None = None
-    parts: list[Tensor] = field(default_factory=list)
     is_merged: bool = False
     is_gone: bool = False
-    is_watched: bool = False
 
-    def arrive(self, leaf: Tensor) -> None:
+    def catch(self, leaf: Tensor) -> None:
         """Set the leaf on the receiver."""
         self.arrived, self.caught = leaf, CaughtGradient(leaf)
+
+    def arrive(self, leaf: Tensor) -> Tensor:
+        """Likewise. Returns what the use is given."""
+        self.catch(leaf)
+        operand = written_into(leaf)
+        self.operand = operand if self.num_parts > 1 else None
+        return operand
 
     def leave(self, own: Tensor) -> None:
         """Set the edges on the sender. The last one is the first that autograd comes to."""
         self.sent = [get_gradient_edge(torch.ops.aten.alias.default(own)) for _ in range(self.num_parts)]
 
-    def catch_parts(self, made: Sequence[Tensor]) -> None:
-        """Catch the parts of the gradient, of a use that has given these tensors."""
-        assert self.operand is not None
-        end = get_gradient_edge(self.operand)
-        for node, place, edge in edges_before(made, [end]):
-            if edge == end:
-                node.register_hook(partial(_note_part, self.parts, place))
-
     def gradients(self) -> list[Tensor]:
         """The gradient on the receiver, in parts."""
         assert self.arrived is not None and self.caught is not None
+        if 1 < self.num_parts == len(self.caught.parts):
+            return [*self.caught.parts]
         total = self.caught.gradient
-        if self.num_parts == 1 or len(self.parts) != self.num_parts:
-            total = torch.zeros_like(self.arrived) if total is None else total
-            return [total, *(torch.zeros_like(total) for _ in range(1, self.num_parts))]
-        return self.parts
+        return self.padded(torch.zeros_like(self.arrived) if total is None else total)
+
+    def padded(self, total: Tensor) -> list[Tensor]:
+        """A gradient in one piece, as so many parts."""
+        return [total, *(torch.zeros_like(total) for _ in range(1, self.num_parts))]
 
 
 class Transfers:
@@ -140,8 +137,7 @@ class Transfers:
         if arrived is None:
             return None
         if returns:
-            transfer.arrive(arrived.requires_grad_())
-            arrived = transfer.operand = written_into(arrived)
+            arrived = transfer.arrive(arrived.requires_grad_())
         elif spec.requires_grad:  # under enable_grad in an evaluation, where kernels are others than under no_grad
             arrived.requires_grad_()
         return arrived
@@ -174,20 +170,18 @@ class Transfers:
             return None
         if is_viewed:
             view = torch.ops.aten.alias.default(there)
-            transfer.arrive(view)
+            transfer.catch(view)
             return view
-        leaf = there.detach().requires_grad_()
-        transfer.arrive(leaf)
-        transfer.operand = written_into(leaf)
-        return transfer.operand
+        return transfer.arrive(there.detach().requires_grad_())
 
     def note_made(self, operands: Iterable[Tensor], made: Sequence[Tensor]) -> None:
         """Take note that a use has given these tensors, of operands whose gradients come in parts."""
         ids = set(map(id, operands))
         for transfer in self._all:
-            if transfer.num_parts > 1 and id(transfer.operand) in ids and not transfer.is_watched:
-                transfer.is_watched = True
-                transfer.catch_parts(made)
+            if transfer.operand is not None and id(transfer.operand) in ids:
+                assert transfer.caught is not None
+                transfer.caught.catch_parts(transfer.operand, made)
+                transfer.operand = None
 
     def leaves(self, value: int, destination: int) -> list[Tensor]:
         """What a value is on a visit that it has come to, on the rank of that: a leaf for each use, in order."""
@@ -259,7 +253,6 @@ class Transfers:
                 one.is_merged = False
                 if one.caught is not None:
                     one.caught.clear()
-                one.parts.clear()
             return
         for one in transfers:
             one.is_gone, one.sent, one.arrived, one.operand, one.caught = True, (), None, None, None
@@ -285,13 +278,7 @@ class Transfers:
             caught = uses[index].caught
             if caught is not None and caught.gradient is not None:
                 total = reduce(add, uses[index].gradients(), total)
-        return [total, *(torch.zeros_like(total) for _ in range(1, transfer.num_parts))]
-
-
-def _note_part(parts: list[Tensor], place: int, gradients: Sequence[Tensor | None], _: Any) -> None:
-    gradient = gradients[place]
-    if gradient is not None:
-        parts.append(gradient)
+        return transfer.padded(total)
 
 
 def written_into(leaf: Tensor) -> Tensor:

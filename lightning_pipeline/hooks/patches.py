@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import handle_torch_function
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import whole, write
@@ -19,6 +18,7 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, in_hook, is_absent, placeholder
 from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.tensor_copies import copies_of_parameters_seen
 
 
 @contextmanager
@@ -36,20 +36,11 @@ def parameters_seen(keys: TensorKeys) -> Iterator[None]:
         with _torch.DisableTorchFunction():
             return keys.note(new(cls, data.detach(), requires_grad), holders)
 
-    def through(name: str) -> Callable[..., Any]:
-        plain = nn.Parameter.__dict__[name]
+    def is_seen(tensor: Tensor) -> bool:
+        return in_hook.on and holders_of(tensor) is not None
 
-        def run(tensor: Tensor, argument: Any) -> Any:
-            if in_hook.on and holders_of(tensor) is not None:
-                return handle_torch_function(getattr(Tensor, name), (tensor,), tensor, argument)
-            return plain(tensor, argument)
-
-        return run
-
-    with overridden() as override:
+    with overridden() as override, copies_of_parameters_seen(is_seen):
         override(nn.Parameter, "__new__", staticmethod(made))
-        for name in ("__deepcopy__", "__reduce_ex__"):
-            override(nn.Parameter, name, through(name))
         yield
 
 

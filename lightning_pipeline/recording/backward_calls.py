@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_pipeline import _torch
+from lightning_pipeline.recording.graph_walk import edges_before
 
 
 def backward_from(
@@ -39,15 +41,17 @@ class CaughtGradient:
 
     Attributes:
         gradient: the sum of the gradients that have arrived; None for none.
+        parts: what has been added up, in that order, of a leaf whose parts are caught.
     """
 
-    __slots__ = ("_cell", "_node")
+    __slots__ = ("_cell", "_node", "parts")
 
     def __init__(self, leaf: Tensor) -> None:
         # The hook must not refer to this object, which owns the node that owns the hook.
         self._cell: list[Tensor | None] = [None]
         self._node = get_gradient_edge(leaf).node
         self._node.register_prehook(partial(_catch, self._cell))
+        self.parts: list[Tensor] = []
 
     @property
     def gradient(self) -> Tensor | None:
@@ -56,6 +60,14 @@ class CaughtGradient:
     def clear(self) -> None:
         """Forget what has arrived."""
         self._cell[0] = None
+        self.parts.clear()
+
+    def catch_parts(self, operand: Tensor, made: Sequence[Tensor]) -> None:
+        """Catch what goes back from the tensors that a call has made to its operand, which comes from the leaf."""
+        end = get_gradient_edge(operand)
+        for node, place, edge in edges_before(made, [end]):
+            if edge == end:
+                node.register_hook(partial(_catch_part, self.parts, place))
 
     @staticmethod
     @contextmanager
@@ -84,6 +96,12 @@ def caught(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
 
 
 _PAUSED: list[bool] = []
+
+
+def _catch_part(parts: list[Tensor], place: int, gradients: Sequence[Tensor | None], _: Any) -> None:
+    gradient = gradients[place]
+    if gradient is not None and not _PAUSED:
+        parts.append(gradient)
 
 
 def _catch(cell: list[Tensor | None], gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:

@@ -32,7 +32,7 @@ class Checkpoints:
         self.gradients_taken_at = ""
         self._has_deep = False  # one within another has changed something
         self._counters: list[Event] = []
-        self._computed: list[Event] = []
+        self._computed: dict[int, int] = {}  # the latest visit of each stage
 
     @contextmanager
     def entered(self, recording: Recording, call: CheckpointCall) -> Iterator[None]:
@@ -45,7 +45,8 @@ class Checkpoints:
             yield
         finally:
             self.depth -= 1
-            self._counters, self._computed = [], []
+            if not self.depth:
+                self._counters, self._computed = [], {}
         mark(recording, CHECKPOINT_ENDS)
         changed = look.changed()
         if self.gradients_taken_at and not self.depth:
@@ -66,18 +67,16 @@ class Checkpoints:
         Returns:
             Whether the visit of an event has changed.
         """
-        computes = event.gives_gradients()
-        if not computes and not (event.writes and all(type(value) is not int or value < 0 for value in event.inputs)):
-            return False
-        has_changed = False
-        others = self._counters if computes else self._computed
-        for one in [other for other in others if (other.visit - event.visit) % num_stages == 0]:
-            counter, visit = (one, event.visit) if computes else (event, one.visit)
-            has_changed |= counter.visit != visit
-            counter.visit = visit
-        if computes:
-            self._counters = [one for one in self._counters if one.visit != event.visit]
-            self._computed.append(event)
-        else:
+        stage = event.visit % num_stages
+        if event.gives_gradients():
+            moved = [one for one in self._counters if one.visit % num_stages == stage and one.visit != event.visit]
+            for one in moved:
+                one.visit = event.visit
+            self._counters = [one for one in self._counters if one.visit % num_stages != stage]
+            self._computed[stage] = event.visit
+            return bool(moved)
+        if event.writes and all(type(value) is not int or value < 0 for value in event.inputs):
+            before, event.visit = event.visit, self._computed.get(stage, event.visit)
             self._counters.append(event)
-        return has_changed
+            return event.visit != before
+        return False

@@ -23,9 +23,7 @@ LEAF = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 """The type of the node that adds to a leaf's `.grad`."""
 
 
-def edges_before(
-    made: Iterable[Tensor], ends: Iterable[GradientEdge]
-) -> Iterator[tuple[Node, int, GradientEdge]]:
+def edges_before(made: Iterable[Tensor], ends: Iterable[GradientEdge]) -> Iterator[tuple[Node, int, GradientEdge]]:
     """The edges between tensors and where their graph ends: each node, the edge's place there, and the edge."""
     seen = {None, *(edge.node for edge in ends)}
     todo = [tensor.grad_fn for tensor in made if tensor.requires_grad]

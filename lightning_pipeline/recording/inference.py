@@ -339,7 +339,6 @@ def _repeats(made: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[tuple
     return tuple((number, count) for number, count in found if count > 1)
 
 
-
 def written_by_array(tensor: Tensor, content: Tensor) -> None:
     """What numpy does to a tensor whose memory it shares: autograd does not hear of it."""
     tensor.data.copy_(content)

@@ -44,7 +44,7 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
         _patches.enter_context(_scripted_seen())
         _patches.enter_context(_module_apply_seen())
         _patches.enter_context(nested_tensors_padded())
-        _patches.enter_context(copies_of_parameters_seen(running_recording))
+        _patches.enter_context(copies_of_parameters_seen(_is_of_step))
         _patches.enter_context(flags_of_steps(running_recording))
         _patches.enter_context(contexts_refused(lambda: running_recording() is not None))
     _patched_for.append(recorder)
@@ -82,6 +82,12 @@ def arrays_seen(recorder: Recorder) -> Iterator[None]:
 def running_recording() -> Recording | None:
     """The recording that runs, if one does."""
     return next((recorder.current for recorder in _patched_for if recorder.current is not None), None)
+
+
+def _is_of_step(tensor: Tensor) -> bool:
+    """Whether a step runs, and only some ranks hold a tensor that it uses."""
+    recording = running_recording()
+    return recording is not None and _torch.num_function_modes() > 0 and recording.is_ours((tensor,))
 
 
 def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -42,19 +42,18 @@ def reduced(data: Tensor, spec: TensorSpec, protocol: Any) -> Any:
 
 
 @contextmanager
-def copies_of_parameters_seen(recording_of: Callable[[], Recording | None]) -> Iterator[None]:
-    """While entered, modes see that parameters are copied or pickled in a step.
+def copies_of_parameters_seen(is_seen: Callable[[Tensor], bool]) -> Iterator[None]:
+    """While entered, modes see that parameters are copied or pickled, which `nn.Parameter` does by itself.
 
     Args:
-        recording_of: gives the recording of the step that runs, if one does.
+        is_seen: of which parameters.
     """
 
     def through(name: str) -> Callable[..., Any]:
         plain = nn.Parameter.__dict__[name]
 
         def run(tensor: Tensor, argument: Any) -> Any:
-            recording = recording_of()
-            if recording is not None and _torch.num_function_modes() and recording.is_ours((tensor,)):
+            if is_seen(tensor):
                 return handle_torch_function(getattr(Tensor, name), (tensor,), tensor, argument)
             return plain(tensor, argument)
 

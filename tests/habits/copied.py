@@ -10,18 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.modules import Layers
+from tests.habits.modules import Layers, Noting
 from tests.habits.table import error, habit
 
 RUNS_OTHERWISE = error(r"calls other modules each time that it is measured: name the first module of each later stage")
-
-
-class Noting(Layers):
-    """Notes what its steps find."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Any] = []
 
 
 # -- copies of values --------------------------------------------------------------------------------------------------

@@ -82,6 +82,14 @@ class Layers(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Noting(Layers):
+    """Notes what its steps or hooks find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+
 class Evaluated(Layers):
     """With validation, test and prediction."""
 

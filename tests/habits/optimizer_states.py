@@ -9,16 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.modules import Evaluated, Layers
+from tests.habits.modules import Evaluated, Layers, Noting
 from tests.habits.table import error, habit
-
-
-class Noting(Layers):
-    """Notes what its hooks find."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Any] = []
 
 
 @habit(observed=["found"], plain=False)
@@ -373,9 +365,8 @@ class MomentsReadInStep(Layers):
         return super().training_step(batch, batch_idx)
 
 
-@habit(expect=error(r"SGD\.state is used in training_step .*on_train_batch_start"), shows=False)
-class MomentumReadByHand(Layers):
-    """Looks at the momentum after a step by hand."""
+class SteppedByHand(Noting):
+    """A step by hand."""
 
     automatic_optimization = False
 
@@ -385,23 +376,23 @@ class MomentumReadByHand(Layers):
         loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss)
         optimizer.step()
-        self.log("momentum", optimizer.state[self.head.weight]["momentum_buffer"].norm())
+        return loss
+
+
+@habit(expect=error(r"SGD\.state is used in training_step .*on_train_batch_start"), shows=False)
+class MomentumReadByHand(SteppedByHand):
+    """Looks at the momentum after a step by hand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        state: Any = self.optimizers().state  # type: ignore[union-attr]
+        self.log("momentum", state[self.head.weight]["momentum_buffer"].norm())
         return loss
 
 
 @habit(observed=["found"], plain=False)
-class MomentumReadBetweenStepsByHand(Noting):
+class MomentumReadBetweenStepsByHand(SteppedByHand):
     """Looks at the momentum in a hook within a step by hand."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.found += [entries["momentum_buffer"].norm().item() for entries in optimizer.state.values()]

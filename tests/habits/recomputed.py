@@ -411,9 +411,7 @@ class NormedByALaterStageInCheckpoint(Layers):
         return self.layers[2](self.layers[1](x))
 
 
-@habit(
-    expect=error(r"checkpointed function.* stage.*do without the checkpoint, or "), automatic=EQUAL, shows=False
-)
+@habit(expect=error(r"checkpointed function.* stage.*do without the checkpoint, or "), automatic=EQUAL, shows=False)
 class NormedByTwoStagesInCheckpoint(NormedByALaterStageInCheckpoint):
     """Two stages, of which one has a copy, would each add to the statistics once more."""
 

@@ -380,3 +380,14 @@ class RecurrentLayerBetweenLayers(Recurring):
         for layer in self.layers:
             x = self.again(layer(x))
         return x
+
+
+@habit(plain=False)
+class RecurrentLayerDifferentiated(RecurrentLayerBetweenLayers):
+    """Gradients of the layer's weights that a step takes for itself."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        with torch.enable_grad():
+            [slope] = torch.autograd.grad(self.again(x.detach()).sum(), self.recurrent.weight_hh_l0)
+        return x * (1 + 0.1 * slope.sum())
