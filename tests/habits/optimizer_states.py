@@ -394,5 +394,6 @@ class MomentumReadByHand(SteppedByHand):
 class MomentumReadBetweenStepsByHand(SteppedByHand):
     """Looks at the momentum in a hook within a step by hand."""
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.found += [entries["momentum_buffer"].norm().item() for entries in optimizer.state.values()]
+    def on_after_backward(self) -> None:
+        states = self.trainer.optimizers[0].state.values()
+        self.found += [entries["momentum_buffer"].norm().item() for entries in states]

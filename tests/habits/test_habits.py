@@ -27,7 +27,7 @@ BY_DEFAULT = {
         WGANWithPenalty PlaysEpisodes ClipsByTorch LaidOutAnew FollowsByForeachInStep
         ExperimentInStep DefaultDtypeOfAPart ScaledByDataAfterUse DatasetCounts
         CentersOverRanks GathersOverRanksByName BranchesOnItsRank ValuesPickled TeacherMadeInFirstStep
-        TargetLoadedInStep
+        TargetLoadedInStep CountsInAllLayers GradientsOnAfterBranch LayerSwappedForIdentity MomentsReadInStep
     """,
     "2-zero_bubble": """
         PaddedEncoder PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo
@@ -36,7 +36,10 @@ BY_DEFAULT = {
     "2-interleaved_1f1b": """
         SkipFromSecondEpoch GPT2HiddenStates SimCLRInTwoCalls CrossAttention CodebookThroughData
     """,
-    "3-1f1b": "RecurrentLayerBetweenLayers RecurrentLayerOnTwoStages RecurrentRefinement HaltsByData LayerDropByPython",
+    "3-1f1b": """
+        RecurrentLayerBetweenLayers RecurrentLayerOnTwoStages RecurrentLayerDifferentiated PenaltyOnTwoStages
+        CountsBeforeLayersOfAnotherVisit RecurrentRefinement HaltsByData LayerDropByPython
+    """,
     "2-auto": """
         FunctionOfParameters MeterOfOnesOwn GlobalList SchedulerSteppedInStep OwnTorchGenerator GathersOverRanksByName
         LBFGS ClipsByTorch ReturnsNothing WeightsOfGenerator GeneratorsOfDataset CallbackFilledInStep
