@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from lightning_pipeline.engine.backward_in_order import run_backward
 from lightning_pipeline.engine.executor import RankProgram, ScheduleRun
 from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
 from lightning_pipeline.engine.step import PipelineStep, contents_of
@@ -132,7 +133,7 @@ class StepParts:
         run = self._step.begin_in_order(state)
         run.run_up_to(recording.event)
         if meeting.what == BACKWARD:
-            run.backward(program, self._step.work, retain_graph=meeting.retain_graph)
+            run_backward(run, program, self._step.work, retain_graph=meeting.retain_graph)
         for value in state.in_use | {meeting.value}:
             tensor = run.value(value) if value in run.homes and value >= len(state.structure.large) else None
             if tensor is not None and not tensor.is_meta:

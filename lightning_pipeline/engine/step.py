@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeline.engine.ahead import EarlyForwards
+from lightning_pipeline.engine.backward_in_order import run_backward
 from lightning_pipeline.engine.ending import check_alike, check_on_the_way, digest_of, end_step, wanted_values
 from lightning_pipeline.engine.executor import RankProgram, ScheduleRun, Span
 from lightning_pipeline.engine.in_order import InOrder
@@ -277,7 +278,7 @@ class PipelineStep:
                 state.kept[number] = tensor.detach()
         state.kept = {number: tensor for number, tensor in state.kept.items() if not tensor.is_meta}
         if self.work.loss_of is not None and state.loss_value >= 0:
-            run.backward(program, self.work)
+            run_backward(run, program, self.work)
         elif self.work.loss_of is not None:
             for stage in self.shared.stages:
                 self.work.after_backward(stage, state)

@@ -97,21 +97,24 @@ class TensorKeys:
 
     Args:
         tensors: the module's.
+
+    Attributes:
+        number: the key of the next tensor that is made.
     """
 
     def __init__(self, tensors: ModuleTensors) -> None:
         self._tensors = tensors
         self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._held: list[Tensor] | None = None
-        self._num_made = 0
+        self.number = 0
 
     def note(self, tensor: Tensor, holders: Holders) -> Tensor:
         """Give a key to a tensor, or placeholder, that was made just now. All ranks must call it."""
         note_holders(tensor, holders)
         if holders is not None:
-            tensor.__dict__[_KEY] = self._num_made
-            self._made[self._num_made] = tensor
-            self._num_made += 1
+            tensor.__dict__[_KEY] = self.number
+            self._made[self.number] = tensor
+            self.number += 1
             if self._held is not None:
                 self._held.append(tensor)
         return tensor

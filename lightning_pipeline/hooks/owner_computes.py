@@ -119,7 +119,8 @@ class OwnerComputes(TorchFunctionMode):
             if in_hook.is_rank_known:
                 self.trainer.should_stop = self._first_rank.end(stops=self.trainer.should_stop)
             if self._exchanges.number > before:  # a rank that made fewer calls than others is found here
-                self._exchanges.share("the end of a hook")
+                # An optimizer that is stepped in the hook may have made states on the ranks that hold its parameters.
+                self._keys.number = max(self._exchanges.share("the end of a hook", self._keys.number))
         finally:
             in_hook.on = False
             self._keys.let_go()
@@ -183,13 +184,16 @@ class OwnerComputes(TorchFunctionMode):
             note_holders(tensor, None)
 
     def whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """The data of tensors, on every rank. All ranks must call it."""
+        """The data of tensors, on every rank. All ranks must call it.
+
+        No rank has a key for what is returned: what is made of it is not made on all ranks as parts of one tensor.
+        """
         with _torch.DisableTorchFunction():
             if in_hook.is_rank_known and is_partial(tensors):
                 found = self._meet_first_rank("whole", self._wanted(tensors))
                 if found is not None:
                     return [found.pop(0) if type(one) is Placeholder else one for one in tensors]  # type: ignore[misc]
-            return self._operands.gather_everywhere(tensors, what)
+            return [one.detach() for one in self._operands.gather_everywhere(tensors, what)]
 
     # -- one call ---------------------------------------------------------------------------------------------------
 

@@ -183,7 +183,8 @@ class Program:
                     self.foreign[visit].append(event.first_captured + event.matcher.captured_tensors[slot])
                     self.comes_back |= value.visit != event.visit
             for value in dict.fromkeys(event.inputs):
-                if type(value) is int and (value >= 0 or (value in self.homes and is_differentiable(event))):
+                is_use = is_differentiable(event) or event.function is torch.autograd.grad
+                if type(value) is int and (value >= 0 or (value in self.homes and is_use)):
                     uses.setdefault(value, []).append(number)
                     if before is not None and value not in self.homes:
                         self.homes[value] = self.carried[value] = before.homes[value] % num_stages

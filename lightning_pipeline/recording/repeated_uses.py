@@ -36,19 +36,29 @@ def passed_on(events: Iterable[Event], placement: Sequence[int]) -> dict[int, tu
     uses: dict[int, Counter[int]] = {}
     specs: dict[int, TensorSpec] = {}
     others: set[int] = set()
+    differentiated: set[int] = set()  # by torch.autograd.grad, which needs all uses on its visit in one strand
+    latest: dict[int, int] = {}
+    is_early: set[int] = set()  # used on an earlier visit than before
     for event in events:
         is_use = is_differentiable(event)
         for slot, value in enumerate(event.inputs):
             if type(value) is not int or value >= 0:
                 continue
             spec = event.specs[slot]
-            if event.function is torch.autograd.grad or event.writes_into(slot) or not event.made():
-                others.add(-1 - value)  # these, and hooks, mean the parameter itself
+            number = -1 - value
+            if event.visit < latest.get(number, event.visit):
+                is_early.add(number)
+            latest[number] = max(event.visit, latest.get(number, event.visit))
+            if event.function is torch.autograd.grad:
+                differentiated.add(number)
+            elif event.writes_into(slot) or not event.made():
+                others.add(number)  # these, and hooks, mean the parameter itself
             elif not is_use and event.views(slot):
-                others.add(-1 - value)  # it may be written into
+                others.add(number)  # it may be written into
             elif is_use and spec.requires_grad and spec.num_bytes <= EXACT_BYTES:
-                specs[-1 - value] = spec
-                uses.setdefault(-1 - value, Counter())[event.visit] += event.num_gradients(slot)
+                specs[number] = spec
+                uses.setdefault(number, Counter())[event.visit] += event.num_gradients(slot)
+    others |= differentiated & is_early
     return {
         number: (specs[number], min(counts))
         for number, counts in uses.items()

@@ -382,3 +382,18 @@ class GradientsOnAfterBranch(Evaluated):
                 x, weights = self.attention(*[layer(x).unsqueeze(1)] * 3)
                 x = x.squeeze(1) + weights.mean()
         return {"x": x, "mean": x.mean()}
+
+
+@habit(observed=["norms"], plain=False)
+class NormsLoggedAndKept(Evaluated):
+    """One hook logs the norm of a layer's weight; another keeps that of the next in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[Tensor] = []
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("norm", self.layers[2].linear.weight.norm())
+
+    def on_validation_epoch_end(self) -> None:
+        self.norms.append(self.layers[3].linear.weight.norm())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from tests.habits.modules import CLASSES, WIDTH, Layers
+from tests.habits.modules import CLASSES, WIDTH, Layers, Noting
 from tests.habits.table import error, habit
 
 
@@ -343,3 +343,26 @@ class DifferentiatesByAView(Layers):
         given = x.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(self.conv(given.view(-1, 2, 4)).square().sum(), given)
         return F.cross_entropy(self(x + gradient), y)
+
+
+@habit(shows=False, plain=False, observed=("found",))
+class HookedAndUsedWithoutGradients(Noting):
+    """A weight with a hook on its gradient takes part once more under no_grad, and in a second loss of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers[1].linear.weight.register_hook(lambda gradient: self.found.append(gradient.norm()))
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[3](self.layers[2](self.layers[1](self.layers[0](x))))
+        with torch.no_grad():
+            return x + self.layers[1](x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        x, y = batch
+        for forward in (self.features, self.layers[1]):
+            self.manual_backward(F.cross_entropy(self.head(forward(x)), y))
+            optimizer.step()
+            optimizer.zero_grad()
