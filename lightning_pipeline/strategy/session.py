@@ -190,7 +190,8 @@ class Session:
         if type(arguments[0]) is list and self._splits:
             refuse_list_of_samples(arguments[0], loaders_batch_size(self.module.trainer, name, arguments))
         is_whole = self.partitioner.is_whole
-        cut = self.partitioner.before_step(name, arguments, self.transport)
+        with self.optimizers.refused_in(name):
+            cut = self.partitioner.before_step(name, arguments, self.transport)
         if cut is None:
             return
         module, before = self.module, self.stages

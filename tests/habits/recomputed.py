@@ -366,7 +366,7 @@ class CheckpointWithPenaltyAndDropout(Penalised):
     dropout = 0.3
 
 
-@habit(without={"weight": 0.0}, automatic=error(CALLED_TWICE))
+@habit(without={"weight": 0.0})
 class CheckpointWithPenaltyRead(Penalised):
     """The largest gradient is read, and the penalty weighed by it."""
 
