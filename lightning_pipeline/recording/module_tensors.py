@@ -27,6 +27,7 @@ class ModuleTensors:
         tensors: what is in the module now, on this rank: data, or a placeholder.
         names: all names of each; tied ones have several.
         homes: the virtual stage that a key gives each; None where none does, or several do.
+        lowest: the first virtual stage that those without may be used on, from a key before them in their list.
         holders: the virtual stages that have used each.
         is_buffer: whether it is a buffer rather than a parameter.
         written: the buffers that a stage has written into in a step.
@@ -39,6 +40,7 @@ class ModuleTensors:
         self.tensors: list[Tensor] = []
         self.names: list[list[str]] = []
         self.homes: list[int | None] = []
+        self.lowest: list[int] = []
         self.holders: list[set[int]] = []
         self.is_buffer: list[bool] = []
         self.written: set[int] = set()
@@ -128,6 +130,7 @@ class ModuleTensors:
         # In place: matchers know these lists.
         self.tensors[:], self.names[:] = tensors, names
         self.homes[:] = [self._home(own) for own in names]
+        self.lowest[:] = [self._lowest(own) for own in names]
         self.holders[:] = [set() for _ in names]
 
     def _check_scripted(self, name: str, module: nn.Module) -> None:
@@ -142,6 +145,9 @@ class ModuleTensors:
     def _home(self, names: list[str]) -> int | None:
         found = {self._stages.covering(name.rpartition(".")[0]) for name in names}
         return found.pop() if len(found) == 1 else None
+
+    def _lowest(self, names: list[str]) -> int:
+        return min(self._stages.at_least(name.rpartition(".")[0]) or 0 for name in names)
 
 
 def set_requires_grad(tensor: Tensor, value: bool) -> None:

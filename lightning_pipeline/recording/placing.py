@@ -154,9 +154,10 @@ class Placing:
         return lowest
 
     def _stage_of_keys(self, inputs: Sequence[Any]) -> int:
-        """The latest stage that a key gives one of the module's tensors; 0 without."""
-        homes = [self._tensors.homes[-1 - value] for value in inputs if type(value) is int and value < 0]
-        return max((home for home in homes if home is not None), default=0)
+        """The latest stage that a key gives one of the module's tensors, or a layer before its own; 0 without."""
+        numbers = [-1 - value for value in inputs if type(value) is int and value < 0]
+        homes = [(self._tensors.homes[number], self._tensors.lowest[number]) for number in numbers]
+        return max((lowest if home is None else home for home, lowest in homes), default=0)
 
     def _stage_of_users(self, inputs: Sequence[Any], lowest: int) -> int:
         """From `lowest` on, the first stage that has used all of the module's tensors without a key among the inputs,

@@ -62,7 +62,7 @@ def passed_on(events: Iterable[Event], placement: Sequence[int]) -> dict[int, tu
     return {
         number: (specs[number], min(counts))
         for number, counts in uses.items()
-        if number not in others and _need_order(counts, placement)
+        if number not in others and _need_order(counts, placement, comes_early=number in is_early)
     }
 
 
@@ -71,8 +71,12 @@ def is_differentiable(event: Event) -> bool:
     return event.visit >= 0 and event.state[0] and event.gives_gradients()
 
 
-def _need_order(counts: Counter[int], placement: Sequence[int]) -> bool:
-    """Whether sums of each rank's uses, added from the last rank to the first, are not what one process adds."""
+def _need_order(counts: Counter[int], placement: Sequence[int], *, comes_early: bool) -> bool:
+    """Whether sums of each rank's uses, added from the last rank to the first, are not what one process adds.
+
+    Args:
+        comes_early: an earlier visit uses the parameter after a later one.
+    """
     ranks = {placement[visit % len(placement)] for visit in counts}
-    is_repeated = any(count > 1 for visit, count in counts.items() if visit != max(counts))
+    is_repeated = any(count > 1 for visit, count in counts.items() if comes_early or visit != max(counts))
     return len(counts) > 1 and (is_repeated or (len(ranks) > 1 and len(counts) > len(ranks)))

@@ -391,3 +391,26 @@ class RecurrentLayerDifferentiated(RecurrentLayerBetweenLayers):
         with torch.enable_grad():
             [slope] = torch.autograd.grad(self.again(x.detach()).sum(), self.recurrent.weight_hh_l0)
         return x * (1 + 0.1 * slope.sum())
+
+
+@habit(shows=False)
+class BiasOfALaterLayer(Layers):
+    """The bias of a layer also scales what is given to that layer."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        return self.layers[3](self.layers[3](x) + x * self.layers[3].linear.bias)
+
+
+@habit(shows=False)
+class LateTwiceThenEarly(Layers):
+    """A layer mixes the last features twice, and then the first ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def features(self, x: Tensor) -> Tensor:
+        early = self.layers[0](x)
+        late = self.layers[3](self.layers[2](self.layers[1](early)))
+        return self.mix(torch.tanh(self.mix(late))) + self.mix(early)
