@@ -82,6 +82,9 @@ transformer_encoder_layer = torch._transformer_encoder_layer_fwd
 native_multi_head_attention = torch._native_multi_head_attention
 """The fast paths of torch's transformer layers."""
 
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""While entered, functions call others as they do in inference mode."""
+
 FunctionBase, SingleLevelFunction = torch._C._FunctionBase, torch.autograd.function._SingleLevelFunction
 """The base classes of `torch.autograd.Function`."""
 PROCESS_FLAGS: Any = torch._C

@@ -10,13 +10,15 @@ where there is padding, which the encoder leaves out by making nested tensors. T
     _transformer_encoder_layer_fwd   makes a nested tensor of it, and pads what comes of that: one function
     to_padded_tensor                 the padded tensor
 
-To pad and to unpad copies elements, so the bits are those of one process.
+To pad and to unpad copies elements, so the bits are those of one process. In inference mode these functions call others
+below autograd, which for some strides have other last bits. Lightning evaluates under `no_grad` instead over Gloo, so
+what one process would run in inference mode runs below autograd here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,9 +36,16 @@ _layer = _torch.transformer_encoder_layer
 _attention = _torch.native_multi_head_attention
 
 
+_replaces_inference_mode: list[Callable[[], bool]] = []
+
+
 @contextmanager
-def fast_paths_open() -> Iterator[None]:
-    """While entered, torch's layers take no notice of our modes and placeholders."""
+def fast_paths_open(replaces_inference_mode: Callable[[], bool]) -> Iterator[None]:
+    """While entered, torch's layers take no notice of our modes and placeholders.
+
+    Args:
+        replaces_inference_mode: tells whether gradients are disabled where one process would be in inference mode.
+    """
     plain = torch.overrides.has_torch_function
 
     def has_torch_function(arguments: Any) -> bool:
@@ -47,7 +56,11 @@ def fast_paths_open() -> Iterator[None]:
 
     with overridden() as override:
         override(torch.overrides, "has_torch_function", has_torch_function)
-        yield
+        _replaces_inference_mode.append(replaces_inference_mode)
+        try:
+            yield
+        finally:
+            _replaces_inference_mode.remove(replaces_inference_mode)
 
 
 @contextmanager
@@ -70,15 +83,18 @@ def nested_tensors_padded() -> Iterator[None]:
 
     def layer(tensor: Tensor, *others: Any, **named: Any) -> Tensor:
         mask = kept.get(tensor)
+        if mask is None and _is_seen():
+            return handle_torch_function(layer_below, (tensor,), tensor, *others, **named)
         if mask is None:
-            return _layer(tensor, *others, **named)
+            return layer_below(tensor, *others, **named)
         made = handle_torch_function(layer_on_nested, (tensor, mask), tensor, mask, *others, **named)
         kept[made] = mask
         return made
 
     def attention_seen(*arguments: Any) -> tuple[Tensor, Tensor | None]:
         if not _is_seen():
-            return _attention(*arguments)
+            with _below_autograd():
+                return _attention(*arguments)
         tensors = [one for one in arguments if isinstance(one, Tensor)]
         return handle_torch_function(attention, tensors, *arguments)
 
@@ -99,13 +115,24 @@ def layer_on_nested(tensor: Tensor, mask: Tensor, *others: Any, **named: Any) ->
     if type(tensor) is not Tensor:  # a fake one, of which only the spec is asked for
         return _layer(tensor, *others, **named)
     nested = _from_mask(tensor, mask, mask_check=False)
-    return _layer(nested, *others, **named).to_padded_tensor(0.0, tensor.size())
+    return layer_below(nested, *others, **named).to_padded_tensor(0.0, tensor.size())
+
+
+def layer_below(tensor: Tensor, *others: Any, **named: Any) -> Tensor:
+    """A transformer layer, below autograd where one process is in inference mode."""
+    with _below_autograd():
+        return _layer(tensor, *others, **named)
 
 
 def attention(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     """`nn.MultiheadAttention`. Weights that nobody needs are none: fake tensors would have some."""
-    output, weights = _attention(*arguments)
+    with _below_autograd():
+        output, weights = _attention(*arguments)
     return output, weights if arguments[10] else None
+
+
+def _below_autograd() -> AbstractContextManager[Any]:
+    return _torch.below_autograd() if any(replaces() for replaces in _replaces_inference_mode) else nullcontext()
 
 
 def _is_seen() -> bool:

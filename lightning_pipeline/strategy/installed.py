@@ -7,9 +7,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.recording.patched_layers import fast_paths_open
 
+from .._lightning import Trainer, TrainerFn
 from .hooks import follow_hooks, refuse_states_in_hooks
 from .lightning_private import (
     Override,
@@ -39,7 +42,7 @@ def installed(session: Session) -> ExitStack:
         # Lightning gets a step's result when its backward has already run, so backward only publishes gradients.
         backwards_met(strategy.precision_plugin, session.run_backward, override)
         let_steps_be_skipped(trainer, override)
-        stack.enter_context(fast_paths_open())
+        stack.enter_context(fast_paths_open(partial(_replaces_inference_mode, trainer)))
         if owner_computes is not None:
             # Hooks and callbacks see a module of which this rank holds a part.
             stack.enter_context(compare_parameters_by_identity())
@@ -81,3 +84,15 @@ def _let_many_agree(session: Session, override: Override) -> None:
     if (scaler := getattr(plugin, "scaler", None)) is not None:
         agree_on_overflow(scaler, session.device, override)
     sync_over(session.module, replicas.group if replicas is not None else None)
+
+
+def _replaces_inference_mode(trainer: Trainer) -> bool:
+    """Whether Lightning has disabled gradients where it would enter inference mode, were it not for Gloo."""
+    loops: dict[Any, Any] = {
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    loop = loops.get(trainer.state.fn)
+    is_on = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+    return loop is not None and loop.inference_mode and not is_on

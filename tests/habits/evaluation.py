@@ -397,3 +397,29 @@ class NormsLoggedAndKept(Evaluated):
 
     def on_validation_epoch_end(self) -> None:
         self.norms.append(self.layers[3].linear.weight.norm())
+
+
+class Attending(Evaluated):
+    """Attention and a transformer's layer, of which torch has kernels for evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        tokens = x.t().contiguous().t().unflatten(1, (2, 4))  # as after a convolution
+        found, _ = self.attention(tokens, tokens, tokens)
+        found = found + self.encoder(tokens) + self.encoder(tokens.detach())
+        return self.layers[3](self.layers[2](x + found.flatten(1)))
+
+
+@habit(calls=["fit", "validate", "test", "predict"], shows=False, plain_tolerance=1e-6)
+class AttendsToTransposed(Attending):
+    """What evaluations attend to is not contiguous."""
+
+
+@habit(calls=["fit", "test", "predict"], shows=False, trainer={"inference_mode": False}, plain_tolerance=1e-6)
+class AttendsWithoutInferenceMode(Attending):
+    """Evaluations under no_grad, which one process has other kernels for."""
