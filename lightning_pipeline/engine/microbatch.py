@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.expectations import Expectation
@@ -163,6 +163,20 @@ class VisitState:
     kept_edges: dict[Strand, GradientEdge | Tensor] = field(default_factory=dict)
     is_posted: bool = False
     are_gradients_posted: bool = False
+
+    def keep_edges(self, visit: int, state: Microbatch) -> None:
+        """Keep the gradient edges of the outputs for backward, without keeping their data alive."""
+        assert state.program is not None
+        wanted = set(state.program.returning(visit + 1, state.loss_value)) if state.loss_value >= 0 else set()
+        for strand, tensor in self.outputs:
+            if strand in wanted:
+                self.edges[strand] = get_gradient_edge(tensor)
+        for other, strand in state.carried.crossing if state.carried is not None else ():
+            if other == visit:
+                self.kept_leaves[strand] = self.received[strand]
+            elif other == visit + 1:
+                [tensor] = [tensor for sent, tensor in self.outputs if sent == strand]
+                self.kept_edges[strand] = get_gradient_edge(tensor)
 
 
 @dataclass(slots=True)
@@ -334,3 +348,18 @@ class StepResult:
     def on(self, data: dict[int, Tensor]) -> Any:
         tensors = [data[item[0]] if isinstance(item, tuple) else item for item in self.tensors]
         return tree.rebuild(self.layout, tensors)
+
+
+def take_earlier_values(state: Microbatch, visit: int, microbatches: Sequence[Microbatch]) -> None:
+    """Replace references to values of earlier micro-batches, which a visit captures, with the data on this rank."""
+    assert state.program is not None
+    captured = state.captured
+    for place in state.program.foreign[visit]:
+        content = captured[place]
+        if type(content) is tuple:
+            captured[place] = data_of(microbatches, *content)
+
+
+def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> Tensor:
+    """The data of an earlier micro-batch's value that this rank computed."""
+    return next(one.kept[value] for one in microbatches if one.recording is recording)

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.ahead import EarlyForwards
 from lightning_pipeline.engine.gradient_strides import GradientStrides
-from lightning_pipeline.engine.microbatch import ArrivedTensor, Microbatch, VisitState
+from lightning_pipeline.engine.microbatch import ArrivedTensor, Microbatch, VisitState, take_earlier_values
 from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.transfers import written_into
 from lightning_pipeline.engine.waiting import WaitingActivations
@@ -129,7 +129,7 @@ class Visit:
         else:
             self._compute_ahead(state, inside, use)
         if self._training and (state.ahead is None or not (state.ahead.is_passed_over or state.ahead.error)):
-            self._keep_edges(state, inside)
+            inside.keep_edges(self.visit, state)
         if self.following is not None:
             # Copies, as over a connection: the next visit may write into what it receives.
             self._microbatches[microbatch].on(self.visit + 1).arriving = [
@@ -149,7 +149,7 @@ class Visit:
         run = program.functions.get(key)
         if run is None:
             run = program.functions[key] = visit_function(program, self.visit, kept)
-        self._resolve(state)
+        take_earlier_values(state, self.visit, self._microbatches)
         before = torch.is_grad_enabled()
         try:
             sends, found = run(
@@ -191,15 +191,6 @@ class Visit:
             sends = state.program.visits[self.visit].sends
             inside.outputs = [(strand, zeros_like(state.program.sent_spec(strand.value))) for strand in sends]
         self._ahead.tell(state, self.visit)
-
-    def _resolve(self, state: Microbatch) -> None:
-        """Replace references to values of earlier micro-batches, captured by this one, with the data on this rank."""
-        assert state.program is not None
-        captured = state.captured
-        for place in state.program.foreign[self.visit]:
-            content = captured[place]
-            if type(content) is tuple:
-                captured[place] = data_of(self._microbatches, *content)
 
     def send_forward(self, microbatch: int) -> None:
         state = self._microbatches[microbatch]
@@ -246,20 +237,6 @@ class Visit:
         assert state.program is not None
         visits = state.program.visits
         return visits[self.visit].receives if self.visit < len(visits) else ()
-
-    def _keep_edges(self, state: Microbatch, inside: VisitState) -> None:
-        """Keep the gradient edges of the outputs for backward, without keeping their data alive."""
-        assert state.program is not None
-        wanted = set(state.program.returning(self.visit + 1, state.loss_value)) if state.loss_value >= 0 else set()
-        for strand, tensor in inside.outputs:
-            if strand in wanted:
-                inside.edges[strand] = get_gradient_edge(tensor)
-        for visit, strand in state.carried.crossing if state.carried is not None else ():
-            if visit == self.visit:
-                inside.kept_leaves[strand] = inside.received[strand]
-            elif visit == self.visit + 1:
-                [tensor] = [tensor for sent, tensor in inside.outputs if sent == strand]
-                inside.kept_edges[strand] = get_gradient_edge(tensor)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -416,11 +393,6 @@ class Visit:
     def _finish_backward(self, state: Microbatch) -> None:
         self._work.after_backward(self.visit, state)
         self._live.now -= 1
-
-
-def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> Tensor:
-    """The data of an earlier micro-batch's value that this rank computed."""
-    return next(one.kept[value] for one in microbatches if one.recording is recording)
 
 
 def _gradients_of(state: Microbatch, visit: int) -> str:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Wanted
+from lightning_pipeline.hooks.foreach import run_by_holders
 from lightning_pipeline.hooks.operands import (
     Exchanges,
     Holders,
@@ -233,7 +234,7 @@ class OwnerComputes(TorchFunctionMode):
                 f"({users_line()}): compute it in training_step"
             )
         if name.startswith("_foreach_"):
-            return self._each(func, args, kwargs)
+            return run_by_holders(func, args, kwargs, self._compute)
         if kind is FunctionKind.READS or kind is FunctionKind.PRINTS:
             here = self._operands.gather_everywhere(call.tensors, name)
             spec = TensorSpec.of(call.tensors[0])
@@ -356,37 +357,6 @@ class OwnerComputes(TorchFunctionMode):
                     made[index] = tensor = placeholder(TensorSpec.of(tensor), name)
                 self._keys.note(tensor, held[0])
         return tree.rebuild(layout, made)
-
-    def _each(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a function of lists, such as `torch._foreach_add`, once for the elements that have the same holders."""
-        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
-        count = len(lists[0])
-        groups: dict[Any, list[int]] = {}
-        for index in range(count):
-            held = tuple(holders_of(one[index]) for one in lists if isinstance(one[index], Tensor))
-            groups.setdefault(held, []).append(index)
-        found: list[Any] | None = None
-        for indices in groups.values():
-
-            def part(value: Any, indices: list[int] = indices) -> Any:
-                if isinstance(value, (list, tuple)):
-                    return [value[index] for index in indices]
-                if isinstance(value, Tensor) and value.dim() == 1 and len(value) == count and "addc" in func.__name__:
-                    return value[indices]
-                return value
-
-            own_args = [part(value) for value in args]
-            own_kwargs = {key: part(value) for key, value in kwargs.items()}
-            if is_partial(own_args) or is_partial(own_kwargs.values()):
-                call = take_apart(func, own_args, own_kwargs)
-                results = self._compute(func, call, function_name(func), FunctionKind.COMPUTES)
-            else:
-                results = func(*own_args, **own_kwargs)
-            if results is not None:
-                found = [None] * count if found is None else found
-                for index, result in zip(indices, results, strict=True):
-                    found[index] = result
-        return found
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         held = holders_of(tensor)

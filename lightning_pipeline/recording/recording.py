@@ -30,30 +30,20 @@ from lightning_pipeline.partition.gradient_hooks import Handle, Hook
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.ownership import HELD_BY, absent_state_expected, holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
-from lightning_pipeline.partition.torch_functions import (
-    FunctionKind,
-    function_name,
-    kind_of,
-)
 from lightning_pipeline.partition.users_line import users_line
-from lightning_pipeline.recording import autograd_calls, one_rank, process_flags
+from lightning_pipeline.recording import process_flags
 from lightning_pipeline.recording.checkpoints import Checkpoints
-from lightning_pipeline.recording.contexts import refuse_transforms
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
-from lightning_pipeline.recording.everywhere import compute_everywhere
 from lightning_pipeline.recording.inference import written_by_array
 from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor
-from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.new_events import add_call, mark
-from lightning_pipeline.recording.operation import with_index_of_tensors
+from lightning_pipeline.recording.new_events import mark
 from lightning_pipeline.recording.placing import Placing
 from lightning_pipeline.recording.provenance import Provenance
 from lightning_pipeline.recording.python_again import CheckpointCall
-from lightning_pipeline.recording.reading import call_back, read
 from lightning_pipeline.recording.recorder import Reads, Recorder
 from lightning_pipeline.recording.replicated_memory import ReplicatedMemory
-from lightning_pipeline.recording.split_modules import SplitCall, refuse_split, split_calls_seen
-from lightning_pipeline.recording.tensor_copies import deep_copy
+from lightning_pipeline.recording.split_modules import split_calls_seen
+from lightning_pipeline.recording.unknown_calls import follow_unknown
 
 _NO_CHANGES = nullcontext()
 
@@ -145,7 +135,7 @@ class Recording(TorchFunctionMode):
             if result is not UNLIKE:
                 self.event = child
                 return result
-        return self._meet(func, args, kwargs or {})
+        return follow_unknown(self, func, args, kwargs or {})
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -332,48 +322,6 @@ class Recording(TorchFunctionMode):
         self.__torch_function__(how, (), (tensor, hook))
         return Handle(hook)
 
-    # -- calls off the known path -----------------------------------------------------------------------------------
-
-    def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        kind = kind_of(func)
-        if kind is FunctionKind.DESCRIBES:
-            with _torch.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        self.num_aside += 1  # unless it becomes an event, below
-        if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
-            return func(*args, **kwargs)
-        if kind is FunctionKind.WRITES and autograd_calls.is_switch(self, func, args):
-            return autograd_calls.switch(self, *args, **kwargs)
-        if self.checkpoints.depth and kind is FunctionKind.WRITES and _is_of_module(args, self.tensors):
-            pass  # an event, as the recomputation on its stage writes again
-        elif not self.is_ours(args) and not (kwargs and self.is_ours(tuple(kwargs.values()))):
-            if self.has_run_backward and func in autograd_calls.GETTERS and args[0].requires_grad:
-                return autograd_calls.read_gradient(self, *args)
-            return compute_everywhere(self, func, kind, args, kwargs)
-        if (
-            function_name(func) in ("__getitem__", "__setitem__")
-            and (indexed := with_index_of_tensors(args)) is not None
-        ):
-            return self.__torch_function__(func, (), indexed, kwargs)
-        if self.tensors.split_calls and type(func) is not SplitCall:
-            refuse_split(func, args, kwargs)
-        if self.rank_asked_at:
-            one_rank.refuse_by_one_rank(self)
-        if kind is FunctionKind.PRINTS or kind is FunctionKind.READS:
-            return read(self, func, args, kwargs)
-        if kind is FunctionKind.CALLS:
-            return call_back(self, func, args, kwargs)
-        if func is Tensor.__deepcopy__:
-            return deep_copy(self, *args)
-        refuse_transforms(func)
-        if kind is FunctionKind.HOOKS:
-            return autograd_calls.hook(self, func, *args, **kwargs)
-        if kind is FunctionKind.BACKWARD:
-            return autograd_calls.differentiate(self, func, args, kwargs)
-        if func in autograd_calls.GETTERS:
-            return autograd_calls.read_gradient(self, *args)
-        return add_call(self, func, kind, args, kwargs)
-
     # -- marks and inputs -------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -442,11 +390,6 @@ class Recording(TorchFunctionMode):
                 )
             return EarlierValue(tensor.recording.home_of(tensor.value))
         return CAPTURED
-
-
-def _is_of_module(args: Any, tensors: ModuleTensors) -> bool:
-    """Whether the first argument is a tensor of the module."""
-    return bool(args) and isinstance(args[0], Tensor) and tensors.number_of(args[0]) is not None
 
 
 class _Watching(Recording):

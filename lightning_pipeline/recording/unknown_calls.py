@@ -1,0 +1,71 @@
+"""Calls that no event on the known path matches: what becomes of each kind of function.
+
+tensors of a stage?  no ──► computed on every rank alike (`everywhere`)
+                     yes ─► described, read (`reading`), hooked or differentiated (`autograd_calls`),
+                            called back (`python_again`) or, usually, a new event (`new_events`)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
+from lightning_pipeline.recording import autograd_calls, one_rank
+from lightning_pipeline.recording.contexts import refuse_transforms
+from lightning_pipeline.recording.everywhere import compute_everywhere
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.new_events import add_call
+from lightning_pipeline.recording.operation import with_index_of_tensors
+from lightning_pipeline.recording.reading import call_back, read
+from lightning_pipeline.recording.split_modules import SplitCall, refuse_split
+from lightning_pipeline.recording.tensor_copies import deep_copy
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.recording import Recording
+
+
+def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record a call that the path has not seen here before, or answer it. Returns its result."""
+    kind = kind_of(func)
+    if kind is FunctionKind.DESCRIBES:
+        with _torch.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    recording.num_aside += 1  # unless it becomes an event, below
+    if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
+        return func(*args, **kwargs)
+    if kind is FunctionKind.WRITES and autograd_calls.is_switch(recording, func, args):
+        return autograd_calls.switch(recording, *args, **kwargs)
+    if recording.checkpoints.depth and kind is FunctionKind.WRITES and _is_of_module(args, recording.tensors):
+        pass  # an event, as the recomputation on its stage writes again
+    elif not recording.is_ours(args) and not (kwargs and recording.is_ours(tuple(kwargs.values()))):
+        if recording.has_run_backward and func in autograd_calls.GETTERS and args[0].requires_grad:
+            return autograd_calls.read_gradient(recording, *args)
+        return compute_everywhere(recording, func, kind, args, kwargs)
+    if function_name(func) in ("__getitem__", "__setitem__") and (indexed := with_index_of_tensors(args)) is not None:
+        return recording.__torch_function__(func, (), indexed, kwargs)
+    if recording.tensors.split_calls and type(func) is not SplitCall:
+        refuse_split(func, args, kwargs)
+    if recording.rank_asked_at:
+        one_rank.refuse_by_one_rank(recording)
+    if kind is FunctionKind.PRINTS or kind is FunctionKind.READS:
+        return read(recording, func, args, kwargs)
+    if kind is FunctionKind.CALLS:
+        return call_back(recording, func, args, kwargs)
+    if func is Tensor.__deepcopy__:
+        return deep_copy(recording, *args)
+    refuse_transforms(func)
+    if kind is FunctionKind.HOOKS:
+        return autograd_calls.hook(recording, func, *args, **kwargs)
+    if kind is FunctionKind.BACKWARD:
+        return autograd_calls.differentiate(recording, func, args, kwargs)
+    if func in autograd_calls.GETTERS:
+        return autograd_calls.read_gradient(recording, *args)
+    return add_call(recording, func, kind, args, kwargs)
+
+
+def _is_of_module(args: Any, tensors: ModuleTensors) -> bool:
+    """Whether the first argument is a tensor of the module."""
+    return bool(args) and isinstance(args[0], Tensor) and tensors.number_of(args[0]) is not None
