@@ -85,6 +85,8 @@ native_multi_head_attention = torch._native_multi_head_attention
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """While entered, functions call others as they do in inference mode."""
 
+BackwardHookFunction = torch.nn.modules._functions.BackwardHookFunction
+"""What modules with backward hooks call on their tensors."""
 FunctionBase, SingleLevelFunction = torch._C._FunctionBase, torch.autograd.function._SingleLevelFunction
 """The base classes of `torch.autograd.Function`."""
 PROCESS_FLAGS: Any = torch._C

@@ -109,7 +109,7 @@ def set_aside() -> Iterator[None]:
     autocast = autocast_state()
     try:
         with ExitStack() as stack:
-            for kind, _ in autocast or ():
+            for kind, *_ in autocast or ():
                 stack.enter_context(torch.autocast(kind, enabled=False))
             stack.enter_context(torch.set_grad_enabled(True))
             yield

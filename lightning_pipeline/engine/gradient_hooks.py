@@ -37,6 +37,7 @@ class HookCalls:
         recording: the recording of its step.
         direct: sends to the other ranks; None if there are none.
         seed: seeds the generators for a random draw.
+        keeps_graph: gradients have graphs of their own, as under ``create_graph=True``.
     """
 
     def __init__(
@@ -46,11 +47,14 @@ class HookCalls:
         direct: DirectTransport | None,
         data: Data,
         seed: Callable[[int], None],
+        *,
+        keeps_graph: bool = False,
     ) -> None:
         self._recording = recording
         self._tensors = tensors
         self._direct = direct
-        self._mode = _OnData(recording, tensors, data)
+        self._keeps_graph = keeps_graph
+        self._mode = _OnData(recording, tensors, data, keeps_graph=keeps_graph)
         self._seed = seed
         self._generators = generators(tensors.tensors[0].device if tensors.tensors else torch.device("cpu"))
         self._random: list[Tensor] = []
@@ -109,11 +113,11 @@ class HookCalls:
             tensors, layout = tree.flatten(gradients)
             self._direct.tell((number, layout, [TensorSpec.of(tensor) for tensor in tensors]))
             for tensor in tensors:
-                self._direct.spread(tensor, TensorSpec.of(tensor), self._direct.rank)
+                self._direct.spread(tensor.detach(), TensorSpec.of(tensor), self._direct.rank)
         return self._call(number, gradients)
 
     def _call(self, number: int, gradients: tuple[Any, ...]) -> Any:
-        with torch.no_grad(), self._drawing(), self._mode:
+        with torch.set_grad_enabled(self._keeps_graph), self._drawing(), self._mode:
             if number >= 0:
                 function = self._recording.hooks[number].function
                 return None if function is None else function(*gradients)
@@ -137,11 +141,12 @@ class HookCalls:
 class _OnData(TorchFunctionMode):
     """While entered, functions called on placeholders run on their data."""
 
-    def __init__(self, recording: Recording, tensors: ModuleTensors, data: Data) -> None:
+    def __init__(self, recording: Recording, tensors: ModuleTensors, data: Data, *, keeps_graph: bool) -> None:
         super().__init__()
         self._recording = recording
         self._tensors = tensors
         self._data = data
+        self._keeps_graph = keeps_graph
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -163,6 +168,12 @@ class _OnData(TorchFunctionMode):
             raise NotImplementedError(
                 f"{function_name(func)} in a hook on a gradient, of what a stage computes or holds: do it in "
                 f"on_after_backward ({users_line()})"
+            )
+        is_used = func is not Tensor.detach
+        if self._keeps_graph and is_used and any(call.tensors[place].requires_grad for place in (*values, *numbers)):
+            raise NotImplementedError(
+                f"{function_name(func)} in a hook on a gradient that has a graph (create_graph=True), of what a stage "
+                f"computes or holds: use its detach() ({users_line()})"
             )
         data = list(call.tensors)
         for place, value in values.items():

@@ -8,12 +8,14 @@ rank sends what to which.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pipeline.engine.checkpointed import CheckpointedFunctions
+from lightning_pipeline.engine.gradient_hooks import HookCalls
 from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
 from lightning_pipeline.engine.transfers import Transfers, by_leaves
 from lightning_pipeline.partition import tree
@@ -25,6 +27,7 @@ from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors, set_requires_grad
 from lightning_pipeline.recording.module_writes import ModuleWrites
 from lightning_pipeline.recording.program import Program
+from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.recording.repeated_uses import EXACT_BYTES, is_differentiable
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
@@ -173,18 +176,15 @@ class InOrder:
             if part is not None:
                 found = part.run(event, operands)
             elif event.function is torch.autograd.grad:
-                leaves = {
-                    id(tensor): self.transfers.leaves(value, visit)
-                    for value, tensor in zip(event.inputs, operands, strict=True)
-                    if type(value) is int
-                }
-                found = run_event(event, operands, recording.captured, self.seed, by_leaves(leaves))
+                found = self._differentiate(event, operands, recording)
             else:
                 found = run_event(event, operands, recording.captured, self.seed)
             if event.result.repeats and part is None:
                 self.transfers.note_made(operands, tree.leaves(found))
             for value, tensor in values_made(event, operands, found):
                 self.here[visit, value] = tensor
+        elif self.state.recording is not None and event in self.state.recording.with_hooks:
+            self._hooks(event, self.state.recording).listen(self.rank_of(visit))
         for spec, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
             if value is not None:
                 assert isinstance(spec, TensorSpec)
@@ -192,6 +192,20 @@ class InOrder:
         for number, is_replaced in self._writes.of(event).items():
             self._note_written_again(number, visit, event)
             self._share_write(number, visit, event, is_replaced=is_replaced)
+
+    def _differentiate(self, event: Event, operands: Sequence[Tensor], recording: Recording) -> Any:
+        """Run a call of `torch.autograd.grad`."""
+        leaves = {
+            id(tensor): self.transfers.leaves(value, event.visit)
+            for value, tensor in zip(event.inputs, operands, strict=True)
+            if type(value) is int
+        }
+        with self._hooks(event, recording).told() if event in recording.with_hooks else nullcontext():
+            return run_event(event, operands, recording.captured, self.seed, by_leaves(leaves))
+
+    def _hooks(self, event: Event, recording: Recording) -> HookCalls:
+        keeps_graph = bool(event.call.kwargs.get("create_graph"))
+        return HookCalls(recording, self.tensors, self.direct, self, self.seed, keeps_graph=keeps_graph)
 
     def _note_written_again(self, number: int, visit: int, event: Event) -> None:
         """Note a write into the module that backward repeats, as it recomputes the function that makes it.

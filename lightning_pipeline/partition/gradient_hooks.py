@@ -64,7 +64,8 @@ def retained(tensor: Tensor) -> None:
     tensor.retain_grad()
 
 
-REGISTERING = (hook_of_tensor, hook_after_node, hook_before_node, retained)
+HOOKS = (hook_of_tensor, hook_after_node, hook_before_node)
+REGISTERING = (*HOOKS, retained)
 
 
 class NodeOf:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.gradient_hooks import hook_of_tensor, retained
+from lightning_pipeline.partition.gradient_hooks import HOOKS, hook_of_tensor, retained
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.partition.users_line import users_line
@@ -42,8 +42,11 @@ class Graph:
         self._homes: dict[int, int] = {}
         self._outputs = [value for value in outputs if type(value) is int and value >= 0]
         self._before: list[Event] = []  # in order
+        self._hooked: list[Any] = []  # values that have hooks on their gradients
         needed: set[Any] = set(self._outputs)
         for event in reversed(end.path()):
+            if event.function in HOOKS and event.inputs[0] in needed:
+                self._hooked.append(event.inputs[0])
             made = event.made()
             self._homes.update(dict.fromkeys(made, event.visit))
             if event.visit >= 0 and not needed.isdisjoint(made):
@@ -59,6 +62,20 @@ class Graph:
         """The visits of what leads from `wanted` (all leaves, for None) to the outputs, each with the numbers of the
         module's tensors that take part in it there."""
         found: dict[int, list[int]] = {self._homes.get(value, 0): [] for value in self._outputs}
+        for event in self._between(wanted)[0]:
+            own = found.setdefault(event.visit, [])
+            own += [-1 - value for value in event.inputs if type(value) is int and value < 0]
+        return found
+
+    def passes_hooks(self, wanted: Sequence[tuple[Any, Tensor]]) -> bool:
+        """Whether gradients pass hooks on their way from the outputs to `wanted`."""
+        if not self._hooked:
+            return False
+        return not self._between(wanted)[1].isdisjoint(self._hooked)
+
+    def _between(self, wanted: Sequence[tuple[Any, Tensor]] | None) -> tuple[list[Event], set[int]]:
+        """The events that lead from `wanted` (all leaves, for None) to the outputs, and the values on the way."""
+        found: list[Event] = []
         reached = {value for value, _ in wanted or () if type(value) is int}
         leaves = [tensor for value, tensor in wanted or () if value is None]
         for event in self._before:
@@ -70,9 +87,8 @@ class Graph:
                 is_on_way |= event.inputs[slot] is None and any(_comes_from(captured, leaf) for leaf in leaves)
             if is_on_way:
                 reached.update(event.made())
-                own = found.setdefault(event.visit, [])
-                own += [-1 - value for value in event.inputs if type(value) is int and value < 0]
-        return found
+                found.append(event)
+        return found, reached
 
     def leading(self, events: Sequence[Event], wanted: Sequence[Any] | None = None) -> set[int]:
         """The places of those among some events that lead to the outputs, and that gradients go back through.
@@ -258,21 +274,48 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
     if not is_grad:
         recording.is_simple = False  # gradients of parameters add up in the order of micro-batches
         recording.has_run_backward = True
-        for child in recording.event.children:
-            found = child.matcher.match(func, args, kwargs, recording)
-            if found is not UNLIKE:
-                recording.event = child
-                return found
+    before, found = recording.event, UNLIKE
+    for child in before.children:
+        found = child.matcher.match(func, args, kwargs, recording)
+        if found is not UNLIKE:
+            recording.event = child
+            break
+    else:
+        found = _new_call(recording, func, args, kwargs)
+    if is_grad and (recording.hooks or recording.recorder.has_hooks):
+        call, inputs, _, _ = inspect(recording, func, args, kwargs)
+        graph, wanted = _graph(recording, before, call, inputs, args, kwargs)
+        if graph.passes_hooks(wanted) or _have_hooks(recording, wanted):
+            # They are Python: the step goes on with what they have done.
+            recording.is_simple = False
+            recording.with_hooks.add(recording.event)
+            recording.data_source.finish_before(recording, with_own=True)
+    return found
+
+
+def _graph(
+    recording: Recording, end: Event, call: Call, inputs: Sequence[Any], args: Any, kwargs: dict[str, Any]
+) -> tuple[Graph, list[tuple[Any, Tensor]]]:
+    """What the outputs of a call were computed from, and the inputs that it names, with their numbers."""
+    values = {id(tensor): value for tensor, value in zip(call.tensors, inputs, strict=True)}
+    outputs = tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
+    graph = Graph(end, recording.captured, [values.get(id(one)) for one in outputs])
+    named = tensors_in(args[1] if len(args) > 1 else kwargs.get("inputs"))
+    return graph, [(values.get(id(one)), one) for one in named]
+
+
+def _have_hooks(recording: Recording, wanted: Sequence[tuple[Any, Tensor]]) -> bool:
+    """Whether there are hooks on the module's tensors among what a gradient is taken of."""
+    with _torch.DisableTorchFunction():
+        return any(type(value) is int and value < 0 and bool(tensor._backward_hooks) for value, tensor in wanted)
+
+
+def _new_call(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     recorder = recording.recorder
     call, inputs, specs, state = inspect(recording, func, args, kwargs)
     refuse_graph_of_earlier(call, inputs, specs)
-    values = {id(tensor): value for tensor, value in zip(call.tensors, inputs, strict=True)}
-    outputs = tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
-    graph = Graph(recording.event, recording.captured, [values.get(id(one)) for one in outputs])
-    wanted = None
-    if is_grad:
-        wanted = [(values.get(id(one)), one) for one in tensors_in(args[1] if len(args) > 1 else kwargs["inputs"])]
-    visits = graph.visits(wanted)
+    graph, wanted = _graph(recording, recording.event, call, inputs, args, kwargs)
+    visits = graph.visits(wanted if func is torch.autograd.grad else None)
     if len(visits) != 1:
         raise NotImplementedError(
             f"{function_name(func)} goes back over {_shown(recorder, visits)} ({users_line()}): gradients within "
@@ -281,8 +324,7 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
     [visit] = visits
     result = graph.result(visit, func, call, inputs, specs, recorder.inference)
     event = follow(recording, func, call, inputs, specs, state, result, visit=visit, draws=False)
-    if not is_grad:
-        event.match = never
+    event.match = never  # `differentiate` looks it up
     return answer(recording, event, func, args, kwargs)
 
 

@@ -75,8 +75,8 @@ def values_made(event: Event, operands: Sequence[Tensor], found: Any) -> Iterato
 def autocast_as(state: Any) -> Iterator[None]:
     """Autocast as ``autocast_state`` gave it."""
     with ExitStack() as stack:
-        for kind, dtype in state or ():
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        for kind, dtype, is_kept in state or ():
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=is_kept))
         yield
 
 

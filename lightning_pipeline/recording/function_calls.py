@@ -80,6 +80,12 @@ def applying(cls: Any) -> Callable[..., Any]:
     return function
 
 
+def are_hooked_by_module(function: Any, args: Any) -> bool:
+    """Whether an `applying` function puts a module's backward hooks on tensors."""
+    is_hooking = getattr(function, "applies", None) is _torch.BackwardHookFunction
+    return is_hooking and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+
+
 def with_state(function: Any, args: Any) -> Any:
     """The arguments of an `applying` function, and what it uses of Python now."""
     cls = getattr(function, "applies", None)

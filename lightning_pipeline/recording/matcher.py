@@ -309,11 +309,14 @@ def torch_state() -> tuple[bool, bool, Any]:
 
 
 def autocast_state() -> Any:
-    """Of the devices for which autocast is on, with the dtype of each."""
-    return (
-        tuple((kind, torch.get_autocast_dtype(kind)) for kind in _autocast_kinds() if torch.is_autocast_enabled(kind))
-        or None
-    )
+    """Of the devices for which autocast is on, with the dtype of each, and whether it keeps what it has cast.
+
+    Gradients of weights that it keeps add up in the low precision, and those of others, as under Lightning's plugins,
+    in the weights' own.
+    """
+    is_kept = torch.is_autocast_cache_enabled()
+    kinds = [kind for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind), is_kept) for kind in kinds) or None
 
 
 def _autocast_kinds() -> list[str]:

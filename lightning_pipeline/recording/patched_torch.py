@@ -16,7 +16,7 @@ from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.contexts import contexts_refused
-from lightning_pipeline.recording.function_calls import APPLY, applying, with_state
+from lightning_pipeline.recording.function_calls import APPLY, applying, are_hooked_by_module, with_state
 from lightning_pipeline.recording.patched_layers import nested_tensors_padded
 from lightning_pipeline.recording.process_flags import flags_of_steps
 from lightning_pipeline.recording.tensor_copies import copies_of_parameters_seen
@@ -93,7 +93,9 @@ def _is_of_step(tensor: Tensor) -> bool:
 def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call what torch does not give to modes as if it did."""
     recording = running_recording()
-    if recording is None or not _torch.num_function_modes() or not recording.is_ours((args, kwargs)):
+    if recording is None or not _torch.num_function_modes():
+        return function(*args, **kwargs)
+    if not recording.is_ours((args, kwargs)) and not are_hooked_by_module(function, args):
         return function(*args, **kwargs)
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
     with _torch.innermost_mode_taken_off() as mode:

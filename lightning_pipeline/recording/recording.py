@@ -63,6 +63,7 @@ class Recording(TorchFunctionMode):
         overwritten: ids of captured tensors that a stage writes into, which may have been uninitialized.
         kept: placeholders that are in no event's pool, which the user's code may refer to.
         hooks: hooks on gradients of its values, in order of registration.
+        with_hooks: events that take gradients which pass hooks.
         retained: values whose gradients are retained.
         has_run_backward: whether the step has run a backward of its own.
         is_simple: whether the micro-batch can run by the schedule, apart from its reads.
@@ -109,6 +110,7 @@ class Recording(TorchFunctionMode):
         self._placing: Placing | None = None
         self.tensors = recorder.tensors
         self.hooks: list[Hook] = []
+        self.with_hooks: set[Event] = set()
         self.retained: list[tuple[int, Placeholder]] = []
         self.has_run_backward = False
         self.checkpoints = Checkpoints()

@@ -16,6 +16,7 @@ from lightning_pipeline.partition.torch_functions import FunctionKind, function_
 from lightning_pipeline.recording import autograd_calls, one_rank
 from lightning_pipeline.recording.contexts import refuse_transforms
 from lightning_pipeline.recording.everywhere import compute_everywhere
+from lightning_pipeline.recording.function_calls import are_hooked_by_module
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.new_events import add_call
 from lightning_pipeline.recording.operation import with_index_of_tensors
@@ -40,6 +41,8 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
         return autograd_calls.switch(recording, *args, **kwargs)
     if recording.checkpoints.depth and kind is FunctionKind.WRITES and _is_of_module(args, recording.tensors):
         pass  # an event, as the recomputation on its stage writes again
+    elif are_hooked_by_module(func, args):
+        pass  # an event, as gradients of a batch's tensor pass the module's hooks on its stage
     elif not recording.is_ours(args) and not (kwargs and recording.is_ours(tuple(kwargs.values()))):
         if recording.has_run_backward and func in autograd_calls.GETTERS and args[0].requires_grad:
             return autograd_calls.read_gradient(recording, *args)

@@ -1,0 +1,113 @@
+"""Hooks on the way of gradients that a step takes for itself with `torch.autograd.grad`, and at a batch's tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.habits.modules import Layers, Noting
+from tests.habits.table import error, habit
+
+
+@habit(plain=False, without={"factor": 1.0})
+class ModuleHookInAJacobian(Layers):
+    """A full backward hook reverses gradients; the step takes a Jacobian through that layer."""
+
+    factor = -0.7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].linear.register_full_backward_hook(self.reversed)
+
+    def reversed(self, module: Any, given: Any, taken: Any) -> Any:
+        return None if given[0] is None else (given[0] * self.factor,)
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        slopes: Any = torch.autograd.functional.jacobian(self.layers[0].linear, x[0].detach())  # type: ignore[no-untyped-call]
+        return super().features(x + slopes.mean())
+
+
+@habit(plain=False, without={"factor": 1.0})
+class HookedPenaltyWithGraph(Layers):
+    """A value's gradient is reversed by a hook, and the loss goes back through that gradient."""
+
+    factor = -0.7
+
+    def features(self, x: Tensor) -> Tensor:
+        early = self.layers[0](x)
+        late = self.layers[1](early)
+        late.register_hook(lambda gradient: gradient * self.factor * early.detach())
+        [slope] = torch.autograd.grad(self.layers[1](late).square().sum(), early, create_graph=True)
+        return self.layers[3](self.layers[2](late + slope))
+
+
+@habit(plain=False, shows=False, observed=("found",))
+class GoesOnWithWhatAHookFound(Noting):
+    """Grad-CAM: features are weighed by a gradient that a hook has caught on the way to another one."""
+
+    def features(self, x: Tensor) -> Tensor:
+        early = self.layers[0](x)
+        late = self.layers[1](early)
+        late.register_hook(self.found.append)
+        torch.autograd.grad(self.layers[1](late).square().sum(), early, retain_graph=True)
+        return self.layers[3](self.layers[2](late * self.found[-1].mean(0)))
+
+
+@habit(plain=False, shows=False, observed=("found",))
+class HookOffTheWay(Noting):
+    """A hook on a value that a gradient does not pass, which is removed before another one would."""
+
+    def features(self, x: Tensor) -> Tensor:
+        early = self.layers[0](x)
+        late = self.layers[1](early)
+        handle = late.register_hook(self.found.append)
+        torch.autograd.grad(self.layers[1](early).square().sum(), early, retain_graph=True)
+        handle.remove()
+        torch.autograd.grad(late.square().sum(), early, retain_graph=True)
+        return self.layers[3](self.layers[2](late))
+
+
+@habit(plain=False, shows=False, observed=("found",))
+class HooksOfModuleAndWeight(Noting):
+    """They note gradients in a list that the step goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_full_backward_hook(lambda module, given, taken: self.found.append(taken[0].norm()))
+        self.layers[1].linear.weight.register_hook(lambda gradient: self.found.append(gradient.norm()))
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x)).detach().requires_grad_()
+        weight = self.layers[1].linear.weight
+        slope, _ = torch.autograd.grad(self.layers[1](x).square().sum(), [x, weight])
+        return self.layers[3](self.layers[2](x + slope + 0.01 * len(self.found)))
+
+
+@habit(
+    expect=error(r"mul in a hook on a gradient that has a graph .*: use its detach\(\) .*hooked_gradients\.py"),
+    shows=False,
+)
+class HookWithAGraphOfItsOwn(Layers):
+    """A hook whose result depends on a value, through which the loss would go back."""
+
+    def features(self, x: Tensor) -> Tensor:
+        early = self.layers[0](x)
+        late = self.layers[1](early)
+        late.register_hook(lambda gradient: gradient * early)
+        [slope] = torch.autograd.grad(late.square().sum(), early, create_graph=True)
+        return self.layers[3](self.layers[2](late + slope))
+
+
+@habit(plain=False, shows=False, observed=("found",))
+class HookOfAModuleThatIsGivenTheBatch(Noting):
+    """What the first layer is given requires a gradient, and has been computed from the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].register_full_backward_hook(lambda module, given, taken: self.found.append(given[0].norm()))
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x.detach().requires_grad_() * 2)
