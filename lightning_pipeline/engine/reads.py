@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lightning_pipeline.engine.draws import set_aside
 from lightning_pipeline.engine.ending import check_on_the_way
 from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.suspended import in_one_thread
 from lightning_pipeline.recording.recording import Recording
 
 if TYPE_CHECKING:
@@ -32,19 +34,19 @@ class StepReads:
         is_earlier = recording is not self._shared.recorder.current
         with set_aside():  # the user's modes and autocast must not affect what runs here
             if step.ahead is not None and state.is_open and not is_earlier:
-                found = step.ahead.values(state, recording, values)
+                found = in_one_thread(step.ahead.values, state, recording, values)
                 if found is not None:
                     return found
             self._warn()
             if is_earlier and (state.is_done or state.program is not None):
                 if not state.is_done:
                     assert step.run is not None
-                    step.run.go_on(below=state.index + 1)
+                    in_one_thread(partial(step.run.go_on, below=state.index + 1))
                 return [self._shared.spread_kept(state, value) for value in values]
-            run = step.begin_in_order(state)
+            run = in_one_thread(step.begin_in_order, state)
             if not state.is_done:
                 self._check(recording, "reads a value")
-                run.run_up_to(recording.event)
+                in_one_thread(run.run_up_to, recording.event)
             return run.data_of(values)
 
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -57,17 +59,18 @@ class StepReads:
         state = self._state_of(recording)
         with set_aside():
             if with_own:
-                self._step.begin_in_order(state).run_up_to(recording.event)
+                run = in_one_thread(self._step.begin_in_order, state)
+                in_one_thread(run.run_up_to, recording.event)
             else:
                 assert self._step.run is not None
-                self._step.run.go_on(below=state.index)
+                in_one_thread(partial(self._step.run.go_on, below=state.index))
 
     def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
         state, shared = self._state_of(recording), self._shared
         with set_aside():
-            run = self._step.begin_in_order(state)
+            run = in_one_thread(self._step.begin_in_order, state)
             self._check(recording, "shows a value")
-            run.run_up_to(recording.event)
+            in_one_thread(run.run_up_to, recording.event)
             tensor: Tensor | None
             if value < 0:
                 owner, tensor = shared.holders(-1 - value)[0], shared.tensors.tensors[-1 - value]

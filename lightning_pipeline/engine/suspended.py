@@ -7,7 +7,9 @@ micro-batch waits there until all have reached the same call, which is then made
     micro-batch 1   forward  backward |                | forward ...
     the batch                         | optimizer.step |
 
-Threads keep torch's thread-local state, such as autocast and modes, apart between micro-batches.
+Threads keep torch's thread-local state, such as autocast and modes, apart between micro-batches. But autograd numbers
+its nodes in each thread, and adds gradients in the order of these numbers, so events run in one thread alone
+(`in_one_thread`).
 """
 
 from __future__ import annotations
@@ -20,16 +22,19 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_pipeline import _torch
+from lightning_pipeline.engine.draws import set_aside
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.execution import autocast_as
 from lightning_pipeline.recording.matcher import autocast_state
+
+T = TypeVar("T")
 
 BACKWARD = "backward"
 CLOSURE_ENDS = "the end of a closure"
@@ -120,6 +125,7 @@ class Suspended:
         self._error: BaseException | None = None
         self._is_closed = False
         self._deferred: list[tuple[str, Callable[[], Any]]] = []
+        self._request: Callable[[], Any] | None = None
         self._thread: _Thread | None = None
 
     def resume(self, answer: Any = None) -> SyncPoint:
@@ -138,6 +144,8 @@ class Suspended:
         else:
             self._is_its_turn.release()
         self._is_ours.acquire()
+        while self._request is not None:
+            self._fulfil(self._request)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -147,6 +155,28 @@ class Suspended:
     def run_closure(self) -> SyncPoint:
         """Run the closure with which the step waits."""
         return self.resume(_RUN_CLOSURE)
+
+    def _fulfil(self, request: Callable[[], Any]) -> None:
+        """Run what the step's thread asks for, and give the thread its turn again."""
+        self._request = None
+        try:
+            self._answer = request()
+        except BaseException as error:
+            self._error = error
+        self._is_its_turn.release()
+        self._is_ours.acquire()
+
+    def ask(self, request: Callable[[], Any]) -> Any:
+        """Have the thread that resumes the step run a function. Called in the step's thread. Returns its result."""
+        self._request = request
+        self._is_ours.release()
+        self._is_its_turn.acquire()
+        if self._is_closed:
+            raise _ClosedError
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._answer
 
     def close(self) -> None:
         """Unwind the step if it waits. It cannot be resumed afterwards."""
@@ -215,6 +245,19 @@ _of_thread = _OfThread()
 def running_step() -> Suspended | None:
     """The step that runs in the current thread, if any."""
     return _of_thread.step
+
+
+def in_one_thread(function: Callable[..., T], *args: Any) -> T:
+    """Run what computes with autograd, in the thread that resumes steps if this is a step's own. Returns its result."""
+    step = running_step()
+    if step is None:
+        return function(*args)
+
+    def request() -> T:
+        with set_aside():
+            return function(*args)
+
+    return step.ask(request)
 
 
 MeetingOf = Callable[[Microbatch], SyncPoint]

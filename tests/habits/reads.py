@@ -344,3 +344,27 @@ class SizesOfHidden(Layers):
             (hidden.is_contiguous(), hidden.stride(), hidden.requires_grad, hidden.is_leaf, hidden.size(-1))
         )
         return F.cross_entropy(self.head(hidden / math.sqrt(hidden.shape[-1] / WIDTH)), y)
+
+
+@habit(plain=False, shows=False)
+class ReadsBetweenUsesByHand(Layers):
+    """A value is used before and after a read. Autograd orders its gradients by numbers that each thread counts, and
+    micro-batches that are optimized by hand have threads of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def features(self, x: Tensor) -> Tensor:
+        if not self.trainer.global_step:
+            torch._foreach_mul([torch.ones((), requires_grad=True)] * 10_000, 2.0)
+        x = self.layers[0](x)
+        found = self.layers[1](x)
+        self.log("mean", found.mean().item())
+        return self.layers[3](self.layers[2](found + torch.sin(x) + self.layers[1](x * x)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
