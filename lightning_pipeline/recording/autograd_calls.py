@@ -144,7 +144,7 @@ class Graph:
                 try:
                     found = run_event(event, operands, self._captured, lambda number: None)
                 except UNKNOWN:
-                    fakes.update(_of_any_shape(event, operands, inference))
+                    fakes.update(of_any_shape(event, operands, inference))
                 else:
                     fakes.update(values_made(event, operands, found))
             own = [
@@ -178,7 +178,7 @@ def _comes_from(tensor: Any, leaf: Tensor) -> bool:
     return False
 
 
-def _of_any_shape(event: Event, operands: Sequence[Tensor], inference: Inference) -> dict[int, Tensor]:
+def of_any_shape(event: Event, operands: Sequence[Tensor], inference: Inference) -> dict[int, Tensor]:
     """Fake results of an event whose shapes only its data tells, of the shapes that they had, in a graph of its
     operands."""
     before = _summed([one for one in operands if one.requires_grad])

@@ -29,10 +29,11 @@ from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording import process_flags
-from lightning_pipeline.recording.autograd_calls import Graph
+from lightning_pipeline.recording.autograd_calls import Graph, of_any_shape
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.recording.everywhere import compute_everywhere
 from lightning_pipeline.recording.execution import autocast_as, run_event, values_made
+from lightning_pipeline.recording.inference import UNKNOWN
 from lightning_pipeline.recording.matcher import UNLIKE
 from lightning_pipeline.recording.provenance import is_same
 from lightning_pipeline.recording.reachable_state import Look
@@ -203,9 +204,14 @@ def _saving(recording: Recording, events: Sequence[Event], outer: Sequence[int])
                 operands.append(inference.fake(spec) if known is None else known)
                 if type(value) is int:
                     fakes[value] = operands[-1]
-            with saved_tensors_hooks(pack, _same):
-                made = run_event(event, operands, captured, lambda number: None)
-            fakes.update(values_made(event, operands, made))
+            try:
+                with saved_tensors_hooks(pack, _same):
+                    made = run_event(event, operands, captured, lambda number: None)
+            except UNKNOWN:  # as for a mask, which is saved
+                found |= {place} if event.gives_gradients() else set()
+                fakes.update(of_any_shape(event, operands, inference))
+            else:
+                fakes.update(values_made(event, operands, made))
     return found
 
 

@@ -7,11 +7,14 @@ tensors of a stage?  no ──► computed on every rank alike (`everywhere`)
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition.comparisons import REFLECTED, unreflected
+from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.recording import autograd_calls, one_rank
 from lightning_pipeline.recording.contexts import refuse_transforms
@@ -49,6 +52,10 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
         return compute_everywhere(recording, func, kind, args, kwargs)
     if function_name(func) in ("__getitem__", "__setitem__") and (indexed := with_index_of_tensors(args)) is not None:
         return recording.__torch_function__(func, (), indexed, kwargs)
+    if func in REFLECTED:
+        once, operands = unreflected(func, args, partial(_place, recording))
+        if operands is not args:
+            return recording.__torch_function__(once, (), operands, kwargs)
     if recording.tensors.split_calls and type(func) is not SplitCall:
         refuse_split(func, args, kwargs)
     if recording.rank_asked_at:
@@ -67,6 +74,12 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
     if func in autograd_calls.GETTERS:
         return autograd_calls.read_gradient(recording, *args)
     return add_call(recording, func, kind, args, kwargs)
+
+
+def _place(recording: Recording, tensor: Tensor) -> tuple[int, ...]:
+    """What some ranks hold comes before what stages compute."""
+    held, number = holders_of(tensor), recording.tensors.number_of(tensor)
+    return (-1 - number,) if number is not None else (1,) if held is None else (0, *held)
 
 
 def _is_of_module(args: Any, tensors: ModuleTensors) -> bool:
