@@ -64,3 +64,16 @@ class PenaltyOnTwoStages(Decayed):
         x = self.layers[3](early)
         self.log("shown", self.layers[3].linear(early).square().mean())  # type: ignore[union-attr, operator]
         return self.layers[3](x)
+
+
+@habit(plain=False, without={"weight": 0.0}, trainer={"detect_anomaly": True})
+class PenaltyUnderAnomalyDetection(Layers):
+    """A gradient penalty within a stage, where autograd looks for NaN."""
+
+    weight = 0.1
+
+    def features(self, x: Tensor) -> Tensor:
+        early = self.layers[0](x)
+        late = self.layers[0](early)
+        [slope] = torch.autograd.grad(late.square().sum(), early, create_graph=True)
+        return self.layers[3](self.layers[2](self.layers[1](late + self.weight * slope)))
