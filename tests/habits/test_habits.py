@@ -28,6 +28,9 @@ BY_DEFAULT = {
         ExperimentInStep DefaultDtypeOfAPart ScaledByDataAfterUse DatasetCounts
         CentersOverRanks GathersOverRanksByName BranchesOnItsRank ValuesPickled TeacherMadeInFirstStep
         TargetLoadedInStep CountsInAllLayers GradientsOnAfterBranch LayerSwappedForIdentity MomentsReadInStep
+        NormsLoggedAndKept AttendsToTransposed BiasOfALaterLayer MixedByThePlugin ReadsBetweenUsesByHand
+        ModuleHookInAJacobian GoesOnWithWhatAHookFound HookOfAModuleThatIsGivenTheBatch LargestOfAllWeights
+        PenaltyUnderAnomalyDetection HookedAndUsedWithoutGradients
     """,
     "2-zero_bubble": """
         PaddedEncoder PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo
@@ -38,14 +41,15 @@ BY_DEFAULT = {
     """,
     "3-1f1b": """
         RecurrentLayerBetweenLayers RecurrentLayerOnTwoStages RecurrentLayerDifferentiated PenaltyOnTwoStages
-        CountsBeforeLayersOfAnotherVisit RecurrentRefinement HaltsByData LayerDropByPython
+        CountsBeforeLayersOfAnotherVisit RecurrentRefinement HaltsByData LayerDropByPython LateTwiceThenEarly
+        LimitsFromAHook
     """,
     "2-auto": """
         FunctionOfParameters MeterOfOnesOwn GlobalList SchedulerSteppedInStep OwnTorchGenerator GathersOverRanksByName
         LBFGS ClipsByTorch ReturnsNothing WeightsOfGenerator GeneratorsOfDataset CallbackFilledInStep
         MinesWithBatchNorms
     """,
-    "4-1f1b": "Siamese ComparesWithMicrobatchBefore VmapOverSamples",
+    "4-1f1b": "Siamese ComparesWithMicrobatchBefore VmapOverSamples RunningMaximum",
 }
 """What runs by default, where it shows most: of each kind one or two. An error ends a launch, so it comes last."""
 
