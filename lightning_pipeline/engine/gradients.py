@@ -35,6 +35,7 @@ class GradientHold:
         Args:
             first: whether this batch begins an accumulation window.
             unseen: parameters whose gradients of the last window nobody needs.
+            are_seen: hooks see gradients within a window.
         """
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._held = []
@@ -138,7 +139,9 @@ class Gradients:
             self.sharded.release()
             self._slices = []
 
-    def begin(self, *, first: bool, complete: bool, unseen: Container[nn.Parameter] = ()) -> None:
+    def begin(
+        self, *, first: bool, complete: bool, unseen: Container[nn.Parameter] = (), are_seen: bool = False
+    ) -> None:
         """Before the schedule.
 
         Args:
@@ -150,7 +153,7 @@ class Gradients:
         self._hold.begin(self._slices or self._parameters(), first=first, unseen=unseen)
         self.gather()
         maybe_shared = self._named(self._maybe_shared)
-        self._over_stages.begin(maybe_shared)
+        self._over_stages.begin(maybe_shared, are_seen=are_seen)
         self._reducing = self._begin_reducing(maybe_shared) if complete and self._group is not None else None
 
     def after_backward(self, stage: int, microbatch: int, *, last: bool) -> None:

@@ -23,7 +23,7 @@ class SharedGradients:
     One process adds, for each micro-batch, the gradients of a parameter's uses, from the last use to the first, and
     then adds that to the sum so far. The parameter's owner, the first stage that holds it, does the same with what the
     others send, so that the bits are the same. That takes a message a micro-batch; parameters above `EXACT_BYTES` are
-    added up on each stage first and sent once a step.
+    added up on each stage first and sent once a step, or window of accumulation, where no hook looks at them before.
 
     The first step shows which parameters are shared; until then, every parameter that may be is watched.
     """
@@ -34,17 +34,20 @@ class SharedGradients:
         self._watched: dict[str, nn.Parameter] = {}
         self._before: dict[str, Tensor | None] = {}
         self._parts: dict[str, list[Tensor | None]] = {}
+        self._are_seen = False
 
-    def begin(self, candidates: Mapping[str, nn.Parameter]) -> None:
+    def begin(self, candidates: Mapping[str, nn.Parameter], *, are_seen: bool = False) -> None:
         """Called before the schedule.
 
         Args:
             candidates: parameters that several virtual stages use or may use. The same on all ranks, including those
                 that do not hold the data.
+            are_seen: hooks see the gradients after each batch that adds to them.
         """
+        self._are_seen = are_seen
         self._watched = {}
         if self._transport is not None:
-            self._watched = {name: parameter for name, parameter in candidates.items() if _is_small(parameter)}
+            self._watched = {name: one for name, one in candidates.items() if are_seen or _is_small(one)}
         self._before = {name: local_gradient(parameter) for name, parameter in self._watched.items()}
         self._parts = {name: [] for name in self._watched}
         for parameter in self._watched.values():
@@ -70,14 +73,14 @@ class SharedGradients:
             if name not in exact:
                 _set_gradient(parameter, _add_up(self._before[name], self._parts[name]))
         if exact and self._transport is not None:
-            self._finish_exact(exact, self._transport, complete)
+            self._finish_exact(exact, self._transport, complete or self._are_seen)
         if complete:
             rest = [held for name, held in shared.items() if name not in exact]
             sum_over_holders(rest, self._transport, self._stage)
         self._watched, self._before, self._parts = {}, {}, {}
 
     def _finish_exact(
-        self, exact: Mapping[str, tuple[nn.Parameter, Stages]], transport: Transport, complete: bool
+        self, exact: Mapping[str, tuple[nn.Parameter, Stages]], transport: Transport, spreads: bool
     ) -> None:
         width = 1 + max(len(self._parts[name]) for name in exact)
         here = torch.zeros(len(exact), width, dtype=torch.float64)
@@ -99,7 +102,7 @@ class SharedGradients:
                 for part in self._parts[name]:
                     if part is not None:
                         transport.send(part.contiguous(), stages[0], Channel.SHARED)
-        if complete:
+        if spreads:
             for row, (parameter, stages) in enumerate(exact.values()):
                 if present[stages[0]][row][0] or any(any(present[giver][row][1:]) for giver in stages):
                     _spread_gradient(parameter, stages, transport, self._stage)

@@ -119,6 +119,13 @@ def is_plain_optimizer(optimizer: Optimizer) -> bool:
     return not has_hooks and (cls.step.__module__.startswith("torch.optim") or cls.__module__.startswith("torch."))
 
 
+def hooks_see_gradients(module: LightningModule) -> bool:
+    """Whether hooks of the user's run while gradients accumulate over batches."""
+    trainer: Trainer = module.trainer
+    hooks = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_backward")
+    return any(_is_users(hook, module, trainer) for hook in hooks)
+
+
 def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
     if hasattr(LightningModule, hook) and is_overridden(hook, module):
         return True

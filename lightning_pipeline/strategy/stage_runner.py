@@ -18,6 +18,7 @@ from lightning_pipeline.partition.microbatch import OneBatch, microbatches_of
 from lightning_pipeline.partition.rng import mix
 
 from .._lightning import rank_zero_info, rank_zero_warn
+from .hooks import hooks_see_gradients
 from .lightning_private import total_batches
 from .logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
 from .measure import step_context
@@ -110,7 +111,12 @@ class StageRunner:
         accumulate = trainer.accumulate_grad_batches
         is_first = trainer.fit_loop.batch_idx % accumulate == 0
         gradients = self._stages.gradients
-        gradients.begin(first=is_first, complete=is_last, unseen=zeroed_unseen(self._module) if is_first else ())
+        gradients.begin(
+            first=is_first,
+            complete=is_last,
+            unseen=zeroed_unseen(self._module) if is_first else (),
+            are_seen=accumulate > 1 and hooks_see_gradients(self._module),
+        )
         is_sum = False
 
         def loss_of(state: Microbatch, loss: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parametrizations, parametrize, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from tests.habits.modules import SAMPLES, WIDTH, Layers, Normed
+from tests.habits.modules import SAMPLES, WIDTH, Layers, Normed, Noting
 from tests.habits.table import habit
 
 
@@ -414,3 +414,36 @@ class LateTwiceThenEarly(Layers):
         early = self.layers[0](x)
         late = self.layers[3](self.layers[2](self.layers[1](early)))
         return self.mix(torch.tanh(self.mix(late))) + self.mix(early)
+
+
+class TiedEnds(Noting):
+    """The first and the last layer share their weights, and gradients accumulate over batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].linear = self.layers[0].linear
+
+
+@habit(plain=False, shows=False, observed=["found"], trainer={"accumulate_grad_batches": 2}, batches=4)
+class TiedGradientsWithinAWindow(TiedEnds):
+    """A hook notes norms after each backward."""
+
+    def on_after_backward(self) -> None:
+        self.found += [p.grad.norm() for p in self.parameters() if p.grad is not None]
+
+
+@habit(plain=False, shows=False, observed=["found"], trainer={"accumulate_grad_batches": 2}, batches=4)
+class LargeTiedGradientsWithinAWindow(TiedEnds):
+    """The same with weights above a megabyte, which are added up on each stage first where nobody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Embedding(40_000, WIDTH)
+
+    def features(self, x: Tensor) -> Tensor:
+        index = x.detach().argmax(1)
+        x = super().features(x + self.wide(index))
+        return x + self.wide(index + 7)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found += [p.grad.norm() for p in self.parameters() if p.grad is not None]

@@ -42,7 +42,7 @@ BY_DEFAULT = {
     "3-1f1b": """
         RecurrentLayerBetweenLayers RecurrentLayerOnTwoStages RecurrentLayerDifferentiated PenaltyOnTwoStages
         CountsBeforeLayersOfAnotherVisit RecurrentRefinement HaltsByData LayerDropByPython LateTwiceThenEarly
-        LimitsFromAHook
+        LimitsFromAHook TiedGradientsWithinAWindow
     """,
     "2-auto": """
         FunctionOfParameters MeterOfOnesOwn GlobalList SchedulerSteppedInStep OwnTorchGenerator GathersOverRanksByName
