@@ -35,7 +35,6 @@ class GradientHold:
         Args:
             first: whether this batch begins an accumulation window.
             unseen: parameters whose gradients of the last window nobody needs.
-            are_seen: hooks see gradients within a window.
         """
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._held = []
@@ -148,6 +147,7 @@ class Gradients:
             first: the batch begins an accumulation window.
             complete: the batch ends it, so the gradients are summed over replicas.
             unseen: parameters whose gradients of the last window nobody needs.
+            are_seen: hooks see gradients within a window.
         """
         self._complete = complete
         self._hold.begin(self._slices or self._parameters(), first=first, unseen=unseen)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.habits.modules import Layers, Noting
 from tests.habits.table import error, habit
@@ -111,3 +112,18 @@ class HookOfAModuleThatIsGivenTheBatch(Noting):
 
     def features(self, x: Tensor) -> Tensor:
         return super().features(x.detach().requires_grad_() * 2)
+
+
+@habit(expect=error(r"passes hooks in a checkpointed function, .*hooked_gradients\.py.*outside of"), shows=False)
+class HookedInACheckpoint(Layers):
+    """A checkpointed function takes a gradient that passes a hook."""
+
+    def penalised(self, early: Tensor) -> Tensor:
+        late = self.layers[1](early)
+        late.register_hook(lambda gradient: gradient * 0.5)
+        [slope] = torch.autograd.grad(late.square().sum(), early)
+        return late + slope
+
+    def features(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.penalised, self.layers[0](x), use_reentrant=False)
+        return self.layers[3](self.layers[2](x))
