@@ -287,11 +287,6 @@ def differentiate(recording: Recording, func: Any, args: Any, kwargs: dict[str, 
         call, inputs, _, _ = inspect(recording, func, args, kwargs)
         graph, wanted = _graph(recording, before, call, inputs, args, kwargs)
         if graph.passes_hooks(wanted) or _have_hooks(recording, wanted):
-            if recording.is_in_checkpoint:
-                raise CheckpointError(
-                    f"torch.autograd.grad passes hooks in a checkpointed function, and would once more in backward "
-                    f"({users_line()}): take the gradients outside of the function"
-                )
             # They are Python: the step goes on with what they have done.
             recording.is_simple = False
             recording.with_hooks.add(recording.event)
