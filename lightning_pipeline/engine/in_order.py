@@ -84,6 +84,7 @@ class InOrder:
                 self._writes.of(event)
         self.rank_of = self.transfers.rank_of
         self._checkpointed = CheckpointedFunctions(self.seed)
+        self._came_frozen: set[tuple[int, int]] = set()  # of `here`, the module's tensors that gave no gradients then
         self._written_again: dict[int, tuple[int, Event]] = {}  # the module's tensors that backward writes into
         if self.rank == placement[0]:
             for value, tensor in enumerate(state.given):
@@ -308,12 +309,14 @@ class InOrder:
             return self._parameter(number, event, slot)
         if rank in holders:
             return tensor if rank == self.rank else _NOTHING
-        found = self.here.get((visit, -1 - number))
-        if found is None:
+        key, spec = (visit, -1 - number), event.specs[slot]
+        if key not in self.here or (spec.requires_grad and key in self._came_frozen):
             home = self.placement.index(holders[0])
             own = tensor if self.rank == holders[0] else None
-            found = self._moved(-1 - number, home, visit, TensorSpec.of(tensor), own)
-        return found
+            (self._came_frozen.discard if spec.requires_grad else self._came_frozen.add)(key)
+            self._moved(-1 - number, home, visit, spec, own)
+        found = self.here[key]
+        return found if spec.requires_grad else found.detach()  # the step may have frozen it since it came
 
     def _adds_up_by_use(self, event: Event, slot: int) -> bool:
         """Whether gradients of the parameter that an event uses add up one by one, over visits (`repeated_uses`)."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lightning_pipeline.engine.draws import set_aside
@@ -28,11 +30,12 @@ class StepReads:
     def __init__(self, step: PipelineStep) -> None:
         self._step = step
         self._shared = step.shared
+        self._in_inference_mode = torch.is_inference_mode_enabled()
 
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
         step, state = self._step, self._state_of(recording)
         is_earlier = recording is not self._shared.recorder.current
-        with set_aside():  # the user's modes and autocast must not affect what runs here
+        with self._aside():
             if step.ahead is not None and state.is_open and not is_earlier:
                 found = in_one_thread(step.ahead.values, state, recording, values)
                 if found is not None:
@@ -51,13 +54,13 @@ class StepReads:
 
     def read_held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         ahead = self._step.ahead
-        with set_aside():
+        with self._aside():
             known = ahead.values_of_module(tensors) if ahead is not None else None
             return self._shared.spread_module_tensors(tensors) if known is None else known
 
     def finish_before(self, recording: Recording, *, with_own: bool) -> None:
         state = self._state_of(recording)
-        with set_aside():
+        with self._aside():
             if with_own:
                 run = in_one_thread(self._step.begin_in_order, state)
                 in_one_thread(run.run_up_to, recording.event)
@@ -67,7 +70,7 @@ class StepReads:
 
     def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
         state, shared = self._state_of(recording), self._shared
-        with set_aside():
+        with self._aside():
             run = in_one_thread(self._step.begin_in_order, state)
             self._check(recording, "shows a value")
             in_one_thread(run.run_up_to, recording.event)
@@ -83,6 +86,12 @@ class StepReads:
             text = show(tensor)
             shared.direct.tell(text)
             return text
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """The user's modes and autocast must not affect what runs for a read."""
+        with torch.inference_mode(self._in_inference_mode), set_aside():
+            yield
 
     def _check(self, recording: Recording, then: str) -> None:
         check_on_the_way(self._step.states, recording, self._shared.transport, then)

@@ -241,6 +241,57 @@ self.seen.append([p.requires_grad for p in self.blocks[{i}].parameters()])
 self.table.setdefault("n", []).append(len(x))
 self.table["m"] = self.table.get("m", 0.0) + x.detach().mean().item(); x = x * (1 + 0.01 * self.table["m"])
 self.table["t"] = 0.5 * self.table.get("t", 0.0) + x.detach().mean(); x = x + self.table["t"]
+self.scale.requires_grad_(False); x = x * self.scale; self.scale.requires_grad_(True)
+self.blocks[{i}].linear.bias.requires_grad_(False); x = self.blocks[{i}](x) + self.blocks[{i}].linear.bias; self.blocks[{i}].linear.bias.requires_grad_(True)
+self.scale.requires_grad = not self.scale.requires_grad; x = x * self.scale
+for p in self.blocks[{i}].parameters(): p.requires_grad_(not p.requires_grad)
+self.blocks[{i}].requires_grad_(False); x = self.blocks[{i}](x); self.blocks[{i}].requires_grad_(True)
+self.words.weight.requires_grad_(self.n % 2 == 0); x = x + self.words(batch["tokens"][:, {k} % 5])
+x = x * self.scale.detach()
+x = x * self.scale.data + self.scale
+x = x + copy.deepcopy(self.blocks[{i}].linear)(x)
+self.scale.register_hook(lambda gradient: gradient * {c}) if self.n % 2 else None; x = x * self.scale
+x = F.linear(x, self.blocks[{i}].linear.weight[:4].repeat(2, 1))
+w = self.blocks[{i}].linear.weight.view(-1)[:8]; x = x * w.sigmoid()
+h.append(x * 0 + self.blocks[{i}].linear.weight[{k}])
+h.append(self.scale.expand_as(x))
+x = x.detach().requires_grad_() * {c}
+x = x + batch["x"].requires_grad_().sin() * self.scale
+torch.set_grad_enabled(self.n % 2 == 0); x = self.blocks[{i}](x); torch.set_grad_enabled(True)
+with torch.no_grad(): x = x + self.scale * x; x = x * self.scale
+t = torch.inference_mode()(self.blocks[{i}])(x.detach()).clone(); x = x + t
+x = checkpoint(lambda v: v * self.scale + self.blocks[{j}].linear.bias, x, use_reentrant=False)
+x = checkpoint(lambda v: self.blocks[{i}](v * self.scale), x, use_reentrant=False)
+with torch.autocast("cpu", dtype=torch.bfloat16): x = F.linear(x, self.blocks[{i}].linear.weight, self.scale).float()
+with torch.autocast("cpu", dtype=torch.bfloat16): x = (x @ self.blocks[{i}].linear.weight.t()).float() + self.blocks[{j}](x.float()).float()
+x = x + F.embedding(batch["tokens"], self.words.weight).mean(1)
+x = x + (x @ self.words.weight.t()).softmax(1) @ self.words.weight
+x = x.to(torch.float64).mul({c}).to(torch.float32)
+x = x.bfloat16().float()
+x = torch.complex(x, x * {c}).abs()
+x = torch.fft.irfft(torch.fft.rfft(x, dim=1), n=8, dim=1)
+x = x.cpu().to(self.device).to(self.scale)
+x = x + self.trainer.global_step * 0.1 + self.trainer.num_training_batches * 0.01
+with torch.no_grad(): self.scale.mul_(0.99)
+self.scale.data.mul_(0.99); x = x * self.scale
+self.scale.data = self.scale.data * 0.99; x = x + self.scale
+self.blocks[{i}].linear.weight.data = self.blocks[{i}].linear.weight.data * 0.99
+self.mean = x.detach().mean(0); x = x - self.mean * self.scale
+self.blocks[{i}].linear.bias.data[{k}] = 0.1
+v = x.detach().requires_grad_(); o = torch.enable_grad()(lambda v: v * self.scale + self.blocks[{i}].linear.bias)(v); (g,) = torch.autograd.grad(o.sum(), v); x = x + g
+(g,) = torch.autograd.grad((x * self.scale).sum(), self.scale, retain_graph=True) if x.requires_grad and self.scale.requires_grad else (x.mean(0),); x = x + g
+(g,) = torch.autograd.grad((x * self.scale).square().sum(), self.scale, create_graph=True) if x.requires_grad and self.scale.requires_grad else (x.mean(0),); x = x + g * 0.01
+x = self.blocks[{i}](x, ) + sum(p.mean() for p in self.blocks[{j}].parameters())
+for n, p in self.blocks[{i}].named_parameters(): x = x + p.sum() * 0.01 if p.requires_grad else x - p.sum() * 0.01
+x = x + torch.stack([p.mean() for p in self.parameters()]).mean()
+x = x + torch.stack([p.detach().abs().max() for p in self.parameters()]).max()
+x = torch.nn.utils.stateless.functional_call(self.blocks[{i}].linear, {{"weight": self.blocks[{j}].linear.weight, "bias": self.scale}}, (x,)) if type(self.blocks[{i}].linear) is nn.Linear else x
+x = self.blocks[{i}].linear(x) * self.scale.exp() / self.scale.exp().sum()
+x = x.clone(); x[0] = self.scale
+x = torch.cat([x, self.scale[None]])[1:]
+x = torch.maximum(x, self.scale)
+x = x.lerp(self.scale.expand_as(x), {c})
+self.scale.grad = None
 """.strip().splitlines()
 
 LOSSES = """
@@ -284,6 +335,14 @@ loss = loss + 0.1 * self.blocks[{i}](x).mean()
 loss = loss.mean().reshape(())
 loss = sum([loss, 0.1 * x.abs().mean()])
 self.trainer.should_stop = self.global_step > 4
+self.scale.requires_grad_(False); loss = loss + 0.1 * (x * self.scale).mean(); self.scale.requires_grad_(True)
+self.blocks[{i}].requires_grad_(False); loss = loss + 0.1 * self.blocks[{i}](x).mean(); self.blocks[{i}].requires_grad_(True)
+loss = loss + 0.1 * ((x @ self.words.weight.t()) * self.scale.mean()).logsumexp(1).mean()
+loss = loss + 0.1 * self.blocks[{i}].linear.weight.square().sum() * self.scale.mean()
+self.head.requires_grad_(self.n % 2 == 0)
+loss = loss + 0.1 * F.cross_entropy(self.head(self.features(batch, batch_idx)[0]), batch["y"]) if self.n % 3 else loss
+loss = loss + 0.1 * (self.blocks[{i}].linear.weight @ self.blocks[{j}].linear.weight.detach()).diagonal().mean()
+(g,) = torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True) if x.requires_grad else (None,); loss = loss if g is None else loss + 0.1 * F.cross_entropy(self.head(x.detach() + 0.1 * g.sign()), batch["y"])
 """.strip().splitlines()
 
 HOOK_STATEMENTS = """

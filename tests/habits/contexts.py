@@ -82,6 +82,36 @@ class KernelsAroundTheStep(Evaluated):
             return super().training_step(batch, batch_idx)
 
 
+@habit(without={"threshold": 100.0})
+class ReadsInInferenceMode(Layers):
+    """What is computed in inference mode is read there, before stages have run what comes before it."""
+
+    threshold = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.layers[1](self.layers[0](x))
+        with torch.inference_mode():
+            term = self.layers[2](self.layers[0](hidden)).square()
+            if term.mean() > self.threshold:
+                term = term * 0.5
+        hidden = self.layers[3](self.layers[2](hidden) + term.clone())
+        return F.cross_entropy(self.head(hidden), y)
+
+
+@habit(plain=False, without={"threshold": 100.0})
+class ReadsInInferenceModeByHand(ReadsInInferenceMode):
+    """Likewise, optimized by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 @habit(expect=error(r"contexts\.py:\d+.*saved.*checkpoint"))
 class SavesInBFloat16(Layers):
     """Hooks on what is saved for backward, which keep it in bfloat16."""

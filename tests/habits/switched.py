@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.habits.by_hand import Adversarial
-from tests.habits.modules import Layers
+from tests.habits.modules import WIDTH, Layers
 from tests.habits.table import error, habit
 
 
@@ -176,3 +176,59 @@ class FrozenByWhatIsRead(Layers):
             loss = loss + 0.1 * self.layers[2](self.layers[1](self.layers[0](batch[0]))).pow(2).mean()
             self.layers[1].requires_grad_(True)
         return loss
+
+
+class Shifted(Layers):
+    """Two parameters take part in what all layers compute, one of which is the first layer's own."""
+
+    freezes = True
+    num_columns = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.layers[0].shifts = nn.Parameter(torch.linspace(-1, 1, WIDTH * self.num_columns).view(WIDTH, -1))
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.scale + self.layers[0].shifts[:, 0]
+        return x
+
+    def switch(self, on: bool) -> None:
+        for parameter in (self.scale, self.layers[0].shifts):
+            parameter.requires_grad_(on or not self.freezes)
+
+
+@habit(without={"freezes": False})
+class ShiftFrozenForOneTerm(Shifted):
+    """Shared parameters of a term that they take no part in the gradients of."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.switch(False)
+        term = self(x + 0.1).pow(2).mean()
+        self.switch(True)
+        return loss + 0.1 * term
+
+
+# Above a megabyte, gradients of all uses on a stage travel as one.
+@habit(without={"freezes": False}, plain_tolerance=1e-5, tolerance=1e-5)
+class LargeShiftFrozenForOneTerm(ShiftFrozenForOneTerm):
+    """Shared parameters that are large."""
+
+    num_columns = 40_000
+
+
+@habit(without={"freezes": False}, plain_tolerance=1e-5, tolerance=1e-5)
+class LargeShiftFrozenFirst(Shifted):
+    """A large one is frozen for the first term, and thawed for the second one."""
+
+    num_columns = 40_000
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.switch(False)
+        term = self(x + 0.1).pow(2).mean()
+        self.switch(True)
+        return F.cross_entropy(self(x), y) + 0.1 * term
