@@ -20,8 +20,9 @@ from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import NOTHING, UNKNOWN, Inference, Result
 from lightning_pipeline.recording.matcher import UNLIKE, never
 from lightning_pipeline.recording.module_tensors import set_requires_grad
-from lightning_pipeline.recording.new_events import answer, follow, inspect, mark, refuse_graph_of_earlier
+from lightning_pipeline.recording.new_events import refuse_graph_of_earlier
 from lightning_pipeline.recording.operation import Call, put_together, tensors_in
+from lightning_pipeline.recording.path import answer, follow, inspect, mark
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recorder import Recorder

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.recording.matcher import autocast_state
-from lightning_pipeline.recording.new_events import mark
+from lightning_pipeline.recording.path import mark
 from lightning_pipeline.recording.python_again import ChangingCall, CheckpointCall, refuse_with_gradients
 from lightning_pipeline.recording.reachable_state import Look
 

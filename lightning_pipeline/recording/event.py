@@ -52,6 +52,7 @@ class Event:
         line: where in the user's code it was first met.
         digest: of the path up to here, alike on all ranks.
         as_part: where micro-batches meet: the program of what has run since they last met, or None.
+        sharers: the tensors that share memory with what it writes into (see `view_writes`).
         shortcuts: where calls of whole modules lead from here (see `pure_modules`).
     """
 
@@ -74,6 +75,7 @@ class Event:
         "pool",
         "program",
         "result",
+        "sharers",
         "shortcuts",
         "specs",
         "state",
@@ -106,13 +108,14 @@ class Event:
     pool: list[Placeholder]
     matcher: Matcher
     shortcuts: dict[Any, Any] | None
+    sharers: Sequence[Any]
 
     @staticmethod
     def beginning(num_values: int, digest: bytes) -> Event:
         """Where paths begin, with so many values that are there before."""
         made = Event()
         made.parent, made.children, made.visit = None, [], -1
-        made.shortcuts, made.as_part, made.takes_gradients = None, None, False
+        made.shortcuts, made.as_part, made.takes_gradients, made.sharers = None, None, False, ()
         made.num_values, made.num_captured = num_values, 0
         made.digest, made.pool, made.program = digest, [], None
         return made
@@ -134,6 +137,7 @@ class Event:
         """A new child."""
         made = Event()
         made.parent, made.children, made.program, made.as_part, made.shortcuts = self, [], None, None, None
+        made.sharers = ()
         made.function, made.call, made.inputs, made.specs = function, call, tuple(inputs), tuple(specs)
         made.state, made.result, made.visit, made.draws, made.line = state, result, visit, draws, line
         made.takes_gradients = self.takes_gradients or function is torch.autograd.grad

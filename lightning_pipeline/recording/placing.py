@@ -10,6 +10,7 @@ import torch
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue, HookTensor
+from lightning_pipeline.recording.views import Views
 
 
 class Placing:
@@ -32,6 +33,7 @@ class Placing:
         self._begins = 0  # the part after the last meeting
         self._memory: dict[int, _Memory] = {}
         self._first_uses: dict[int, int] = {}  # of the module's tensors, the visit
+        self.views = Views()
         self.end = until
         for event in until.path():
             self.note(event)
@@ -79,6 +81,8 @@ class Placing:
         if visit < 0 and event.function is MICROBATCHES_MEET:
             self._begins = self.latest = self._next_lap()
             return
+        if visit >= 0:
+            self.views.note(event)
         self.latest = max(self.latest, visit)
         for value in event.inputs:
             if type(value) is int:

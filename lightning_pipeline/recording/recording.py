@@ -36,7 +36,7 @@ from lightning_pipeline.recording.checkpoints import Checkpoints
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.inference import written_by_array
 from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor
-from lightning_pipeline.recording.new_events import mark
+from lightning_pipeline.recording.path import mark
 from lightning_pipeline.recording.placing import Placing
 from lightning_pipeline.recording.provenance import Provenance
 from lightning_pipeline.recording.python_again import CheckpointCall

@@ -291,7 +291,17 @@ x = x.clone(); x[0] = self.scale
 x = torch.cat([x, self.scale[None]])[1:]
 x = torch.maximum(x, self.scale)
 x = x.lerp(self.scale.expand_as(x), {c})
-self.scale.grad = None
+v = x[:, :4]; v.add_(h[{k} % len(h)][:, 4:] * {c})
+x = x * 1.0; x[:, {k}].mul_(h[-1][:, 0].sigmoid())
+x = x * 1.0; a, b = x[:, :4], x[:, 4:]; b.mul_(a.sin().detach()); x = x + a.mean()
+new = x.new_zeros(len(x), 8); new.t()[:4].copy_(x.t()[4:]); new[:, 4:].copy_(h[{k} % len(h)][:, :4]); x = new
+x = x * 1.0; h.append(x); h.append(x[:, :4].repeat(1, 2)); x.mul_({c})
+x = x * 1.0; v = x.view(-1, 2, 4); x = self.blocks[{i}](x); v[:, 0].add_(x[:, :4]); x = x + v.flatten(1)
+x = x * 1.0; v = x.t(); h.append(x); x = self.blocks[{i}](x); v.add_(x.t() * {c})
+v = x.detach(); x = x * 1.0 + v; v.mul_(0.9)
+h[{k} % len(h)].data[:, 0].add_(x.data[:, 0] * 0.1)
+x = x * 1.0; x.diagonal().mul_({c}); x.narrow(1, 2, 3).add_(self.scale[:3])
+x = x * 1.0; v = x.select(1, {k}); x = x * 0.9 + self.blocks[{i}](x); v.copy_(x[:, 0]); x = x + v[:, None]
 """.strip().splitlines()
 
 LOSSES = """

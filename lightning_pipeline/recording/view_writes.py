@@ -1,0 +1,260 @@
+"""Values that share memory, and writes into them: a tensor and its views follow one another as they do in one process.
+
+One process has one memory: who writes into a view writes into the whole, and autograd goes back through the write from
+both. Stages compute with numbered values, so that every tensor that sees a write gets a new number::
+
+    x = layer(a)        v7
+    part = x[:, :4]     v8, a view of v7
+    part.add_(b)        v9, the part after the write
+                        v10 = seen_through(v7, v9): x after the write, which is the same tensor on its stage
+
+Where the write runs on another visit than the tensors, that one gets the whole first, and makes the views anew::
+
+    visit 0             visit 1
+    v7, v8 = v7[:, :4]  v9 = seen_through(v7), v10 = v9[:, :4], v11 is v10 after the write, v12 = seen_through(v9, v11)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
+from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.inference import Result
+from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE
+from lightning_pipeline.recording.operation import put_together
+from lightning_pipeline.recording.path import answer, follow, inspect
+from lightning_pipeline.recording.views import Views
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.recording import Recording
+
+
+def seen_through(tensor: Tensor, written: Tensor | None = None) -> Tensor:
+    """A tensor, after a write into another one that shares its memory, or where a write is to come."""
+    return tensor
+
+
+class Sharer(NamedTuple):
+    """A tensor that shares the memory of one that an event writes into.
+
+    Attributes:
+        slot: of the event's operand.
+        values: those that it may have before the event.
+        pool, place: where its placeholder is, if it is not among those that the recording has kept.
+        gets_gradient: gradients go back from it to what is written.
+    """
+
+    slot: int
+    values: frozenset[int]
+    pool: list[Placeholder]
+    place: int
+    gets_gradient: bool
+
+
+def sharers_of(recording: Recording, inputs: Sequence[Any], result: Result) -> list[Sharer]:
+    """The tensors that share the memory of those that a call writes into, in the order in which they were made."""
+    views = recording.placing.views
+    found = []
+    for slot, _ in result.writes:
+        value = inputs[slot]
+        if type(value) is not int or value < 0:
+            continue
+        own = views.tensor_of(value)
+        whole = views.whole_for_autograd(own)
+        for tensor in views.family(own):
+            if tensor != own:
+                pool, place = _placeholder_in(views, tensor)
+                values = frozenset((tensor, views.value_of(tensor)))
+                found.append(Sharer(slot, values, pool, place, views.whole_for_autograd(tensor) == whole))
+    return found
+
+
+def _placeholder_in(views: Views, tensor: int) -> tuple[list[Placeholder], int]:
+    """The pool and the place in it in which the placeholder of a tensor is."""
+    event = views.view(tensor).event
+    if event is None or tensor not in event.outputs:
+        return [], 0
+    made = [value for value in event.outputs if value is not None]
+    return event.pool, made.index(tensor)
+
+
+def alive(recording: Recording, sharer: Sharer) -> list[Placeholder]:
+    """The placeholders by which the user's code refers to a tensor."""
+    found = []
+    pool, place = sharer.pool, sharer.place
+    if pool and pool[place].recording is recording and sys.getrefcount(pool[place]) > 2:
+        found.append(pool[place])
+    kept = recording.kept
+    found += [kept[i] for i in range(len(kept)) if kept[i].recording is recording and sys.getrefcount(kept[i]) > 2]
+    of_batch = (reference() for reference in recording.batch_places)
+    found += [one for one in of_batch if type(one) is Placeholder and one.recording is recording]
+    return [one for one in found if one.value in sharer.values]
+
+
+def come_together(recording: Recording, visit: int, inputs: Sequence[Any], sharers: Iterable[Sharer]) -> bool:
+    """Bring tensors that share memory to the visit that writes into it. Returns whether any have come.
+
+    Raises:
+        NotImplementedError: a view cannot be made there.
+    """
+    placing = recording.placing
+    has_moved = False
+    for slot in dict.fromkeys(one.slot for one in sharers if alive(recording, one)):
+        views = placing.views
+        own = views.tensor_of(inputs[slot])
+        others = [one for sharer in sharers if sharer.slot == slot for one in alive(recording, sharer)]
+        used = {views.tensor_of(one.value) for one in others}
+        first = _first(recording, views, {own, *used})
+        homes = {placing.home(views.value_of(tensor)) for tensor in (first, own, *used)}
+        if homes != {visit}:
+            _make_anew(recording, views, visit, first, {own, *used})
+            has_moved = True
+    return has_moved
+
+
+def _first(recording: Recording, views: Views, tensors: set[int]) -> int:
+    """The tensor of which these can be made anew."""
+    wholes = {views.whole_for_autograd(tensor) for tensor in tensors}
+    if len(wholes) == 1:
+        return wholes.pop()
+    [first] = {views.first_of(tensor) for tensor in tensors}
+    for tensor in sorted(tensors):
+        has_graph = any(place.requires_grad for place in _placeholders(recording, views, tensor))
+        if has_graph and views.whole_for_autograd(tensor) != first:
+            raise NotImplementedError(
+                f"what a later stage computes is written ({users_line()}) into memory that a tensor shares with a "
+                f"detached one, which both have gradients: write into a clone()"
+            )
+    return first
+
+
+def _make_anew(recording: Recording, views: Views, visit: int, first: int, used: set[int]) -> None:
+    """Bring a tensor to a visit, and make those views of it there that are used."""
+    needed = set(used)
+    for tensor in used:
+        while tensor != first and (source := views.view(tensor).source) is not None:
+            tensor = source
+            needed.add(tensor)
+    new: dict[int, Placeholder] = {}
+    made: dict[tuple[int, int], list[Any]] = {}
+    for tensor in [first, *(one for one in views.family(first) if one in needed and one != first)]:
+        places = _placeholders(recording, views, tensor)
+        if tensor == first:
+            value = views.value_of(first)
+            place = places[0] if places else recording.placeholder_for(value, _spec(recording, value), "a tensor")
+            new[first] = _bring(recording, place, visit)
+        else:
+            view = views.view(tensor)
+            assert view.event is not None and view.source is not None
+            key = (id(view.event), view.source)
+            if key not in made:
+                made[key] = _call_again(recording, view.event, views, new[view.source], view.source)
+            new[tensor] = made[key][view.place]
+        pool, index = _placeholder_in(views, tensor)
+        for place in places:
+            if place is not new[tensor]:
+                _follow(recording, place, new[tensor])
+                if pool and pool[index] is place:  # which is no longer what the event made
+                    pool[index] = placeholder(place.spec, place.what)
+                if not any(one is place for one in recording.kept):
+                    recording.keep(place)
+
+
+def _bring(recording: Recording, place: Placeholder, visit: int) -> Placeholder:
+    """Have a visit receive a tensor. Returns a placeholder for what may be written into there."""
+    if not recording.is_in_checkpoint:
+        _see(recording, place, None, place.spec, visit)
+        return place
+    # What a checkpointed function is given on a visit has to stay as it is.
+    return _followed(recording, Tensor.clone, (place,), None, visit)
+
+
+def _placeholders(recording: Recording, views: Views, tensor: int) -> list[Placeholder]:
+    pool, place = _placeholder_in(views, tensor)
+    return alive(recording, Sharer(0, frozenset((tensor, views.value_of(tensor))), pool, place, False))
+
+
+def _spec(recording: Recording, value: int) -> TensorSpec:
+    """What is known of a value that nobody refers to any more, from its use."""
+    uses = (event for event in recording.event.path() if value in event.inputs)
+    event = next(uses)
+    return event.specs[event.inputs.index(value)]
+
+
+def _call_again(recording: Recording, event: Event, views: Views, source: Placeholder, tensor: int) -> list[Any]:
+    """Call what made views, on the tensor `source`. Returns what it makes."""
+    operands: list[Any] = []
+    for slot, value in enumerate(event.inputs):
+        if value is CAPTURED:
+            operands.append(recording.captured[event.first_captured + event.matcher.captured_tensors[slot]])
+        elif type(value) is int and value < 0:
+            operands.append(recording.tensors.tensors[-1 - value])
+        elif type(value) is int and views.tensor_of(value) == tensor:
+            operands.append(source)
+        elif type(value) is int:
+            operands.append(recording.placeholder_for(value, event.specs[slot], "an operand"))
+        else:
+            raise NotImplementedError(
+                f"a view ({event.line}) of what an earlier stage computes is written into ({users_line()}): write into "
+                f"a clone()"
+            )
+    captured = event.matcher.captured_numbers.items()
+    numbers = {slot: recording.captured[event.first_captured + place] for slot, place in captured}
+    args, kwargs = (put_together(one, operands, numbers) for one in (event.call.args, event.call.kwargs))  # type: ignore[arg-type]
+    with torch.set_grad_enabled(event.state[0]):
+        return [*tree.leaves(recording.__torch_function__(event.function, (), args, kwargs))]
+
+
+def tell_sharers(recording: Recording, event: Event, operands: Sequence[Tensor]) -> None:
+    """Have the tensors that share memory see what an event has written."""
+    for slot, _, value in event.writes:
+        written = next((one for one in operands if type(one) is Placeholder and one.value == value), None)
+        for sharer in event.sharers or ():
+            places = alive(recording, sharer) if sharer.slot == slot and written is not None else []
+            if not places:
+                continue
+            first, spec = places[0], places[0].spec
+            if sharer.gets_gradient and written.spec.requires_grad and not spec.requires_grad:  # type: ignore[union-attr]
+                spec = spec.but(requires_grad=True, is_leaf=False)
+            _see(recording, first, written if sharer.gets_gradient else None, spec, event.visit)
+            for other in places[1:]:
+                _follow(recording, other, first)
+
+
+def _follow(recording: Recording, place: Placeholder, other: Placeholder) -> None:
+    """Have a placeholder stand for another one's value."""
+    if place is not other:
+        place.value = other.value
+        if place.spec is not other.spec:
+            recording.change(place, other.spec)
+
+
+def _see(recording: Recording, place: Placeholder, written: Tensor | None, spec: TensorSpec, visit: int) -> None:
+    """Give a tensor the value that it has after a write."""
+    args = (place,) if written is None else (place, written)
+    _followed(recording, seen_through, args, Result(tree.Slot(0), (0,), ((0,),), ((0, spec),)), visit)
+
+
+def _followed(recording: Recording, func: Any, args: Any, result: Result | None, visit: int) -> Any:
+    """Go on with a call on a visit. Returns what it gives.
+
+    Args:
+        result: None for what `func` gives on tensors like these.
+    """
+    for child in recording.event.children:
+        if child.visit == visit and (found := child.match(func, args, {}, recording)) is not UNLIKE:
+            recording.event = child
+            return found
+    call, inputs, specs, state = inspect(recording, func, args, {})
+    result = result or recording.recorder.result(func, call, specs, state)
+    assert result is not None
+    event = follow(recording, func, call, inputs, specs, state, result, visit=visit, draws=False)
+    return answer(recording, event, func, args, {})

@@ -1,0 +1,87 @@
+"""Which values of a path are the same tensor at different times, and which share their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_pipeline.partition.torch_functions import function_name
+from lightning_pipeline.recording.event import Event
+
+_DETACHING = ("detach", "data.__get__")
+
+
+class View(NamedTuple):
+    """How a tensor was made.
+
+    Attributes:
+        source: the tensor whose memory it shares; None for one that shares none.
+        event: which made it; None for the batch's.
+        place: its place among what that made.
+        is_differentiable: gradients go back to the source.
+    """
+
+    source: int | None
+    event: Event | None
+    place: int
+    is_differentiable: bool
+
+
+class Views:
+    """The tensors of a path that share memory. A tensor's number is that of its first value."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, int] = {}  # of values that writes made
+        self._latest: dict[int, int] = {}
+        self._views: dict[int, View] = {}
+        self._families: dict[int, list[int]] = {}
+        self._makers: dict[int, View] = {}
+
+    def note(self, event: Event) -> None:
+        """Take in the next event of the path."""
+        for index, (value, shares) in enumerate(zip(event.outputs, event.result.shares, strict=True)):
+            if value is None:
+                continue
+            sources = [event.inputs[slot] for slot in shares]
+            source = next((one for one in sources if type(one) is int and one >= 0), None)
+            if source is None:
+                self._makers[value] = View(None, event, index, False)
+                continue
+            tensor = self.tensor_of(source)
+            is_differentiable = event.state[0] and function_name(event.function) not in _DETACHING
+            self._views[value] = View(tensor, event, index, is_differentiable)
+            first = self.first_of(tensor)
+            self._families.setdefault(first, [first]).append(value)
+        for slot, _, value in event.writes:
+            before = event.inputs[slot]
+            tensor = self.tensor_of(before) if type(before) is int and before >= 0 else value
+            self._tensors[value], self._latest[tensor] = tensor, value
+
+    def tensor_of(self, value: int) -> int:
+        return self._tensors.get(value, value)
+
+    def value_of(self, tensor: int) -> int:
+        """A tensor's value now."""
+        return self._latest.get(tensor, tensor)
+
+    def first_of(self, tensor: int) -> int:
+        """The tensor of which this one is a view, or a view of a view; itself without."""
+        while tensor in self._views:
+            source = self._views[tensor].source
+            assert source is not None
+            tensor = source
+        return tensor
+
+    def family(self, tensor: int) -> Sequence[int]:
+        """The tensors that share a tensor's memory, in the order in which they were made; itself alone without."""
+        return self._families.get(self.first_of(tensor), (tensor,))
+
+    def view(self, tensor: int) -> View:
+        """How a tensor was made."""
+        return self._views.get(tensor) or self._makers.get(tensor) or View(None, None, 0, False)
+
+    def whole_for_autograd(self, tensor: int) -> int:
+        """The tensor that autograd takes it for a view of."""
+        while (view := self.view(tensor)).is_differentiable and view.source is not None:
+            tensor = view.source
+        return tensor
