@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_pipeline.engine.microbatch import Microbatch, digests
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become
 from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.kept_views import share_memory_again
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.failure import waiting_for
@@ -114,6 +115,9 @@ def end_step(
         with torch.no_grad():
             # A copy, as the stage's graph may have saved the tensor that it computed.
             become(one.place, one.data.detach().clone() if one.owner == rank else one.data.detach())
+    for state in microbatches:
+        if state.recording is not None and state.recording.kept_views:
+            share_memory_again(state.recording)
     return rows[:, CAPACITY // 8 + 1 :].tolist()
 
 

@@ -27,6 +27,7 @@ from lightning_pipeline.engine.suspended import (
 from lightning_pipeline.engine.transfers import Transfer, Transfers
 from lightning_pipeline.partition import tree
 from lightning_pipeline.recording.alive import take_alive, values_in_use
+from lightning_pipeline.recording.kept_views import kept_views
 from lightning_pipeline.recording.module_writes import needs_order
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.python_again import run_again
@@ -100,6 +101,7 @@ class StepParts:
         if ends:
             state.contents = contents_of(recording)
             state.places = {place.value: place for place in take_alive(recording)}
+            recording.kept_views = kept_views(recording, [*state.places.values()])
         state.in_use = set(state.places) if ends else values_in_use(recording)
         part = None if is_new else self._part_of(state, recording)
         if part is not None and self._is_simple(part, state, meeting, is_scheduled=is_scheduled):

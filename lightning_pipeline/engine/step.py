@@ -23,6 +23,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.recording.alive import take_alive
+from lightning_pipeline.recording.kept_views import kept_views
 from lightning_pipeline.recording.module_tensors import as_required
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.provenance import Provenance, made_again
@@ -240,6 +241,7 @@ class PipelineStep:
         value = recording.value_of(state.loss)
         loss_value = -1 if value is None else value
         state.places = {place.value: place for place in take_alive(recording)}
+        recording.kept_views = kept_views(recording, [*state.places.values()])
         returned = state.result.values() if isinstance(state.result, StepResult) else ()
         asked = tuple(dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]))
         shared = self.shared

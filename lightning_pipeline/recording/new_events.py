@@ -53,9 +53,11 @@ def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwa
                     return found
     refuse_graph_of_earlier(call, inputs, specs, result)
     visit = _visit_for(recording, func, inputs, specs, result)
-    sharers = sharers_of(recording, inputs, result) if result.writes and function_name(func) != "data.__set__" else []
-    if sharers and come_together(recording, visit, inputs, sharers):
-        return add_call(recording, func, kind, args, kwargs)
+    sharers = []
+    if result.writes and function_name(func) != "data.__set__":
+        sharers = sharers_of(recording, inputs, result)
+        if come_together(recording, visit, inputs, result, sharers):
+            return add_call(recording, func, kind, args, kwargs)
     if type(func) is SplitCall:
         draws = args[1] in func.drawing
     else:

@@ -29,6 +29,7 @@ from lightning_pipeline.recording.pure_modules import calls_of, pure_within
 from lightning_pipeline.recording.python_again import CheckpointCall
 from lightning_pipeline.recording.python_state import Unclear
 from lightning_pipeline.recording.reachable_state import Places
+from lightning_pipeline.recording.views import Views
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording
@@ -95,6 +96,7 @@ class Recorder:
         self._calls_of_pure: list[tuple[dict[str, Any], Callable[..., Any]]] | None = None
         self._compiled: list[CompiledCall] = []
         self._results: dict[Any, Result | None] = {}
+        self._views: dict[Event, Views] = {}
         self._compiled_functions: set[str] = set()
 
     def beginning(self, key: Any, num_values: int) -> Event:
@@ -131,7 +133,18 @@ class Recorder:
     def forget_paths(self) -> None:
         """Let micro-batches to come begin anew."""
         self._beginnings.clear()
+        self._views.clear()
         self.num_events.clear()
+
+    def views_at(self, end: Event) -> Views:
+        """Of a whole path, the values that share memory."""
+        found = self._views.get(end)
+        if found is None:
+            found = self._views[end] = Views()
+            for event in end.path():
+                if event.visit >= 0:
+                    found.note(event)
+        return found
 
     def note_changing(self, memory: int, tensor: Tensor) -> None:
         """Note that steps write into a tensor while stages may still have to use it."""

@@ -35,6 +35,7 @@ from lightning_pipeline.recording import process_flags
 from lightning_pipeline.recording.checkpoints import Checkpoints
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.inference import written_by_array
+from lightning_pipeline.recording.kept_views import KeptView, refuse_written
 from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor
 from lightning_pipeline.recording.path import mark
 from lightning_pipeline.recording.placing import Placing
@@ -87,6 +88,7 @@ class Recording(TorchFunctionMode):
         switched: tensors of the module whose gradients the step has switched on or off, by number, and whether they
             required them where stages have come to.
         twins: placeholders of values that the user's code has other ones of, too.
+        kept_views: after the step, views among what the user's code refers to.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Recording(TorchFunctionMode):
         self.replay: Any = None
         self.switched: dict[int, bool] = {}
         self.twins: list[Placeholder] = []
+        self.kept_views: list[KeptView] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -235,7 +238,7 @@ class Recording(TorchFunctionMode):
 
     def let_go(self) -> None:
         """Release tensors after the step: pooled placeholders refer to the recording for a long time."""
-        self.captured, self.kept, self.copied_from, self.twins = [], [], {}, []
+        self.captured, self.kept, self.copied_from, self.twins, self.kept_views = [], [], {}, [], []
         self.checkpoints.changing_calls = []
         self._is_over = True
 
@@ -290,6 +293,7 @@ class Recording(TorchFunctionMode):
 
     def adopt(self, place: Placeholder, spec: TensorSpec, value: int) -> None:
         """Make an earlier micro-batch's value, which the step has written into, a value of this recording."""
+        refuse_written(place.recording, place)
         if spec is not place.spec:
             become(place, placeholder(spec, place.what))
         place.value, place.recording = value, self

@@ -17,7 +17,7 @@ Where the write runs on another visit than the tensors, that one gets the whole 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,8 +28,8 @@ from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, pl
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import Result
-from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE
-from lightning_pipeline.recording.operation import put_together
+from lightning_pipeline.recording.kept_views import arguments_again
+from lightning_pipeline.recording.matcher import UNLIKE
 from lightning_pipeline.recording.path import answer, follow, inspect
 from lightning_pipeline.recording.views import Views
 
@@ -99,7 +99,9 @@ def alive(recording: Recording, sharer: Sharer) -> list[Placeholder]:
     return [one for one in found if one.value in sharer.values]
 
 
-def come_together(recording: Recording, visit: int, inputs: Sequence[Any], sharers: Iterable[Sharer]) -> bool:
+def come_together(
+    recording: Recording, visit: int, inputs: Sequence[Any], result: Result, sharers: Sequence[Sharer]
+) -> bool:
     """Bring tensors that share memory to the visit that writes into it. Returns whether any have come.
 
     Raises:
@@ -107,6 +109,12 @@ def come_together(recording: Recording, visit: int, inputs: Sequence[Any], share
     """
     placing = recording.placing
     has_moved = False
+    for value in {inputs[slot] for slot, _ in result.writes}:
+        if type(value) is int and value >= 0 and placing.home(value) != visit:
+            first = placing.views.first_of(placing.views.tensor_of(value))
+            if placing.views.view(first).is_of_module:
+                _make_anew(recording, placing.views, visit, first, {placing.views.tensor_of(value)})
+                has_moved = True
     for slot in dict.fromkeys(one.slot for one in sharers if alive(recording, one)):
         views = placing.views
         own = views.tensor_of(inputs[slot])
@@ -147,7 +155,9 @@ def _make_anew(recording: Recording, views: Views, visit: int, first: int, used:
     made: dict[tuple[int, int], list[Any]] = {}
     for tensor in [first, *(one for one in views.family(first) if one in needed and one != first)]:
         places = _placeholders(recording, views, tensor)
-        if tensor == first:
+        if tensor == first and views.view(first).is_of_module:
+            new[first] = _view_of_module(recording, views, first, visit)
+        elif tensor == first:
             value = views.value_of(first)
             place = places[0] if places else recording.placeholder_for(value, _spec(recording, value), "a tensor")
             new[first] = _bring(recording, place, visit)
@@ -177,6 +187,17 @@ def _bring(recording: Recording, place: Placeholder, visit: int) -> Placeholder:
     return _followed(recording, Tensor.clone, (place,), None, visit)
 
 
+def _view_of_module(recording: Recording, views: Views, tensor: int, visit: int) -> Placeholder:
+    """Make a view of a tensor of the module on a visit."""
+    view = views.view(tensor)
+    assert view.event is not None
+    args, kwargs = arguments_again(recording, view.event, views, None, -1)
+    with torch.set_grad_enabled(view.event.state[0]):
+        made: Any = tree.leaves(_followed(recording, view.event.function, args, None, visit, **kwargs))
+    found: Placeholder = made[view.place]
+    return found
+
+
 def _placeholders(recording: Recording, views: Views, tensor: int) -> list[Placeholder]:
     pool, place = _placeholder_in(views, tensor)
     return alive(recording, Sharer(0, frozenset((tensor, views.value_of(tensor))), pool, place, False))
@@ -191,24 +212,7 @@ def _spec(recording: Recording, value: int) -> TensorSpec:
 
 def _call_again(recording: Recording, event: Event, views: Views, source: Placeholder, tensor: int) -> list[Any]:
     """Call what made views, on the tensor `source`. Returns what it makes."""
-    operands: list[Any] = []
-    for slot, value in enumerate(event.inputs):
-        if value is CAPTURED:
-            operands.append(recording.captured[event.first_captured + event.matcher.captured_tensors[slot]])
-        elif type(value) is int and value < 0:
-            operands.append(recording.tensors.tensors[-1 - value])
-        elif type(value) is int and views.tensor_of(value) == tensor:
-            operands.append(source)
-        elif type(value) is int:
-            operands.append(recording.placeholder_for(value, event.specs[slot], "an operand"))
-        else:
-            raise NotImplementedError(
-                f"a view ({event.line}) of what an earlier stage computes is written into ({users_line()}): write into "
-                f"a clone()"
-            )
-    captured = event.matcher.captured_numbers.items()
-    numbers = {slot: recording.captured[event.first_captured + place] for slot, place in captured}
-    args, kwargs = (put_together(one, operands, numbers) for one in (event.call.args, event.call.kwargs))  # type: ignore[arg-type]
+    args, kwargs = arguments_again(recording, event, views, source, tensor)
     with torch.set_grad_enabled(event.state[0]):
         return [*tree.leaves(recording.__torch_function__(event.function, (), args, kwargs))]
 
@@ -243,18 +247,18 @@ def _see(recording: Recording, place: Placeholder, written: Tensor | None, spec:
     _followed(recording, seen_through, args, Result(tree.Slot(0), (0,), ((0,),), ((0, spec),)), visit)
 
 
-def _followed(recording: Recording, func: Any, args: Any, result: Result | None, visit: int) -> Any:
+def _followed(recording: Recording, func: Any, args: Any, result: Result | None, visit: int, **kwargs: Any) -> Any:
     """Go on with a call on a visit. Returns what it gives.
 
     Args:
         result: None for what `func` gives on tensors like these.
     """
     for child in recording.event.children:
-        if child.visit == visit and (found := child.match(func, args, {}, recording)) is not UNLIKE:
+        if child.visit == visit and (found := child.match(func, args, kwargs, recording)) is not UNLIKE:
             recording.event = child
             return found
-    call, inputs, specs, state = inspect(recording, func, args, {})
+    call, inputs, specs, state = inspect(recording, func, args, kwargs)
     result = result or recording.recorder.result(func, call, specs, state)
     assert result is not None
     event = follow(recording, func, call, inputs, specs, state, result, visit=visit, draws=False)
-    return answer(recording, event, func, args, {})
+    return answer(recording, event, func, args, kwargs)

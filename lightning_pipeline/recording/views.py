@@ -19,12 +19,14 @@ class View(NamedTuple):
         event: which made it; None for the batch's.
         place: its place among what that made.
         is_differentiable: gradients go back to the source.
+        is_of_module: it shares the memory of a tensor of the module.
     """
 
     source: int | None
     event: Event | None
     place: int
-    is_differentiable: bool
+    is_differentiable: bool = False
+    is_of_module: bool = False
 
 
 class Views:
@@ -45,7 +47,8 @@ class Views:
             sources = [event.inputs[slot] for slot in shares]
             source = next((one for one in sources if type(one) is int and one >= 0), None)
             if source is None:
-                self._makers[value] = View(None, event, index, False)
+                is_of_module = any(type(one) is int for one in sources)
+                self._makers[value] = View(None, event, index, is_of_module=is_of_module)
                 continue
             tensor = self.tensor_of(source)
             is_differentiable = event.state[0] and function_name(event.function) not in _DETACHING
@@ -78,7 +81,7 @@ class Views:
 
     def view(self, tensor: int) -> View:
         """How a tensor was made."""
-        return self._views.get(tensor) or self._makers.get(tensor) or View(None, None, 0, False)
+        return self._views.get(tensor) or self._makers.get(tensor) or View(None, None, 0)
 
     def whole_for_autograd(self, tensor: int) -> int:
         """The tensor that autograd takes it for a view of."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.habits.modules import Layers
-from tests.habits.table import habit
+from tests.habits.table import error, habit
 
 
 class Between(Layers):
@@ -220,3 +220,84 @@ class WrittenThroughViewsWithoutGradients(Between):
                 kept.t()[7].zero_()
                 torch.add(late[:, :4], early[:, :4], out=filled[:, :4])
         return early + kept + filled
+
+
+class WithRows(Layers):
+    """A layer of each stage has a buffer of two rows."""
+
+    writes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_buffer("rows", torch.zeros(2, 8))
+
+
+@habit(without={"writes": False})
+class BufferWrittenThroughViews(WithRows):
+    """Views of an early layer's buffer take in what a later one gives, among them one that is made before."""
+
+    def features(self, x: Tensor) -> Tensor:
+        rows = self.layers[1].rows
+        row = rows[1]
+        x = self.layers[2](self.layers[1](self.layers[0](x + rows.sum(0))))
+        if self.writes:
+            mean = x.detach().mean(0)
+            rows[0].mul_(0.9).add_(mean)
+            rows.t()[3].add_(mean[:2])
+            row.copy_(mean)
+        return self.layers[3](x + self.layers[1].rows.mean(0))
+
+
+@habit(without={"writes": False})
+class WeightWrittenThroughViews(WithRows):
+    """Likewise parts of an early layer's bias, and of a later one's weight, without gradients."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[2](self.layers[0](x))
+        if self.writes:
+            with torch.no_grad():
+                self.layers[1].linear.bias[2:4].copy_(x.mean(0)[2:4] * 0.1)
+                self.layers[3].linear.weight.view(-1)[9:12].clamp_(-0.1, 0.1)
+            self.layers[3].linear.weight.data.t()[1].add_(x.detach().mean(0) * 0.01)
+        return self.layers[3](self.layers[1](x))
+
+
+@habit(observed=["seen"], without={"writes": False})
+class KeptViewsWrittenInHook(WithRows):
+    """A step keeps a tensor and views of it, through which a hook writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+        self.seen: list[float] = []
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[2](self.layers[0](x))
+        whole = x.detach().clone()
+        self.kept.append((whole, whole[:, :4], whole.view(-1, 2, 4)[:, 1]))
+        return self.layers[3](x)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for whole, first, second in self.kept if self.writes else ():
+            first.mul_(0.5)
+            second.add_(1)
+            self.seen.append(whole.sum().item())
+        self.kept.clear()
+
+
+@habit(plain=False, expect=error(r"view_writes\.py:\d+.*clone"))
+class KeptViewsWrittenInNextMicrobatch(WithRows):
+    """A step writes into a view that the one before has kept, and uses the whole."""
+
+    kept: Any = None
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[2](self.layers[0](x))
+        if self.kept is not None:
+            whole, first = self.kept
+            first.mul_(0.5)
+            x = x + whole * 0.1
+        whole = x.detach().clone()
+        self.kept = whole, whole[:, :4]
+        return self.layers[3](x)
