@@ -5,9 +5,9 @@ It is imported by name all over libraries, so what it calls is what is replaced,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
+from torch.nn.utils import stateless
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.python_again import CheckpointCall
 
 Checkpointed = Callable[[CheckpointCall], AbstractContextManager[None]]
@@ -31,6 +33,7 @@ _GENERATOR = _SINCE_2_14 if hasattr(torch_checkpoint, _SINCE_2_14) else "_checkp
 def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
     """While entered, checkpointed functions run once, inside of `around`."""
     options = _options()
+    swapped: list[Any] = []  # modules whose tensors `functional_call` has replaced
     everywhere = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
 
     def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
@@ -45,6 +48,7 @@ def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
         own = {name: value for name, value in kwargs.items() if name not in options}
         with ExitStack() as stack:
             if torch.is_grad_enabled():
+                _refuse_swapped(swapped)
                 call = CheckpointCall(given[options[0]], args[len(options) :], own, stops_early, then)
                 stack.enter_context(around(call))
                 stack.enter_context(now)
@@ -54,11 +58,37 @@ def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
         if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():  # whatever the parameters do, this kind gives results that require no gradient
                 return function(*args)
+        _refuse_swapped(swapped)
         with around(CheckpointCall(function, args, {}, stops_early=False)):
             return function(*args)
 
-    with _replaced(generator, SimpleNamespace(apply=apply)):
+    with _replaced(generator, SimpleNamespace(apply=apply)), overridden() as override:
+        override(stateless, "_reparametrize_module", partial(_swapping, stateless._reparametrize_module, swapped))
         yield
+
+
+@contextmanager
+def _swapping(plain: Callable[..., Any], swapped: list[Any], module: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    with plain(module, *args, **kwargs):
+        swapped.append(module)
+        try:
+            yield
+        finally:
+            swapped.pop()
+
+
+def _refuse_swapped(swapped: Sequence[Any]) -> None:
+    """Refuse a checkpointed function in a `functional_call`.
+
+    Raises:
+        CheckpointError: for such a call.
+    """
+    if swapped:
+        raise torch_checkpoint.CheckpointError(
+            f"a checkpointed function is called within a functional_call of {type(swapped[-1]).__name__} "
+            f"({users_line()}): backward runs it again when the module has its own tensors back, and computes gradients "
+            f"with those. Do without the checkpoint, or checkpoint the functional_call itself"
+        )
 
 
 @cache

@@ -81,6 +81,34 @@ class FunctionalCall(Layers):
         return x
 
 
+class Recomputing(Layer):
+    """A layer that is recomputed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@habit(expect=error(r"transformed\.py:\d+.*functional_call"))
+class FunctionalCallOfCheckpoint(FunctionalCall):
+    """Likewise a layer that is recomputed, in one process with its own parameters."""
+
+    layer = Recomputing
+
+
+@habit(shows=False)
+class CheckpointOfFunctionalCall(Layers):
+    """The call with changed parameters is recomputed."""
+
+    def run(self, number: int, x: Tensor) -> Tensor:
+        layer = self.layers[number]
+        return functional_call(layer, {name: one * 0.9 for name, one in layer.named_parameters()}, (x,))
+
+    def features(self, x: Tensor) -> Tensor:
+        for number in range(len(self.layers)):
+            x = checkpoint(self.run, number, x, use_reentrant=False)
+        return x
+
+
 @habit(expect=error(r"(?s)transformed\.py:\d+.*whole batch"))
 class VmapOverSamples(Layers):
     """A function of one sample is mapped over the batch, between the layers."""
