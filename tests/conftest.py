@@ -96,6 +96,12 @@ def wanted(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def with_slow(request: pytest.FixtureRequest) -> bool:
+    """Whether slow tests of the file are among those of this session: what its tests share does less without them."""
+    return any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_group_is_left() -> Iterator[None]:
     """A group that a file leaves in this process would be that of the tests after it."""
