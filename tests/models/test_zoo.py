@@ -32,7 +32,7 @@ NAMES = {
 OFTEN = {
     "plain": {"gpt2", "keeps_state"},
     "2": {
-        *("gpt2", "gpt2_embedding_as_head", "gpt2_dropout", "gpt2_checkpointing", "t5", "unet", "frozen"),
+        *("gpt2", "gpt2_embedding_as_head", "gpt2_dropout", "gpt2_checkpointing", "unet", "frozen"),
         *("layerdrop", "collects_in_leaves", "checkpoint_reentrant", "operates_on_buffers", "shared_layer"),
     },
     "4": {"gpt2", "shared_layer"},
