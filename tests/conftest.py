@@ -14,42 +14,42 @@ from tests.stages import run_stages  # noqa: F401 (a fixture)
 # Seconds that files take, about, on one of three workers: the longest go first, so that no worker is left with one at
 # the end.
 SECONDS = {
-    "habits/test_habits": 51,
-    "models/test_zoo": 40,
-    "training/test_survival": 30,
-    "training/test_by_hand": 35,
-    "training/test_lightning_cli": 40,
-    "training/test_names": 40,
-    "training/test_automatic": 40,
-    "examples/test_training": 12,
-    "examples/test_configs": 7,
-    "training/test_virtual_stages": 17,
-    "training/test_replicas": 16,
-    "test_campaign": 16,
-    "test_package": 30,
-    "errors/test_errors": 16,
-    "training/test_inference": 15,
-    "training/test_bits": 14,
-    "training/test_memory": 14,
-    "runtime/test_store": 12,
+    "habits/test_habits": 125,
+    "training/test_lightning_cli": 28,
+    "training/test_by_hand": 26,
+    "training/test_automatic": 26,
+    "models/test_zoo": 26,
+    "training/test_offloading": 21,
+    "examples/test_training": 20,
+    "training/test_values": 19,
+    "training/test_virtual_stages": 18,
+    "errors/test_errors": 18,
+    "training/test_reads": 17,
+    "training/test_survival": 16,
+    "training/test_names": 16,
+    "training/test_advice": 16,
+    "training/test_unequal": 14,
+    "training/test_tensor_parallel": 14,
+    "training/test_replicas": 14,
+    "training/test_checkpoint_memory": 14,
+    "test_imports": 14,
+    "runtime/test_store": 14,
+    "examples/test_notebook": 14,
+    "training/test_three_dimensions": 13,
+    "training/test_slices": 13,
+    "training/test_trainer_options": 12,
+    "training/test_loops": 12,
+    "training/test_inference": 12,
     "training/test_distributed_checkpoint": 12,
-    "training/test_three_dimensions": 25,
-    "training/test_unequal": 15,
-    "training/test_tensor_parallel": 11,
-    "training/test_offloading": 11,
-    "training/test_context_parallel": 25,
-    "test_registration": 30,
-    "training/test_broken_files": 11,
+    "training/test_checkpoints": 12,
+    "test_registration": 12,
+    "training/test_one_process": 11,
+    "training/test_bits": 11,
     "runtime/test_failure": 11,
     "training/test_schedules": 10,
-    "training/test_checkpoints": 10,
-    "schedules/test_validation": 10,
-    "engine/test_autograd_in_steps": 10,
     "training/test_resume": 10,
-    "examples/test_run_script": 9,
-    "training/test_loops": 9,
-    "training/test_loss_scaling": 8,
-    "training/test_agreement": 8,
+    "training/test_loss_scaling": 10,
+    "accelerators/test_npu_training": 10,
 }
 TESTS = Path(__file__).parent
 
@@ -94,6 +94,12 @@ def wanted(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
         return [case for case in cases if case not in slow or case in asked]
 
     return found
+
+
+@pytest.fixture(scope="module")
+def with_slow(request: pytest.FixtureRequest) -> bool:
+    """Whether slow tests of the file are among those of this session: what its tests share does less without them."""
+    return any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -57,9 +57,12 @@ def test_other_weights_are_seen() -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_campaign(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trials", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_campaign(trials: int, tmp_path: Path) -> None:
     kinds = ["kill", "raise", "exit"]
-    assert main(["--trials", "3", "--kinds", *kinds, "--layouts", "2", "--forked", "--folder", str(tmp_path)]) == 0
+    assert (
+        main(["--trials", str(trials), "--kinds", *kinds, "--layouts", "2", "--forked", "--folder", str(tmp_path)]) == 0
+    )
     lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    assert [line["trial"] for line in lines] == [0, 1, 2]
+    assert [line["trial"] for line in lines] == list(range(trials))
     assert all(line["happened"] and not line["problems"] for line in lines)

@@ -146,6 +146,7 @@ def planned(path: str) -> tuple[str, int]:
     return result.output, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_model_that_fits_nowhere_takes_little_memory(tmp_path: Path) -> None:
     """Twelve blocks of width 4096 have 2.4 billion parameters, 4.8 GB."""
@@ -154,6 +155,7 @@ def test_a_model_that_fits_nowhere_takes_little_memory(tmp_path: Path) -> None:
     assert peak < 1.5e6
 
 
+@pytest.mark.slow
 def test_activations_in_host_memory(tmp_path: Path) -> None:
     """Of a plan under GPipe three micro-batches' activations are on a device, and not eight."""
     path, peaks = write(tmp_path), []

@@ -64,10 +64,16 @@ def test_the_sdist_holds_what_its_tests_need(distributions: Path) -> None:
     assert not [name for name in names if name.endswith(".pyc") or "/logs/" in name]
 
 
-@pytest.mark.multiprocess
-def test_the_demo_runs_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_the_command_runs_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
     where = "import lightning_pipeline; print(lightning_pipeline.__file__)"
     assert Path(run(str(installed / "python"), "-c", where, cwd=tmp_path).strip()).is_relative_to(installed.parent)
+    told = run(str(installed / "lightning-pipeline"), "draw", "1f1b", "--ranks", "2", cwd=tmp_path)
+    assert "0F0" in told and "1B7" in told
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_demo_runs_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
     told = run(str(installed / "lightning-pipeline"), "demo", cwd=tmp_path)
     assert "40 losses: the same bits" in told and "1F0" in told
     report = tmp_path / "lightning-pipeline-demo" / "report.html"

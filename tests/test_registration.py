@@ -6,10 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launching import PATIENCE_S
 
 
-def test_names_are_registered_whatever_is_imported_first() -> None:
-    script = str(Path(__file__).with_name("import_orders.py"))
-    done = subprocess.run([sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=PATIENCE_S)
+@pytest.mark.parametrize(
+    "orders", [pytest.param((), id="often"), pytest.param(("all",), id="all", marks=pytest.mark.slow)]
+)
+def test_names_are_registered_whatever_is_imported_first(orders: tuple[str, ...]) -> None:
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("import_orders.py")), *orders]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

@@ -87,6 +87,7 @@ def test_a_run_goes_on_with_the_groups_that_were_added(tmp_path: Path) -> None:
     assert differing(one["weights"], first["weights"]) == {}
 
 
+@pytest.mark.slow
 def test_the_new_group_is_trained_on_all_stages() -> None:
     [plain] = launch(train, 0, world=1)
     [one] = launch(train, 1, world=1)

@@ -68,13 +68,15 @@ def of_node(module: Any, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("layer", [1, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 2))])
 @pytest.mark.parametrize("function", [scaled, with_values, noisy, removed, of_node])
 def test_hooks_on_values(function: Any, layer: int) -> None:
     assert_equal(network, STAGES, with_after(layer, function), BATCHES, in_order=True)
 
 
-@pytest.mark.parametrize("name", ["layers.0", "layers.1", "layers.3", "layers.2.0"])
+@pytest.mark.parametrize(
+    "name", ["layers.1", "layers.2.0", *(pytest.param(n, marks=pytest.mark.slow) for n in ("layers.0", "layers.3"))]
+)
 def test_hooks_on_modules(name: str) -> None:
     def make() -> nn.Module:
         module = network()
@@ -133,7 +135,7 @@ def own_backward(module: Any, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("layer", [2, 3])
+@pytest.mark.parametrize("layer", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("function", [penalty, of_parameters, without_a_graph, own_backward])
 def test_gradients_within_a_stage(function: Any, layer: int) -> None:
     is_in_order = function is own_backward

@@ -3,6 +3,7 @@ sums are taken in an order that depends on them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -54,8 +55,13 @@ THEN: dict[str, Callable[[Network, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("then", THEN)
-@pytest.mark.parametrize("first", FIRST)
+PAIRS = list(itertools.product(FIRST, THEN))
+OFTEN = [*((first, "two uses") for first in FIRST), *(("transposed norm", then) for then in THEN)]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in OFTEN)) for pair in PAIRS]
+)
 def test_what_crosses_a_boundary_ends_in_the_bits_of_one_process(first: str, then: str) -> None:
     assert_equal(Network, STAGES, lambda module, x: THEN[then](module, FIRST[first](module, x)), BATCHES)
 

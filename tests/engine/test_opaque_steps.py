@@ -95,7 +95,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "compiled")) for n in LAYERS])
 def test_equals_one_process(name: str) -> None:
     assert_equal(of(LAYERS[name]), STAGES, step, BATCHES)
 

@@ -111,14 +111,21 @@ UNUSUAL = (
 )
 
 
-def test_what_looks_like_a_mistake_and_is_none_trains_as_in_one_process() -> None:
-    [alone], [found, _] = launch(trained, 1, UNUSUAL, world=1), launch(trained, 2, UNUSUAL, world=2)
-    for name in UNUSUAL:
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        pytest.param(UNUSUAL[::3], id="often"),
+        pytest.param([name for name in UNUSUAL if name not in UNUSUAL[::3]], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_what_looks_like_a_mistake_and_is_none_trains_as_in_one_process(unusual: Sequence[str]) -> None:
+    [alone], [found, _] = launch(trained, 1, unusual, world=1), launch(trained, 2, unusual, world=2)
+    for name in unusual:
         expected, values = alone[name]["values"], found[name]["values"]
         assert expected.keys() == values.keys()
         for key, value in expected.items():
             torch.testing.assert_close(values[key], value, rtol=0, atol=1e-7, msg=f"{key} of {name}")
-    for name in UNUSUAL:
+    for name in unusual:
         told = [text for text in found[name]["warned"] if "stage 1 is never reached by the first training step" in text]
         assert len(told) == (name in UNREACHED), name
         assert all(UNREACHED[name] in text for text in told)
@@ -127,6 +134,7 @@ def test_what_looks_like_a_mistake_and_is_none_trains_as_in_one_process() -> Non
         assert all("modules.py" in text and "loss.item() > 0" in text for text in reads)
 
 
+@pytest.mark.slow
 def test_a_stage_without_modules_among_others_is_told_of() -> None:
     found = launch(trained, 3, ("SkippedStage",), world=3)[0]["SkippedStage"]["warned"]
     assert any("stage 1 is never reached" in text and "gives it 'unused'" in text for text in found)
@@ -137,7 +145,7 @@ def test_devices_that_are_no_multiple_of_stages() -> None:
         assert "ValueError: 3 devices are not a multiple of 2 stages" in end.error
 
 
-@pytest.mark.parametrize("at", ["first", "head"])
+@pytest.mark.parametrize("at", ["first", pytest.param("head", marks=pytest.mark.slow)])
 def test_an_exception_in_a_step_ends_all_and_is_told_once(at: str) -> None:
     ended = errors_of("Raises", at)
     error = "FloatingPointError: the user's own error"
@@ -148,7 +156,7 @@ def test_an_exception_in_a_step_ends_all_and_is_told_once(at: str) -> None:
             assert end.error.startswith("PeerFailedError") and f"failed: {error}" in end.error
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_others(rank: int) -> None:
     ended = errors_of("Killed", rank)
     assert ended[rank].exit_code == -9

@@ -72,6 +72,7 @@ def work_on_overlap(settings: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_gradients_overlap_in_every_other_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples/benchmark")
     import overlap

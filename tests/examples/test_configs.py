@@ -20,7 +20,7 @@ def options(group: str) -> list[str]:
 
 
 @pytest.mark.parametrize("overrides", [[], *([f"experiment={name}"] for name in EXPERIMENTS)])
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.parametrize("num_devices", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))])
 def test_an_experiment_builds(overrides: list[str], num_devices: int, compose_train: Compose) -> None:
     cfg = compose_train(*overrides, f"trainer.devices={num_devices}")
     OmegaConf.resolve(cfg)

@@ -84,6 +84,7 @@ echo "rank $RANK of $WORLD_SIZE: $@"
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_torchrun_starts_the_same(tmp_path: Path) -> None:
     (tmp_path / "cifar-10-binary.tar.gz").touch()
     variables = {"PYTHON": stand_in(tmp_path, TORCHRUN), "REAL": sys.executable, "LOG_DIR": "out", "DEVICE_NUM": "3"}

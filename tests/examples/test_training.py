@@ -37,6 +37,7 @@ def test_digits_are_learnt(compose_train: Compose, tmp_path: Path) -> None:
     assert resumed.callback_metrics["val/acc"] > 0.9
 
 
+@pytest.mark.slow
 def test_the_mlp_learns(compose_train: Compose) -> None:
     trainer = fit(compose_train, "experiment=mlp_oneflow", "trainer.max_epochs=2", "model.optimizer.lr=0.1")
     assert trainer.callback_metrics["val/acc"] > 0.5
@@ -50,6 +51,7 @@ def test_the_gpt_learns(compose_train: Compose) -> None:
     assert net.head.weight is net.tokens.weight
 
 
+@pytest.mark.slow
 def test_resnet50_takes_a_step(compose_train: Compose, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     md5 = write_archive(tmp_path / "data/cifar-10-binary.tar.gz")

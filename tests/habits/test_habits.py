@@ -33,23 +33,19 @@ BY_DEFAULT = {
         PenaltyUnderAnomalyDetection HookedAndUsedWithoutGradients
     """,
     "2-zero_bubble": """
-        PaddedEncoder PutByIndex ParameterHooks BankOfPlainTensor VQCodebook CheckpointWithDropout MoCo
-        AdversarialAcrossStages
+        PaddedEncoder ParameterHooks VQCodebook CheckpointWithDropout AdversarialAcrossStages
     """,
-    "2-interleaved_1f1b": """
-        SkipFromSecondEpoch GPT2HiddenStates SimCLRInTwoCalls CrossAttention CodebookThroughData
-    """,
+    "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CodebookThroughData",
     "3-1f1b": """
         RecurrentLayerBetweenLayers RecurrentLayerOnTwoStages RecurrentLayerDifferentiated PenaltyOnTwoStages
         CountsBeforeLayersOfAnotherVisit RecurrentRefinement HaltsByData LayerDropByPython LateTwiceThenEarly
         LimitsFromAHook TiedGradientsWithinAWindow
     """,
     "2-auto": """
-        FunctionOfParameters MeterOfOnesOwn GlobalList SchedulerSteppedInStep OwnTorchGenerator GathersOverRanksByName
-        LBFGS ClipsByTorch ReturnsNothing WeightsOfGenerator GeneratorsOfDataset CallbackFilledInStep
+        FunctionOfParameters MeterOfOnesOwn OwnTorchGenerator LBFGS ReturnsNothing GeneratorsOfDataset
         MinesWithBatchNorms
     """,
-    "4-1f1b": "Siamese ComparesWithMicrobatchBefore VmapOverSamples RunningMaximum",
+    "4-1f1b": "Siamese ComparesWithMicrobatchBefore",
 }
 """What runs by default, where it shows most: of each kind one or two. An error ends a launch, so it comes last."""
 

@@ -13,7 +13,7 @@ from tests.models.architectures_worker import train
 
 pytestmark = pytest.mark.multiprocess
 
-OFTEN = {2: ["gpt2"], 4: []}  # by number of stages; the others are run where there is time for it
+OFTEN: dict[int, list[str]] = {2: [], 4: []}  # by number of stages; test_zoo.py trains some by default
 LAID_OUT = [
     pytest.param(name, num_stages, marks=() if name in OFTEN[num_stages] else pytest.mark.slow)
     for num_stages in OFTEN

@@ -30,15 +30,13 @@ NAMES = {
 # four and on virtual ones. Some are variants: bert is vit but for what it embeds, and llama a gpt2. Others are habits
 # of tests/habits that run by default.
 OFTEN = {
-    "plain": {"gpt2", "unet", "padded", "keeps_state"},
+    "plain": {"gpt2", "keeps_state"},
     "2": {
-        *("gpt2", "gpt2_embedding_as_head", "gpt2_dropout", "gpt2_checkpointing", "t5", "resnet", "unet", "diffusion"),
-        *("padded", "frozen", "layerdrop", "selects_by_data", "collects_in_leaves", "checkpoint_spanning"),
-        *("checkpoint_reentrant", "direct_parameters", "operates_on_buffers", "passes_structures", "compiled_whole"),
-        "shared_layer",
+        *("gpt2", "gpt2_embedding_as_head", "gpt2_dropout", "gpt2_checkpointing", "unet", "frozen"),
+        *("layerdrop", "collects_in_leaves", "checkpoint_reentrant", "operates_on_buffers", "shared_layer"),
     },
-    "4": {"unet", "shared_layer"},
-    "2x2": {"diffusion", "keeps_state", "shared_layer"},
+    "4": {"gpt2", "shared_layer"},
+    "2x2": {"keeps_state", "shared_layer"},
 }
 
 

@@ -148,6 +148,7 @@ def test_a_deadlock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check(replace(schedule, orders=CompactOrders(rows, orders.kinds, 2)))
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_and_eight_thousand_microbatches() -> None:
     """16.8 million actions: in less than ten seconds, and with no more than another gibibyte."""
     begin = time.process_time()

@@ -1,6 +1,7 @@
 """Bubble and live activations of balanced stages follow the formulas, whatever the numbers."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,18 @@ from lightning_pipeline.schedules import (
     simulate,
 )
 
-RANKS_AND_MICROBATCHES = [
-    *[(p, m) for p, m in product((1, 2, 3, 4, 7, 8), (1, 2, 4, 8, 9, 16, 21)) if m >= p],
-    *[(13, 40), (16, 16), (16, 64)],
-]
+
+def often(counts: list[tuple[int, int]]) -> list[Any]:
+    """Numbers of ranks and of micro-batches; large ones, and those between others, are slow."""
+    return [pytest.param(p, m, marks=[pytest.mark.slow] * (p in (7, 13, 16) or m > 9)) for p, m in counts]
+
+
+RANKS_AND_MICROBATCHES = often(
+    [
+        *[(p, m) for p, m in product((1, 2, 3, 4, 7, 8), (1, 2, 4, 8, 9, 16, 21)) if m >= p],
+        *[(13, 40), (16, 16), (16, 64)],
+    ]
+)
 
 
 @pytest.mark.parametrize(("p", "m"), RANKS_AND_MICROBATCHES)
@@ -80,7 +89,7 @@ def test_interleaved_zero_bubble(p: int, m: int, v: int) -> None:
     assert result.peak_live == [min((v - 1) * (p + m % p) + p, v * m)] * p
 
 
-@pytest.mark.parametrize(("p", "m"), [*RANKS_AND_MICROBATCHES, (4, 5), (4, 6), (8, 12), (16, 31), (16, 32)])
+@pytest.mark.parametrize(("p", "m"), [*RANKS_AND_MICROBATCHES, *often([(4, 5), (4, 6), (8, 12), (16, 31), (16, 32)])])
 def test_zbv(p: int, m: int) -> None:
     """Idle for p-1 where there are enough micro-batches to fill the V, at most twice as long with fewer."""
     result = simulate(build("zbv", p, m, 2))
@@ -99,7 +108,7 @@ def test_zero_bubble_h2(p: int, m: int, f: float, i: float, w: float) -> None:
     assert result.peak_live == [2 * p - 1] * p
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, *(pytest.param(p, marks=pytest.mark.slow) for p in (7, 8, 9, 16))])
 def test_v_half(p: int) -> None:
     """Half of 1F1B's activations on the fullest rank, as 2405.15362 says, whatever the micro-batches."""
     for m in (p, p + 1, 2 * p, 5 * p):
@@ -108,7 +117,7 @@ def test_v_half(p: int) -> None:
         assert idle_times(result) == [3 * p - (4 if p % 2 else 3) if p > 1 else 0] * p
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, *(pytest.param(p, marks=pytest.mark.slow) for p in (7, 8, 9, 16))])
 def test_v_min(p: int) -> None:
     """A third of 1F1B's activations on the fullest rank, as 2405.15362 says, whatever the micro-batches."""
     for m in (p, p + 1, 2 * p, 5 * p):
@@ -117,7 +126,7 @@ def test_v_min(p: int) -> None:
         assert idle_times(result) == [4 * p - (5 if p % 3 else 3) if p > 1 else 0] * p
 
 
-@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (1, 2, 3, 5, 8) for m in (2 * p, 2 * p + 1, 5 * p)])
+@pytest.mark.parametrize(("p", "m"), often([(p, m) for p in (1, 2, 3, 5, 8) for m in (2 * p, 2 * p + 1, 5 * p)]))
 def test_dualpipe_v(p: int, m: int) -> None:
     result = simulate(build("dualpipe_v", p, m, 2))
     assert idle_times(result) == [p - 1] * p

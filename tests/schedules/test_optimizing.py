@@ -50,7 +50,11 @@ def best_named(
 
 @pytest.mark.parametrize(
     ("head", "kept_by_head", "num_microbatches", "gain"),
-    [(2.0, 2.0, 8, 0.10), (1.5, 2.0, 8, 0.10), (2.0, 3.0, 8, 0.05), (2.0, 2.0, 16, 0.05)],
+    [
+        (2.0, 2.0, 8, 0.10),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((1.5, 2.0, 8, 0.10), (2.0, 3.0, 8, 0.05))),
+        pytest.param(2.0, 2.0, 16, 0.05, marks=pytest.mark.slow),
+    ],
 )
 def test_a_large_head(head: float, kept_by_head: float, num_microbatches: int, gain: float) -> None:
     """Its logits leave room for few micro-batches, which of the named schedules only 1F1B bears with."""
@@ -91,10 +95,14 @@ def test_bounds_that_no_name_keeps(most: int) -> None:
     assert found.makespan <= {1: 8 * 9, 2: 41, 3: 31}[most]
 
 
-@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("splits", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("placement", "kept"),
-    [((0, 1, 2, 3), [1.0, 1.0, 2.0, 5.0]), ((0, 1, 0, 1), [1.0, 3.0, 2.0, 4.0]), ((0, 1, 1, 0), [6.0, 1.0, 1.0, 3.0])],
+    [
+        pytest.param((0, 1, 2, 3), [1.0, 1.0, 2.0, 5.0], marks=pytest.mark.slow),
+        pytest.param((0, 1, 0, 1), [1.0, 3.0, 2.0, 4.0], marks=pytest.mark.slow),
+        ((0, 1, 1, 0), [6.0, 1.0, 1.0, 3.0]),
+    ],
 )
 def test_uneven_stages_under_any_bound_in_bytes(placement: tuple[int, ...], kept: list[float], splits: bool) -> None:
     """From the least that any order holds, where the fullest rank has one micro-batch at a time."""

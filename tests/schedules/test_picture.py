@@ -50,6 +50,7 @@ def test_hue_and_hatching_tell_the_virtual_stage(tmp_path: Path) -> None:
     assert patterns >= 2  # the third has the first one's hue, and a hatching of its own
 
 
+@pytest.mark.slow
 def test_a_large_schedule_stays_legible(tmp_path: Path) -> None:
     """In an SVG, which may be wide, all numbers are there; where they would be too small, boxes merge."""
 

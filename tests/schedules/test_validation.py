@@ -34,7 +34,12 @@ HUGE = 99_999_999_999
         ("1٣F0".encode(), "cannot read the action"),
         (b"262143F0", "has no action of stage 0, but of stage 262143"),
         (b"\n" * MAX_RANKS + b"0F0", "is larger than any schedule: it has actions in row 4097"),
-        (b"0F0," * (3 * MAX_PASSES + 1), "is larger than any schedule: .* 786,433 so far"),
+        pytest.param(
+            b"0F0," * (3 * MAX_PASSES + 1),
+            "is larger than any schedule: .* 786,433 so far",
+            id="786,433",
+            marks=pytest.mark.slow,
+        ),
         (b"," * (MAX_CSV_BYTES + 1), "is too large for a CSV file: it has more than 16,777,216 bytes"),
         (b"\n" * 2**20, "holds no actions"),
         (b"\x89PNG\r\n\x1a\n\xff", "is not a CSV file: byte 0 is no text in UTF-8"),

@@ -25,6 +25,7 @@ from tests.training.runs import pipeline_trainer, plain_trainer
 
 NUM_MICROBATCHES = 4
 VIRTUAL_STAGES = {"1f1b": 1, "interleaved_1f1b": 2, "zbv": 2}
+MORE = {"interleaved_1f1b", "zbv"}
 
 
 class Seen(Callback):
@@ -86,8 +87,8 @@ def run(schedule: str, world: int, folder: str, timeline: PipelineTimeline | Non
     }
 
 
-def two_rank_runs(folder: str) -> dict[str, Any]:
-    runs = {name: run(name, 2, f"{folder}/{name}", PipelineTimeline(f"{folder}/{name}")) for name in VIRTUAL_STAGES}
+def two_rank_runs(folder: str, names: list[str]) -> dict[str, Any]:
+    runs = {name: run(name, 2, f"{folder}/{name}", PipelineTimeline(f"{folder}/{name}")) for name in names}
     runs["accumulating"] = run(
         "1f1b", 2, f"{folder}/accumulating", PipelineTimeline(every_n_steps=2), accumulate_grad_batches=2
     )
@@ -96,12 +97,12 @@ def two_rank_runs(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder: Path) -> list[dict[str, Any]]:
-    return launch(two_rank_runs, str(folder), world=2)
+def two_ranks(folder: Path, wanted: Any) -> list[dict[str, Any]]:
+    return launch(two_rank_runs, str(folder), wanted(VIRTUAL_STAGES, MORE, "name"), world=2)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", VIRTUAL_STAGES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in MORE)) for n in VIRTUAL_STAGES])
 class TestSchedules:
     def test_every_rank_logs_the_same(self, two_ranks: list[dict[str, Any]], name: str) -> None:
         first, second = (rank[name]["metrics"] for rank in two_ranks)

@@ -23,6 +23,7 @@ ALONG = {"net.blocks.1": 1, "net.blocks.2": 2, "net.blocks.3": 3}
 HALVES = {"net.blocks.2": 1}
 NUM_MICROBATCHES = 4
 IN_BYTES = {"bytes": (HALVES, (0, 1), 1.0), "bytes of several": (ALONG, (0, 1, 0, 1), 1.5)}
+MORE = {"bytes of several"}
 """Where the model is cut, the rank of each virtual stage, and room for how many micro-batches there is."""
 
 
@@ -67,19 +68,24 @@ def run(
     }
 
 
-def run_all(world: int, folder: str) -> dict[str, Any]:
+def run_all(world: int, folder: str, with_slow: bool) -> dict[str, Any]:
     if world == 1:
         return {"one": run("1f1b", HALVES, 1)}
     found = {
         "one stage a rank": run("auto", HALVES, world),
-        "two stages a rank": run("auto", ALONG, world),
-        "bounded": run("auto", ALONG, world, max_live_microbatches=2),
-        "optimized": run("optimized", HALVES, world, default_root_dir=folder),
         "optimized and bounded": run("optimized", ALONG, world, max_live_microbatches=1.5, default_root_dir=folder),
         "pinned": run(f"{folder}/optimized.csv", ALONG, world),
     }
+    if with_slow:
+        found |= {
+            "two stages a rank": run("auto", ALONG, world),
+            "bounded": run("auto", ALONG, world, max_live_microbatches=2),
+            "optimized": run("optimized", HALVES, world, default_root_dir=folder),
+        }
     folder = f"{folder}/in bytes"
     for name, (cut, placement, room) in IN_BYTES.items():
+        if name in MORE and not with_slow:
+            continue
         free = found[f"{name} without a bound"] = run(
             "optimized", cut, world, max_live_bytes=1 << 60, default_root_dir=folder
         )
@@ -98,42 +104,41 @@ def refuse(world: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch(run_all, 2, str(tmp_path_factory.mktemp("advice")), world=2)
+def ranks(tmp_path_factory: pytest.TempPathFactory, with_slow: bool) -> list[dict[str, Any]]:
+    return launch(run_all, 2, str(tmp_path_factory.mktemp("advice")), with_slow, world=2)
 
 
 @pytest.mark.multiprocess
 def test_the_bits_are_those_of_one_process(ranks: Any) -> None:
-    expected = launch(run_all, 1, "", world=1)[0]["one"]
+    expected = launch(run_all, 1, "", False, world=1)[0]["one"]
     assert expected["advice"] is None
     for name, found in ranks[0].items():
         assert found["losses"] == expected["losses"], name
         assert not differing(found["weights"], expected["weights"]), name
 
 
-@pytest.mark.multiprocess
-def test_all_ranks_choose_the_same_and_say_what_they_expect(ranks: Any) -> None:
-    considered = {
-        "one stage a rank": {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_h2"},
-        "two stages a rank": {
-            "gpipe",
-            "interleaved_1f1b",
-            "interleaved_1f1b_low_memory",
-            "interleaved_zero_bubble",
-        },
-        "bounded": {"interleaved_1f1b_low_memory", "interleaved_zero_bubble"},
-    }
-    for name, names in considered.items():
-        schedule, seconds, bubble, expected = ranks[0][name]["advice"]
-        assert ranks[1][name]["advice"] == (schedule, seconds, bubble, expected)
-        assert set(expected) == names
-        assert expected[schedule] == seconds > 0
-        assert 0 < bubble < 1
-        assert seconds <= min(expected.values()) * 1.01
+CONSIDERED = {
+    "one stage a rank": {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_h2"},
+    "two stages a rank": {"gpipe", "interleaved_1f1b", "interleaved_1f1b_low_memory", "interleaved_zero_bubble"},
+    "bounded": {"interleaved_1f1b_low_memory", "interleaved_zero_bubble"},
+}
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["optimized", "optimized and bounded"])
+@pytest.mark.parametrize(
+    "name", ["one stage a rank", *(pytest.param(n, marks=pytest.mark.slow) for n in ("two stages a rank", "bounded"))]
+)
+def test_all_ranks_choose_the_same_and_say_what_they_expect(name: str, ranks: Any) -> None:
+    schedule, seconds, bubble, expected = ranks[0][name]["advice"]
+    assert ranks[1][name]["advice"] == (schedule, seconds, bubble, expected)
+    assert set(expected) == CONSIDERED[name]
+    assert expected[schedule] == seconds > 0
+    assert 0 < bubble < 1
+    assert seconds <= min(expected.values()) * 1.01
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [pytest.param("optimized", marks=pytest.mark.slow), "optimized and bounded"])
 def test_an_order_is_searched_for_that_is_no_slower_than_any_with_a_name(name: str, ranks: Any) -> None:
     schedule, seconds, _, expected = ranks[0][name]["advice"]
     assert schedule == "optimized"
@@ -155,13 +160,14 @@ def test_the_order_that_was_found_is_written_and_can_be_pinned(ranks: Any) -> No
     assert [rank["pinned"]["live"] for rank in ranks] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_bound_is_kept_from_the_first_step(ranks: Any) -> None:
     assert max(rank["bounded"]["live"] for rank in ranks) <= 2 * 2  # two virtual stages a rank
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", IN_BYTES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in IN_BYTES])
 def test_a_bound_in_bytes_is_kept_in_every_step(name: str, ranks: Any) -> None:
     bounded, free = ([rank[key] for rank in ranks] for key in (name, f"{name} without a bound"))
     assert bounded[0]["kept"] == bounded[1]["kept"] == free[0]["kept"]

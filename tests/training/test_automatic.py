@@ -39,7 +39,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "1f1b, measured as ever": {"schedule": "1f1b"},
 }
 AS_EVER = "1f1b, measured as ever"  # and not shortly
-MORE = {"virtual", AS_EVER}  # as "v" and "1f1b"
+MORE = {"virtual", "v", AS_EVER}  # as "all chosen" and "1f1b"
 NUM_STAGES = {"1f1b": 2, AS_EVER: 2, "virtual": 4}  # of plans for two ranks
 
 
@@ -135,13 +135,13 @@ class FastPath(LitTokens):
         self.net = nn.Sequential(nn.Embedding(VOCABULARY, 16), encoder, nn.Linear(16, VOCABULARY))
 
 
-VALIDATING = (ReturnsEarly, CallsOthers, FastPath)
+VALIDATING = (CallsOthers, ReturnsEarly, FastPath)
 
 
-def validating(world: int) -> dict[str, Any]:
+def validating(world: int, with_slow: bool) -> dict[str, Any]:
     """Fits that begin with a validation of another kind, before which a Trainer has validated as well."""
     found = {}
-    for kind in VALIDATING:
+    for kind in VALIDATING if with_slow else VALIDATING[:1]:
         L.seed_everything(1, verbose=False)
         module, losses, seen = kind(), Losses(), []
 
@@ -390,47 +390,53 @@ def stopped_before_it_is_cut(world: int) -> int:
     return len(losses.values)
 
 
-def run_all(world: int, folder: str, names: list[str]) -> dict[str, Any]:
+def run_all(world: int, folder: str, names: list[str], with_slow: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         with nullcontext() if name == AS_EVER else measured_shortly():
             found[name] = watched(world, {**RUNS[name]}, max_epochs=1)
     with measured_shortly():
-        return {"runs": found, **others(world, folder)}
+        rare = rare_ones(world) if with_slow else {}
+        return {"runs": found, "validating": validating(world, with_slow), **others(world, folder), **rare}
 
 
 def others(world: int, folder: str) -> dict[str, Any]:
     return {
         "sanity": with_sanity_check(world),
-        "validating": validating(world),
-        "predictions": only_predicting(world),
-        "stream": a_stream(world),
         "saved": saved_and_read(world, folder),
         "meta": on_meta(world),
         "out of memory": out_of_memory(world),
         "left out": layers_left_out(world),
-        "twice": all_called_twice(world),
         "learning rate": found_learning_rate(world),
-        "state": state_of_the_module(world),
         "unequal": unequal(world),
         "another": another_is_faster(world),
-        "other ways": other_ways_between_ranks(world),
         "badly cut": badly_cut(world),
         "stopped": stopped_before_it_is_cut(world),
     }
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: Any) -> dict[str, Any]:
-    return launch(run_all, 1, str(tmp_path_factory.mktemp("one")), ["1f1b"], world=1)[0]
+def rare_ones(world: int) -> dict[str, Any]:
+    """Those of slow tests."""
+    return {
+        "predictions": only_predicting(world),
+        "stream": a_stream(world),
+        "twice": all_called_twice(world),
+        "state": state_of_the_module(world),
+        "other ways": other_ways_between_ranks(world),
+    }
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: Any, wanted: Any) -> list[dict[str, Any]]:
-    return launch(run_all, 2, str(tmp_path_factory.mktemp("two")), wanted(RUNS, MORE, "name"), world=2)
+def one(tmp_path_factory: Any, with_slow: bool) -> dict[str, Any]:
+    return launch(run_all, 1, str(tmp_path_factory.mktemp("one")), ["1f1b"], with_slow, world=1)[0]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "v", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(MORE))])
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: Any, wanted: Any, with_slow: bool) -> list[dict[str, Any]]:
+    return launch(run_all, 2, str(tmp_path_factory.mktemp("two")), wanted(RUNS, MORE, "name"), with_slow, world=2)
+
+
+@pytest.mark.parametrize("name", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(MORE))])
 def test_the_bits_are_those_of_one_process(name: str, one: Any, ranks: Any) -> None:
     expected, found = one["runs"]["1f1b"], ranks[0]["runs"][name]
     assert expected["plan"] is None
@@ -450,8 +456,13 @@ def test_all_ranks_have_the_same_plan_and_hold_their_part(ranks: Any) -> None:
         assert sorted(first["live"] + second["live"]) == first["parameters"]
 
 
-def test_schedules_of_virtual_stages_are_given_them(ranks: Any) -> None:
-    assert [stage["rank"] for stage in ranks[0]["runs"]["v"]["plan"]["stages"]] == [0, 1, 1, 0]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v"])
+def test_schedules_of_virtual_stages_are_given_them(name: str, ranks: Any) -> None:
+    assert [stage["rank"] for stage in ranks[0]["runs"][name]["plan"]["stages"]] == [0, 1, 1, 0]
+
+
+def test_the_number_of_micro_batches_is_chosen(ranks: Any) -> None:
     assert ranks[0]["runs"]["all chosen"]["plan"]["num_microbatches"] in (2, 4, 8)
 
 
@@ -472,7 +483,9 @@ def test_a_sanity_check_and_other_trainers_come_before_and_after(one: Any, ranks
         assert rank["sanity"]["second"] is None  # its parts are on their ranks already
 
 
-@pytest.mark.parametrize("kind", VALIDATING)
+@pytest.mark.parametrize(
+    "kind", [VALIDATING[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in VALIDATING[1:])]
+)
 def test_the_training_step_decides_whatever_is_validated_before(kind: Any, one: Any, ranks: Any) -> None:
     expected = one["validating"][kind.__name__]
     for rank in ranks:
@@ -482,11 +495,13 @@ def test_the_training_step_decides_whatever_is_validated_before(kind: Any, one: 
         assert found["plan"].stage_config
 
 
+@pytest.mark.slow
 def test_a_module_that_only_predicts(one: Any, ranks: Any) -> None:
     for found, expected in zip(ranks[0]["predictions"], one["predictions"], strict=True):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_data_that_can_be_read_once_is_read_once(one: Any, ranks: Any) -> None:
     assert len(one["stream"]) == 5
     assert ranks[1]["stream"] == one["stream"]
@@ -518,6 +533,7 @@ def test_layers_that_are_left_out_at_random(one: Any, ranks: Any) -> None:
         assert all(name.count(".") < 2 for name in rank["left out"]["cut"])
 
 
+@pytest.mark.slow
 def test_modules_that_are_called_twice_are_shared_out(one: Any, ranks: Any) -> None:
     for rank in ranks:
         assert rank["twice"]["losses"] == one["twice"]["losses"]
@@ -530,6 +546,7 @@ def test_a_learning_rate_is_searched_for_before_the_cut(one: Any, ranks: Any) ->
         assert rank["learning rate"] == one["learning rate"]
 
 
+@pytest.mark.slow
 def test_plans_are_tried_on_the_module_as_it_was(one: Any, ranks: Any) -> None:
     """Though ranks have measured its step more or less often, and one of them has recorded it."""
     assert len(one["state"]) == 5
@@ -551,6 +568,7 @@ def test_a_plan_that_is_faster_than_the_simulated_best_is_taken(ranks: Any) -> N
         assert len(found["losses"]) == 2
 
 
+@pytest.mark.slow
 def test_plans_of_virtual_stages_are_tried(one: Any, ranks: Any) -> None:
     found = ranks[0]["other ways"]
     assert len(found["plan"]["stages"]) == 4 and found["plan"]["is_tried"]

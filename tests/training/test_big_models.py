@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +123,25 @@ def error_of(module: Any, **options: Any) -> str:
     return "nothing"
 
 
-def run(world: int, folder: Path) -> dict[str, Any]:
+FILES = ("model.ckpt", "model.safetensors", "sharded", "distributed")
+MORE = {"gpt", "model.ckpt", "distributed"}
+
+
+def often(names: Iterable[str]) -> list[Any]:
+    """Names; those of `MORE` are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in names]
+
+
+def run(world: int, folder: Path, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module, stages in (
         ("gpt", LitMeta(tied=True), gpt_stages(world)),
         ("hugging face", LitHuggingFace(), hf_stages(world)),
     ):
-        losses, trainer = trainer_of(module, stages, world)
-        found[name] = {"losses": losses, "weights": weights(trainer)}
-    for name in ("model.ckpt", "model.safetensors", "sharded", "distributed"):
+        if name in names:
+            losses, trainer = trainer_of(module, stages, world)
+            found[name] = {"losses": losses, "weights": weights(trainer)}
+    for name in (file for file in FILES if file in names):
         options = {"weights": folder / name if name == "model.ckpt" else {"model": folder / name}}
         found[name] = trainer_of(LitHuggingFace(), hf_stages(world), world, **options)[0]
     measure(world, 4)  # what is imported or connected once is no model's
@@ -170,14 +181,15 @@ def run_whole(model: GPT2LMHeadModel, folder: Path) -> tuple[list[float], list[s
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[Any, Any]:
+def results(folder: Path, wanted: Any) -> dict[Any, Any]:
     model = write_weights(folder)
     [(loaded, errors)] = launch(run_whole, model, folder, world=1)
-    by_world = {world: launch(run, world, folder, world=world) for world in (1, 2)}
+    names = wanted(["gpt", "hugging face", *FILES], MORE, "name")
+    by_world = {world: launch(run, world, folder, names, world=world) for world in (1, 2)}
     return {"loaded": loaded, "errors": errors, **by_world}
 
 
-@pytest.mark.parametrize("name", ["gpt", "hugging face"])
+@pytest.mark.parametrize("name", often(["gpt", "hugging face"]))
 def test_initial_values_are_the_same_on_any_number_of_stages(name: str, results: Any) -> None:
     [alone], (first, second) = results[1], results[2]
     assert first[name]["losses"] == second[name]["losses"] == alone[name]["losses"]
@@ -189,7 +201,7 @@ def test_initial_values_are_the_same_on_any_number_of_stages(name: str, results:
     assert all(0.004 < spread < 1.1 for spread in spreads.values()) and len(set(spreads.values())) > 10
 
 
-@pytest.mark.parametrize("name", ["model.ckpt", "model.safetensors", "sharded", "distributed"])
+@pytest.mark.parametrize("name", often(FILES))
 def test_weights_come_from_files(name: str, results: Any) -> None:
     for rank in (*results[1], *results[2]):
         assert rank[name] == results["loaded"]

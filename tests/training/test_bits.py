@@ -34,7 +34,7 @@ RUNS: dict[str, Run] = {
     "bf16-true": {"model": {"dropout": 0.1}, "trainer": {**SHORT, "precision": "bf16-true"}, "samples": RAGGED},
 }
 SPLIT = [("dropout", "1f1b"), ("dropout", "gpipe"), *((name, "1f1b") for name in RUNS if name != "dropout")]
-MORE = {("dropout", "gpipe"), ("bf16-true", "1f1b")}  # as others are
+MORE = {("dropout", "gpipe"), ("by_value", "1f1b"), ("bf16-true", "1f1b")}  # as others are
 
 
 def run_all(world: int, runs: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
@@ -63,13 +63,14 @@ def fit(trainer: L.Trainer, run: Run, batch_size: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def one_stage() -> dict[str, Any]:
-    runs = launch(run_all, 1, [(name, "1f1b") for name in RUNS], world=1)[0]
+def one_stage(wanted: Any) -> dict[str, Any]:
+    asked = wanted([(name, "1f1b") for name in RUNS], MORE, "name", "schedule")
+    runs = launch(run_all, 1, asked, world=1)[0]
     return {name: run for (name, _), run in runs.items()}
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(2, marks=pytest.mark.slow, id="2 stages"), pytest.param(4, id="4 stages")]
+    scope="module", params=[pytest.param(2, id="2 stages"), pytest.param(4, id="4 stages", marks=pytest.mark.slow)]
 )
 def stages(request: pytest.FixtureRequest, wanted: Any) -> list[dict[tuple[str, str], Any]]:
     """All runs, by rank."""
@@ -96,7 +97,12 @@ def test_the_runs_train_and_differ(one_stage: Any) -> None:
     for name, run in one_stage.items():
         assert len(set(run["losses"])) > len(run["losses"]) // 2, name
     assert one_stage["dropout"]["losses"][-1] < one_stage["dropout"]["losses"][0]
-    assert one_stage["by_value"]["losses"] != one_stage["dropout"]["losses"][:5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "schedule"), [("by_value", "1f1b")])
+def test_clipping_by_value_differs(name: str, schedule: str, one_stage: Any) -> None:
+    assert one_stage[name]["losses"] != one_stage["dropout"]["losses"][:5]
 
 
 def test_plain_lightning_accumulating_over_the_micro_batches_gets_the_same_bits(one_stage: Any) -> None:

@@ -120,12 +120,12 @@ def killed_in_its_shard(folder: Path) -> None:
     trainer_of(folder, strategy={"save_distributed_checkpoint": True}).fit(Lit(), loader())
 
 
-def resumed(files: Path, folders: Path) -> dict[str, Any]:
-    """The rest of each killed run, and an uninterrupted one."""
+def resumed(folder: Path, in_folders: bool) -> dict[str, Any]:
+    """The rest of a killed run, and an uninterrupted one."""
     runs: dict[str, Any] = {}
-    for name, where in (("files", files), ("folders", folders), ("uninterrupted", None)):
+    for name, where in (("resumed", folder), ("uninterrupted", None)):
         losses = Losses()
-        options = {"save_distributed_checkpoint": name == "folders"}
+        options = {"save_distributed_checkpoint": in_folders and where is not None}
         trainer = trainer_of(where, callbacks=[losses, NoFileIsMapped()], strategy=options)
         trainer.fit(Lit(), loader(), ckpt_path="last" if where else None)
         module = trainer.strategy.gather_module()
@@ -141,29 +141,33 @@ class NoFileIsMapped(Callback):
             assert ".ckpt" not in Path("/proc/self/maps").read_text()
 
 
+def goes_on(folder: Path, *, in_folders: bool) -> None:
+    """The killed run, to its end and as if nothing had happened."""
+    for rank, runs in enumerate(launch(resumed, folder, in_folders, world=2)):
+        assert runs["resumed"]["step"] == runs["uninterrupted"]["step"] == STEPS
+        assert runs["resumed"]["losses"] == runs["uninterrupted"]["losses"][KILLED_AT - 1 :]
+        if rank == 0:
+            assert not differing(runs["resumed"]["weights"], runs["uninterrupted"]["weights"])
+    assert not list(folder.glob(f"*{SUFFIX}"))
+
+
 def test_a_run_that_is_killed_as_it_saves_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
-    files, folders = tmp_path / "files", tmp_path / "folders"
-    files.mkdir()
-    folders.mkdir()
-    first, second = run_ranks(killed, files)
+    first, second = run_ranks(killed, tmp_path)
     assert first.exit_code == -signal.SIGKILL and second.exit_code not in (0, None)
-    leftovers = list(files.glob(f"*{SUFFIX}"))
+    leftovers = list(tmp_path.glob(f"*{SUFFIX}"))
     assert len(leftovers) == 1 and (leftovers[0] / "content").stat().st_size > 0
-    assert torch.load(files / "last.ckpt", weights_only=True)["global_step"] == KILLED_AT - 1
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == KILLED_AT - 1
+    goes_on(tmp_path, in_folders=False)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == STEPS
 
-    first, second = run_ranks(killed_in_its_shard, folders)
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_as_it_saves_a_folder_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    first, second = run_ranks(killed_in_its_shard, tmp_path)
     assert second.exit_code == -signal.SIGKILL and first.exit_code not in (0, None)
-    assert read_folder(folders / "last.ckpt")["global_step"] == KILLED_AT - 1
-
-    for rank, runs in enumerate(launch(resumed, files, folders, world=2)):
-        for kind in ("files", "folders"):
-            assert runs[kind]["step"] == runs["uninterrupted"]["step"] == STEPS
-            assert runs[kind]["losses"] == runs["uninterrupted"]["losses"][KILLED_AT - 1 :]
-            if rank == 0:
-                assert not differing(runs[kind]["weights"], runs["uninterrupted"]["weights"])
-    assert torch.load(files / "last.ckpt", weights_only=True)["global_step"] == STEPS
-    assert read_folder(folders / "last.ckpt")["global_step"] == STEPS
-    assert not [*files.glob(f"*{SUFFIX}"), *folders.glob(f"*{SUFFIX}")]
+    assert read_folder(tmp_path / "last.ckpt")["global_step"] == KILLED_AT - 1
+    goes_on(tmp_path, in_folders=True)
+    assert read_folder(tmp_path / "last.ckpt")["global_step"] == STEPS
 
 
 # -- files that do not fit ------------------------------------------------------------------------------------------

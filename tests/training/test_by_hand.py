@@ -79,6 +79,12 @@ def test_micro_batches_come_to_what_the_batch_does(module: type[Layers], found: 
     torch.testing.assert_close(logged, expected_logged)
 
 
+def often(first: type[Layers], *others: type[Layers]) -> list[Any]:
+    """Modules, all but the first of which are slow."""
+    slow = [pytest.param(module, id=module.__name__, marks=pytest.mark.slow) for module in others]
+    return [pytest.param(first, id=first.__name__), *slow]
+
+
 # -- whole scripts --------------------------------------------------------------------------------------------------
 
 SCRIPTS: dict[str, Any] = {"GAN": gan_script, "PPO": ppo_script}
@@ -95,13 +101,13 @@ def scripts_run(stages: int) -> dict[tuple[str, str], Any]:
     }
 
 
-def test_scripts_give_the_same_wherever_they_are_cut() -> None:
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_scripts_give_the_same_wherever_they_are_cut(stages: int) -> None:
     [alone] = launch(scripts_run, 1, world=1)
-    for stages in (2, 4):
-        for rank in launch(scripts_run, stages, world=stages):
-            assert len(rank) >= 2
-            for (name, cut), found in rank.items():
-                torch.testing.assert_close(found, alone[name, "one"], rtol=0, atol=0, msg=f"{name}, {cut}")
+    for rank in launch(scripts_run, stages, world=stages):
+        assert len(rank) >= 2
+        for (name, cut), found in rank.items():
+            torch.testing.assert_close(found, alone[name, "one"], rtol=0, atol=0, msg=f"{name}, {cut}")
     assert len(alone["GAN", "one"]["images"]) == 2
 
 
@@ -116,21 +122,16 @@ class CallsBackward(by_hand.ByHand):
         optimizer.step()
 
 
-MEASURED = (by_hand.AccumulatesByHand, CallsBackward, by_hand.OverridesManualBackward)
-
-
-def cut_by_itself(folder: Path, stages: int) -> dict[str, dict[str, Tensor]]:
+def cut_by_itself(module: type[Layers], folder: Path, stages: int) -> dict[str, Tensor]:
     """The weights, where nothing says how the module is cut."""
-    found = {}
-    for module in MEASURED:
-        strategy = PipelineStrategy(num_stages=stages, num_microbatches=4, timeout=PATIENCE_S)
-        found[module.__name__], _, _ = trained(module, strategy, folder, devices=stages)
-    return found
+    strategy = PipelineStrategy(num_stages=stages, num_microbatches=4, timeout=PATIENCE_S)
+    return trained(module, strategy, folder, devices=stages)[0]
 
 
-def test_the_automatic_cut_measures_steps_by_hand(tmp_path: Path) -> None:
-    [alone] = launch(cut_by_itself, tmp_path, 1, world=1)
-    for rank in launch(cut_by_itself, tmp_path, 2, world=2):
+@pytest.mark.parametrize("module", often(by_hand.AccumulatesByHand, CallsBackward, by_hand.OverridesManualBackward))
+def test_the_automatic_cut_measures_steps_by_hand(module: type[Layers], tmp_path: Path) -> None:
+    [alone] = launch(cut_by_itself, module, tmp_path, 1, world=1)
+    for rank in launch(cut_by_itself, module, tmp_path, 2, world=2):
         torch.testing.assert_close(rank, alone, rtol=0, atol=0)
 
 
@@ -141,31 +142,30 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"data_parallel": "zero1"},
     "fsdp": {"data_parallel": "fsdp"},
 }
-REPLICATED = (by_hand.StepsTorchsOptimizer, by_hand.GANWithToggles, generated.ProximalPolicy)
+REPLICATED = often(by_hand.GANWithToggles, by_hand.StepsTorchsOptimizer, generated.ProximalPolicy)
 
 
-def replicated(folder: Path) -> dict[str, dict[str, Any]]:
-    """By module and layout, what a checkpoint of 2 stages with 2 replicas each holds, and what was logged."""
-    found: dict[str, dict[str, Any]] = {}
-    for module in REPLICATED:
-        for layout, options in LAYOUTS.items():
-            L.seed_everything(1, verbose=False)
-            made = module()
-            generator = torch.Generator().manual_seed(2)
-            loader = torch.utils.data.DataLoader([made.batch(generator) for _ in range(4)], batch_size=None)
-            strategy = PipelineStrategy(
-                num_stages=2,
-                num_microbatches=2,
-                stage_config={made.chain()[-1]: 1},
-                timeout=PATIENCE_S,
-                **options,
-            )
-            trainer = L.Trainer(strategy=strategy, devices=4, max_epochs=2, default_root_dir=folder, **QUIET)
-            trainer.fit(made, loader)
-            trainer.save_checkpoint(folder / "end.ckpt")
-            checkpoint = torch.load(folder / "end.ckpt", weights_only=True) if trainer.global_rank == 0 else {}
-            saved = {key: checkpoint.get(key) for key in ("state_dict", "optimizer_states")}
-            found.setdefault(module.__name__, {})[layout] = saved, dict(trainer.callback_metrics)
+def replicated(module: type[Layers], folder: Path) -> dict[str, Any]:
+    """By layout, what a checkpoint of 2 stages with 2 replicas each holds, and what was logged."""
+    found: dict[str, Any] = {}
+    for layout, options in LAYOUTS.items():
+        L.seed_everything(1, verbose=False)
+        made = module()
+        generator = torch.Generator().manual_seed(2)
+        loader = torch.utils.data.DataLoader([made.batch(generator) for _ in range(4)], batch_size=None)
+        strategy = PipelineStrategy(
+            num_stages=2,
+            num_microbatches=2,
+            stage_config={made.chain()[-1]: 1},
+            timeout=PATIENCE_S,
+            **options,
+        )
+        trainer = L.Trainer(strategy=strategy, devices=4, max_epochs=2, default_root_dir=folder, **QUIET)
+        trainer.fit(made, loader)
+        trainer.save_checkpoint(folder / "end.ckpt")
+        checkpoint = torch.load(folder / "end.ckpt", weights_only=True) if trainer.global_rank == 0 else {}
+        saved = {key: checkpoint.get(key) for key in ("state_dict", "optimizer_states")}
+        found[layout] = saved, dict(trainer.callback_metrics)
     return found
 
 
@@ -173,12 +173,13 @@ def replicated(folder: Path) -> dict[str, dict[str, Any]]:
     torch.__version__ < (2, 11) and torch.version.cuda is not None and not torch.cuda.is_available(),
     reason="torch 2.10's builds for GPUs end the process where there is none, in a second run with FSDP",
 )
-def test_replicas_may_shard_several_optimizers(tmp_path: Path) -> None:
-    for module, runs in launch(replicated, tmp_path, world=4)[0].items():
-        for layout, (saved, logged) in runs.items():
-            expected, expected_logged = runs["whole"]
-            torch.testing.assert_close(logged, expected_logged, rtol=0, atol=0, msg=f"{module} {layout}")
-            torch.testing.assert_close(saved, expected, rtol=0, atol=0, msg=f"{module} {layout}")
+@pytest.mark.parametrize("module", REPLICATED)
+def test_replicas_may_shard_several_optimizers(module: type[Layers], tmp_path: Path) -> None:
+    runs = launch(replicated, module, tmp_path, world=4)[0]
+    expected, expected_logged = runs["whole"]
+    for layout, (saved, logged) in runs.items():
+        torch.testing.assert_close(logged, expected_logged, rtol=0, atol=0, msg=layout)
+        torch.testing.assert_close(saved, expected, rtol=0, atol=0, msg=layout)
 
 
 class GoesBackAfterAnUpdate(by_hand.ByHand):
@@ -223,33 +224,27 @@ class Quadratic(Layers):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
 
 
-RESUMED = (Quadratic, by_hand.GANWithOneForward)
-
-
-def resumed(folder: Path, stages: int, checkpoints: str) -> dict[str, list[Any]]:
+def resumed(module: type[Layers], folder: Path, stages: int, checkpoints: str) -> list[Any]:
     """The weights of three epochs at once, and of two and then one more, from another layout's checkpoint."""
-    found = {}
-    for module in RESUMED:
-        ends = []
-        for start, epochs in ((None, 3), (None, 2), (folder / f"{module.__name__}{checkpoints}.ckpt", 3)):
-            L.seed_everything(1, verbose=False)
-            made = module()
-            made.stage_config = {name: i for i, name in enumerate(made.chain()[:: len(made.chain()) // stages]) if i}
-            generator = torch.Generator().manual_seed(2)
-            loader = torch.utils.data.DataLoader([made.batch(generator) for _ in range(2)], batch_size=None)
-            trainer = L.Trainer(
-                strategy=PipelineStrategy(num_stages=stages, num_microbatches=4, timeout=PATIENCE_S),
-                devices=stages,
-                max_epochs=epochs,
-                default_root_dir=folder,
-                **QUIET,
-            )
-            trainer.fit(made, loader, ckpt_path=start)
-            if epochs == 2:
-                trainer.save_checkpoint(folder / f"{module.__name__}{stages}.ckpt")
-            ends.append({name: tensor.clone() for name, tensor in made.state_dict().items()})
-        found[module.__name__] = ends
-    return found
+    ends = []
+    for start, epochs in ((None, 3), (None, 2), (folder / f"{checkpoints}.ckpt", 3)):
+        L.seed_everything(1, verbose=False)
+        made = module()
+        made.stage_config = {name: i for i, name in enumerate(made.chain()[:: len(made.chain()) // stages]) if i}
+        generator = torch.Generator().manual_seed(2)
+        loader = torch.utils.data.DataLoader([made.batch(generator) for _ in range(2)], batch_size=None)
+        trainer = L.Trainer(
+            strategy=PipelineStrategy(num_stages=stages, num_microbatches=4, timeout=PATIENCE_S),
+            devices=stages,
+            max_epochs=epochs,
+            default_root_dir=folder,
+            **QUIET,
+        )
+        trainer.fit(made, loader, ckpt_path=start)
+        if epochs == 2:
+            trainer.save_checkpoint(folder / f"{stages}.ckpt")
+        ends.append({name: tensor.clone() for name, tensor in made.state_dict().items()})
+    return ends
 
 
 LAYOUT_CHANGES = (
@@ -259,11 +254,11 @@ LAYOUT_CHANGES = (
 """Numbers of stages, and of those whose checkpoint is resumed."""
 
 
+@pytest.mark.parametrize("module", often(by_hand.GANWithOneForward, Quadratic))
 @pytest.mark.parametrize("changes", LAYOUT_CHANGES)
-def test_runs_resume_on_other_layouts(changes: Any, tmp_path: Path) -> None:
+def test_runs_resume_on_other_layouts(changes: Any, module: type[Layers], tmp_path: Path) -> None:
     for stages, checkpoints in changes:
-        for rank in launch(resumed, tmp_path, stages, checkpoints, world=stages):
-            for module, (whole, _, again) in rank.items():
-                assert whole.keys() == again.keys()
-                for name, tensor in whole.items():
-                    assert torch.equal(tensor, again[name]), (module, stages, checkpoints, name)
+        for whole, _, again in launch(resumed, module, tmp_path, stages, checkpoints, world=stages):
+            assert whole.keys() == again.keys()
+            for name, tensor in whole.items():
+                assert torch.equal(tensor, again[name]), (stages, checkpoints, name)

@@ -129,7 +129,7 @@ def outline(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     "num_stages",
-    [pytest.param(PLAIN, id="plain"), *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 4],
+    [pytest.param(PLAIN, id="plain"), 2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))],
 )
 def test_a_run_resumes_with_the_losses_of_the_uninterrupted_one(
     num_stages: int, folder: Path, plain: Any, two_stages: Any

@@ -44,7 +44,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # in which the runs above resume
 }
 
 
-MORE = {"2 x 2, virtual stages"}
+MORE = {"2 x 2, zero1", "2 x 2, virtual stages"}
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in LAYOUTS]
 
 

@@ -80,9 +80,14 @@ class LitOther(LitHuggingFace):
     """Another module for the same Trainer."""
 
 
-def run(world: int, folder: Path) -> dict[str, Any]:
+LAYOUTS: dict[str, dict[str, Any]] = {"replicas": {}, "fsdp": {"data_parallel": "fsdp"}}
+NAMES = ["replicas", pytest.param("fsdp", marks=pytest.mark.slow)]
+
+
+def run(world: int, folder: Path, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, options in {"replicas": {}, "fsdp": {"data_parallel": "fsdp"}}.items():
+    for name in names:
+        options = LAYOUTS[name]
         L.seed_everything(1, verbose=False)
         module = LitBuffers(tied=True)
         strategy = PipelineStrategy(
@@ -159,8 +164,8 @@ def copied(value: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found_by_rank(folder: Path) -> list[dict[str, Any]]:
-    return launch(run, 4, folder, world=4)
+def found_by_rank(folder: Path, wanted: Any) -> list[dict[str, Any]]:
+    return launch(run, 4, folder, wanted(LAYOUTS, ["fsdp"], "name"), world=4)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +173,7 @@ def found(found_by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return found_by_rank[0]
 
 
-@pytest.mark.parametrize("name", ["replicas", "fsdp"])
+@pytest.mark.parametrize("name", NAMES)
 def test_hooks_of_every_rank_find_the_entries_of_a_checkpoint(name: str, found_by_rank: Any) -> None:
     first, *others = [found[f"{name}, sums"] for found in found_by_rank]
     assert len(first) == 2 and first[0] == first[1] != 0
@@ -178,7 +183,7 @@ def test_hooks_of_every_rank_find_the_entries_of_a_checkpoint(name: str, found_b
         assert name == "fsdp" or sums == first
 
 
-@pytest.mark.parametrize("name", ["replicas", "fsdp"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_gathered_module_is_that_of_the_checkpoint(name: str, found: Any, folder: Path) -> None:
     module = LitBuffers(tied=True).eval()
     saved = torch.load(folder / f"{name}.ckpt", weights_only=True)["state_dict"]

@@ -356,26 +356,35 @@ def difference(found: Any, expected: Any, where: str = "") -> str:
     return "" if found == expected else f"{where}: {found!r}, not {expected!r}"
 
 
-def test_predictions_are_those_of_plain_lightning_to_the_bit(one: Any, two: Any, four: Any) -> None:
+def test_predictions_are_those_of_plain_lightning_to_the_bit(one: Any, two: Any) -> None:
     found = one["one stage"] + [run for rank in two for run in rank["predictions"]]
-    found += [two[-1]["kept"], *(rank["predictions"] for rank in four)]
     assert len(one["plain"]) == len(BATCH_SIZES) and len(one["plain"][2]) == 2
-    for run in found:
+    for run in (*found, two[-1]["kept"]):
         assert not difference(run, one["plain"])
+
+
+@pytest.mark.slow
+def test_predictions_on_four_ranks_are_too(one: Any, four: Any) -> None:
+    for rank in four:
+        assert not difference(rank["predictions"], one["plain"])
 
 
 def test_predictions_stay_on_the_last_stage_when_asked(two: Any) -> None:
     assert [set(outputs) for outputs in two[0]["kept"]] == [{None}] * len(BATCH_SIZES)
 
 
-def test_metrics_are_those_of_one_process(one: Any, two: Any, four: Any) -> None:
-    runs = {4: [run for rank in two for run in rank["evaluations"]], 8: [rank["evaluations"] for rank in four]}
-    for count in runs:
-        assert all(run == one["evaluations"][count] for run in runs[count])
+def test_metrics_are_those_of_one_process(one: Any, two: Any) -> None:
+    assert all(run == one["evaluations"][4] for rank in two for run in rank["evaluations"])
+    for count in (4, 8):
         for found, expected in zip(one["evaluations"][count], one["plain evaluations"], strict=True):
             for name in ("total", "ids", "largest"):
                 assert found[name] == expected[name]
             assert found["mean"] == pytest.approx(expected["mean"], rel=1e-5)  # of means over micro-batches
+
+
+@pytest.mark.slow
+def test_metrics_on_four_ranks_are_too(one: Any, four: Any) -> None:
+    assert all(rank["evaluations"] == one["evaluations"][8] for rank in four)
 
 
 def test_writers_get_every_sample_with_its_number(one: Any, two: Any) -> None:
@@ -388,6 +397,7 @@ def test_writers_get_every_sample_with_its_number(one: Any, two: Any) -> None:
     assert two[0]["kept written"] == nothing  # the predictions are on the other rank
 
 
+@pytest.mark.slow
 def test_writers_of_replicas_get_what_the_sampler_gave_them(four: Any) -> None:
     # Ranks 0 and 1 are the first stage's replicas, 2 and 3 the last one's.
     for replica in (0, 1):

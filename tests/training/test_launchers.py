@@ -37,6 +37,7 @@ def ended(process: subprocess.Popen[str], folder: Path) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_lightnings_launcher_and_torchrun_run_a_script(tmp_path: Path) -> None:
     processes = {}
     with closing(Host(SCRIPT, PATIENCE_S)) as host:

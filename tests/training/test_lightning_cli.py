@@ -33,6 +33,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_by_class_with_options_and_from_the_file_it_prints(tmp_path: Path) -> None:
     chosen = "--trainer.strategy=lightning_pipeline.PipelineStrategy"
     options = ["--trainer.strategy.stage_config=layers.2:1", "--trainer.strategy.num_microbatches=4"]

@@ -22,7 +22,14 @@ from tests.training.runs import Losses, pipeline_trainer, plain_trainer, weights
 pytestmark = pytest.mark.multiprocess
 
 WORLD = 2
-MORE = {"predict_first", "overfit", "averaged"}  # which other files show, or Lightning does alone
+MORE = {
+    "predict_first",
+    "overfit",
+    "averaged",
+    "endless",
+    "combined",
+    "fast_dev_run",
+}  # which other files show, or Lightning does alone
 MakeTrainer = Callable[..., L.Trainer]
 Result = dict[str, Any]
 
@@ -321,8 +328,8 @@ def compare_losses_and_metrics(found: Result, expected: Result) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("endless", "ending", "several", "combined", "data_module", "fast_dev_run", "hooks"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("overfit", "averaged")),
+        *("ending", "several", "data_module", "hooks"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(MORE - {"predict_first"})),
     ],
 )
 def test_losses_and_metrics_are_those_of_plain_lightning(name: str, plain: Any, ranks: Any) -> None:

@@ -132,6 +132,7 @@ def test_live_microbatches_and_gradients_are_as_few_as_can_be() -> None:
         assert set(watched["alive"]) == {watched["last"]} == {gradients["shown"]}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library's malloc is told to give memory back")
 def test_memory_stays_flat_under_1f1b_and_grows_under_gpipe() -> None:
     for rank in launch(peaks, world=2):

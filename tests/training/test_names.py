@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.launching import launch
 
 pytestmark = pytest.mark.multiprocess
 
@@ -18,10 +22,11 @@ SCRIPT = Path(__file__).with_name("names_script.py")
 TIMEOUT_S = 120
 PYTORCH_LIGHTNING, LIGHTNING = "pytorch_lightning", "lightning.pytorch"
 RUNS = ((1, PYTORCH_LIGHTNING), (2, PYTORCH_LIGHTNING), (2, LIGHTNING, PYTORCH_LIGHTNING))
+MORE = RUNS[2:]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+def found(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
     """What each rank of each run has found."""
     folder = tmp_path_factory.mktemp("names")
 
@@ -33,11 +38,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], lis
         files = [folder / f"{'+'.join(names)}-{num_stages}-{rank}.pt" for rank in range(num_stages)]
         return [torch.load(file, weights_only=False) for file in files]
 
+    runs = wanted(RUNS, MORE, "run")
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(RUNS, pool.map(lambda arguments: run(*arguments), RUNS), strict=True))
+        return dict(zip(runs, pool.map(lambda arguments: run(*arguments), runs), strict=True))
 
 
-@pytest.mark.parametrize("run", RUNS[1:])
+@pytest.mark.parametrize("run", [RUNS[1], *(pytest.param(run, marks=pytest.mark.slow) for run in MORE)])
 def test_two_stages_give_the_bits_of_one_by_each_name(run: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> None:
     [reference] = found[RUNS[0]]
     expected = reference[PYTORCH_LIGHTNING]
@@ -53,40 +59,41 @@ def test_two_stages_give_the_bits_of_one_by_each_name(run: tuple[Any, ...], foun
             assert of_name["seen"] == expected["seen"] and of_name["validated"] == expected["validated"]
 
 
-MIXED = """
-import lightning.pytorch, pytorch_lightning, lightning_pipeline
-from torch import nn
-from torch.utils.data import DataLoader
+def mixed_up() -> list[str]:
+    """What Trainers of each name say of modules, and of data, of the other one."""
+    import lightning.pytorch
+    import pytorch_lightning
 
-def trainer(pl):
-    return pl.Trainer(strategy="pipeline", devices=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    import lightning_pipeline  # noqa: F401
 
-def modules(pl):
-    class Net(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-        def training_step(self, batch, batch_idx): ...
-        def configure_optimizers(self): ...
-    class Data(pl.LightningDataModule):
-        def train_dataloader(self): return DataLoader([0.0])
-    return Net(), Data()
+    def modules(pl: Any) -> tuple[Any, Any]:
+        class Net(pl.LightningModule):  # type: ignore[name-defined,misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(2, 2)
 
-for own, other in ((lightning.pytorch, pytorch_lightning), (pytorch_lightning, lightning.pytorch)):
-    for passed in ((modules(other)[0], DataLoader([0.0])), (modules(own)[0], modules(other)[1])):
-        try:
-            trainer(own).fit(*passed)
-        except TypeError as error:
-            print("told:", error)
-"""
+            def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+            def configure_optimizers(self) -> None: ...
+
+        class Data(pl.LightningDataModule):  # type: ignore[name-defined,misc]
+            def train_dataloader(self) -> DataLoader:
+                return DataLoader([0.0])  # type: ignore[arg-type]
+
+        return Net(), Data()
+
+    told = []
+    for own, other in ((lightning.pytorch, pytorch_lightning), (pytorch_lightning, lightning.pytorch)):
+        for passed in ((modules(other)[0], DataLoader([0.0])), (modules(own)[0], modules(other)[1])):  # type: ignore[arg-type]
+            trainer = own.Trainer(strategy="pipeline", devices=1, accelerator="cpu", logger=False)
+            with pytest.raises(TypeError) as error:
+                trainer.fit(*passed)
+            told.append(str(error.value))
+    return told
 
 
 def test_what_is_of_the_other_name_says_which_import_to_change() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MIXED], capture_output=True, text=True, timeout=TIMEOUT_S, cwd=Path.cwd()
-    )
-    told = [line for line in done.stdout.splitlines() if line.startswith("told:")]
-    assert len(told) == 4, done.stderr[-3000:]
+    [told] = launch(mixed_up, world=1)
     ways = [(LIGHTNING, PYTORCH_LIGHTNING)] * 2 + [(PYTORCH_LIGHTNING, LIGHTNING)] * 2
     for line, (own, other), name in zip(told, ways, ["LightningModule", "LightningDataModule"] * 2, strict=True):
         assert f"You passed a `{other}` object" in line and f"to a `{own}` Trainer" in line

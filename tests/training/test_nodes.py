@@ -107,14 +107,18 @@ LAUNCHERS = {
 }
 
 
+MORE = {"LightningEnvironment"}
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in LAUNCHERS]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[str, list[dict[str, Any]]]:
     """By environment, what each rank found; all at once."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in LAUNCHERS}
+    folders = {name: tmp_path_factory.mktemp(name) for name in wanted(LAUNCHERS, MORE, "environment")}
     started = []
     with closing(Host(SCRIPT, PATIENCE_S)) as host:
-        for name, launcher in LAUNCHERS.items():
-            for options, environment in launcher():
+        for name in folders:
+            for options, environment in LAUNCHERS[name]():
                 started.append((name, host.start(options, [str(folders[name])], **environment)))
         try:
             for name, process in started:
@@ -129,7 +133,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     }
 
 
-@pytest.mark.parametrize("environment", LAUNCHERS)
+@pytest.mark.parametrize("environment", NAMES)
 def test_every_process_knows_its_place(environment: str, runs: Any) -> None:
     for rank, found in enumerate(runs[environment]):
         assert found["environment"] == environment
@@ -147,14 +151,18 @@ def test_every_process_knows_its_place(environment: str, runs: Any) -> None:
         assert (found["stage"], found["replica"]) == divmod(rank, WORLD // 2)
 
 
-def test_losses_are_those_of_one_node(runs: Any) -> None:
-    expected = launch(train, 1, WORLD, world=WORLD)
-    assert len(expected[0]["losses"]) == 3
-    assert expected[0]["losses"] != expected[1]["losses"]
-    for environment in LAUNCHERS:
-        for found, one in zip(runs[environment], expected, strict=True):
-            assert found["losses"] == one["losses"]
-            assert found["logged"] == one["logged"]
+@pytest.fixture(scope="module")
+def one_node() -> list[dict[str, Any]]:
+    return launch(train, 1, WORLD, world=WORLD)
+
+
+@pytest.mark.parametrize("environment", NAMES)
+def test_losses_are_those_of_one_node(environment: str, runs: Any, one_node: Any) -> None:
+    assert len(one_node[0]["losses"]) == 3
+    assert one_node[0]["losses"] != one_node[1]["losses"]
+    for found, one in zip(runs[environment], one_node, strict=True):
+        assert found["losses"] == one["losses"]
+        assert found["logged"] == one["logged"]
 
 
 def test_devices_and_nodes_that_are_not_those_started_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,39 +164,38 @@ def run_on_four(name: str, *, offload: bool) -> dict[str, Any]:
     return {"losses": losses.values, "weights": weights(trainer), "sent": sent, "live": strategy.peak_live}
 
 
-def run_all_on_four() -> dict[tuple[str, bool], dict[str, Any]]:
-    return {(name, offload): run_on_four(name, offload=offload) for name in FOUR for offload in (False, True)}
+def run_both_on_four(name: str) -> dict[bool, dict[str, Any]]:
+    return {offload: run_on_four(name, offload=offload) for offload in (False, True)}
 
 
-@pytest.fixture(scope="module")
-def four() -> list[dict[tuple[str, bool], dict[str, Any]]]:
-    return launch(run_all_on_four, world=4)
-
-
-@pytest.mark.parametrize("name", FOUR)
-def test_bits_of_more_ranks_are_those_without(name: str, four: Any) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "fsdp")) for name in FOUR])
+def test_bits_of_more_ranks_are_those_without(name: str) -> None:
+    four = launch(run_both_on_four, name, world=4)
     for rank in four:
-        assert len(set(rank[name, True]["losses"])) > 1
-        assert rank[name, True]["losses"] == rank[name, False]["losses"]
-    assert not differing(four[0][name, True]["weights"], four[0][name, False]["weights"])
+        assert len(set(rank[True]["losses"])) > 1
+        assert rank[True]["losses"] == rank[False]["losses"]
+    assert not differing(four[0][True]["weights"], four[0][False]["weights"])
     # Under 1F1B the last stages need at once what they have made.
     sending = four[:1] if name == "stages" else four
-    assert all(sum(rank[name, True]["sent"].values()) > 0 for rank in sending)
-    assert all(rank[name, True]["live"] < rank[name, False]["live"] for rank in sending)
+    assert all(sum(rank[True]["sent"].values()) > 0 for rank in sending)
+    assert all(rank[True]["live"] < rank[False]["live"] for rank in sending)
 
 
 KINDS = {kind.__name__: kind for kind in (Checkpointed, Reading, ByHand)}
-SHARES = [*((name, share) for name in CASES for share in (False, True)), ("gpipe", 0.5)]
+OFTEN = {"1f1b", "gpipe", "zbv"}
+SHARES = [*((name, True) for name in CASES), ("gpipe", 0.5)]
+OFFLOADED = [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in OFTEN)) for case in SHARES]
 
 
-def run_cases() -> dict[tuple[str, float], dict[str, Any]]:
-    found = {(name, share): run(name, share) for name, share in SHARES}
+def run_cases(names: list[str]) -> dict[tuple[str, float], dict[str, Any]]:
+    shares = [*((name, share) for name in names for share in (False, True)), ("gpipe", 0.5)]
+    found = {(name, share): run(name, share) for name, share in shares}
     return found | {(name, share): run("gpipe", share, kind) for name, kind in KINDS.items() for share in (False, True)}
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[tuple[str, float], dict[str, Any]]]:
-    return launch(run_cases, world=WORLD)
+def ranks(wanted: Any) -> list[dict[tuple[str, float], dict[str, Any]]]:
+    return launch(run_cases, wanted(CASES, CASES.keys() - OFTEN, "name"), world=WORLD)
 
 
 def schedule_of(name: str) -> Schedule:
@@ -206,7 +205,7 @@ def schedule_of(name: str) -> Schedule:
     return fuse(build(schedule, WORLD, NUM_MICROBATCHES, (len(cut) + 1) // WORLD))
 
 
-@pytest.mark.parametrize(("name", "share"), [case for case in SHARES if case[1]])
+@pytest.mark.parametrize(("name", "share"), OFFLOADED)
 def test_bits_are_those_without(name: str, share: float, ranks: Any) -> None:
     assert not differing(ranks[0][name, share]["weights"], ranks[0][name, False]["weights"])
 
@@ -222,7 +221,7 @@ def test_bits_of_other_steps_too(name: str, ranks: Any) -> None:
         assert ranks[0][name, True]["peak"] < 0.7 * ranks[0]["gpipe", True]["peak"]
 
 
-@pytest.mark.parametrize(("name", "share"), [case for case in SHARES if case[1]])
+@pytest.mark.parametrize(("name", "share"), OFFLOADED)
 def test_live_activations_and_bytes_are_those_of_the_simulator(name: str, share: float, ranks: Any) -> None:
     schedule = schedule_of(name)
     kept, sent = ([0.0] * schedule.num_stages for _ in range(2))
@@ -241,7 +240,13 @@ def test_live_activations_and_bytes_are_those_of_the_simulator(name: str, share:
     assert all(least * kept[stage] <= sent[stage] <= share * kept[stage] for stage in range(len(kept)) if sent[stage])
 
 
-@pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "split"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpipe", "zbv"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("interleaved_1f1b", "interleaved_zero_bubble", "split")),
+    ],
+)
 def test_less_is_on_the_device(name: str, ranks: Any) -> None:
     schedule = schedule_of(name)
     for rank, plain in zip(ranks, simulate(schedule).peak_live, strict=True):

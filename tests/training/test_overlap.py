@@ -97,13 +97,13 @@ def gather_with_clocks_apart(strategy: PipelineStrategy) -> list[list[float]]:
     return [[rank.reductions[0][0] for rank in pipeline] for pipeline in gathered]
 
 
-def run_all(folder: str) -> dict[str, Any]:
-    return {schedule: run(schedule, folder) for schedule in VIRTUAL_STAGES}
+def run_all(folder: str, schedules: list[str]) -> dict[str, Any]:
+    return {schedule: run(schedule, folder) for schedule in schedules}
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    return launch(run_all, str(folder), world=WORLD)
+def ranks(folder: Path, wanted: Any) -> list[dict[str, Any]]:
+    return launch(run_all, str(folder), wanted(VIRTUAL_STAGES, ["interleaved_1f1b"], "schedule"), world=WORLD)
 
 
 class Trace:
@@ -123,7 +123,7 @@ class Trace:
         return event["ts"], event["ts"] + event["dur"]
 
 
-@pytest.fixture(scope="module", params=VIRTUAL_STAGES)
+@pytest.fixture(scope="module", params=["1f1b", pytest.param("interleaved_1f1b", marks=pytest.mark.slow)])
 def schedule(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -172,23 +173,35 @@ RUNS = (
     *(("everything", schedule, parts) for schedule, parts in (("interleaved_1f1b", 2), ("zero_bubble", 1))),
     *(("rarely", schedule, parts) for schedule, parts in (("zbv", 2), ("gpipe", 1))),
 )
+OFTEN = {(kind, "1f1b", 1) for kind in ("counting", "everything", "rarely", "guarding", "branching", "writing")}
+MORE = [case for case in RUNS if case not in OFTEN]
 
 
-def run_all(world: int) -> dict[Any, Any]:
-    return {case: run(case[0], world, case[1], world * case[2]) for case in RUNS if world > 1 or case[1] == "1f1b"}
+def often(cases: Iterable[Any]) -> list[Any]:
+    """Cases; those that are not run often are slow."""
+    return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case in MORE)) for case in cases]
+
+
+def run_all(world: int, cases: list[Any]) -> dict[Any, Any]:
+    return {case: run(case[0], world, case[1], world * case[2]) for case in cases}
 
 
 @pytest.fixture(scope="module")
-def one() -> Any:
-    return launch(run_all, 1, world=1)[0]
+def cases(wanted: Any) -> list[Any]:
+    return wanted(RUNS, MORE, "case")
 
 
 @pytest.fixture(scope="module")
-def two() -> Any:
-    return launch(run_all, 2, world=2)
+def one(cases: list[Any]) -> Any:
+    return launch(run_all, 1, sorted({(kind, "1f1b", 1) for kind, _, _ in cases}), world=1)[0]
 
 
-@pytest.mark.parametrize("case", RUNS, ids=str)
+@pytest.fixture(scope="module")
+def two(cases: list[Any]) -> Any:
+    return launch(run_all, 2, cases, world=2)
+
+
+@pytest.mark.parametrize("case", often(RUNS))
 def test_steps_that_read_get_what_one_stage_gets(one: Any, two: Any, case: Any) -> None:
     expected = one[case[0], "1f1b", 1]
     for rank, found in enumerate(two):
@@ -199,7 +212,7 @@ def test_steps_that_read_get_what_one_stage_gets(one: Any, two: Any, case: Any) 
             assert not differing(found[case]["weights"], expected["weights"])
 
 
-@pytest.mark.parametrize("case", [case for case in RUNS if case[0] in AHEAD], ids=str)
+@pytest.mark.parametrize("case", often(case for case in RUNS if case[0] in AHEAD))
 def test_stages_do_not_wait_for_the_python_of_such_steps(two: Any, case: Any) -> None:
     for found in two:
         came, differed = found[case]["ends"][True], found[case]["ends"][False]
@@ -208,8 +221,8 @@ def test_stages_do_not_wait_for_the_python_of_such_steps(two: Any, case: Any) ->
         assert not found[case]["told"]
 
 
-@pytest.mark.parametrize("kind", ["branching", "writing", "printing"])
-def test_what_stages_wait_for_is_told_once(two: Any, kind: str) -> None:
-    told, elsewhere = (found[kind, "1f1b", 1]["told"] for found in two)
+@pytest.mark.parametrize("case", often((kind, "1f1b", 1) for kind in ("branching", "writing", "printing")))
+def test_what_stages_wait_for_is_told_once(two: Any, case: Any) -> None:
+    told, elsewhere = (found[case]["told"] for found in two)
     assert len(told) == 1 and not elsewhere
     assert "test_reads.py" in told[0] and "on_train_batch_end" in told[0]

@@ -59,7 +59,7 @@ CASES = {
     "random data": Case(stop=4, randomly=True),
     "fp16": Case(stop=4, fp16=True, dropout=0.2),
 }
-MORE = {"one_cycle"}  # as "no dropout" and "fp16" together
+MORE = {"one_cycle", "end of an epoch", "within a window"}  # what the others show as well, or nearly so
 EXACT_IN_PLAIN = [name for name, case in CASES.items() if not case.dropout]  # whose random numbers are others
 # Of the others Lightning loses something: the state of a loader without one, gradients within a window, and the step
 # of a ReduceLROnPlateau at the end of the epoch in which it goes on.
@@ -198,7 +198,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[str, Any
     folder = tmp_path_factory.mktemp("resume")
     cases = wanted(CASES, MORE, "name")
     replicas = [name for name in IN_REPLICAS if name in cases]
-    layouts = {"plain": (PLAIN, EXACT_IN_PLAIN, 1), "two": (2, cases, 2), "replicas": (2, replicas, 4)}
+    layouts = {
+        "plain": (PLAIN, [name for name in EXACT_IN_PLAIN if name in cases], 1),
+        "two": (2, cases, 2),
+        "replicas": (2, replicas, 4),
+    }
 
     def run(layout: str) -> list[dict[str, Any]]:
         stages, names, world = layouts[layout]
@@ -216,6 +220,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[str, Any
     return {**found, "moved": moved[MOVED]}
 
 
+def often(names: list[str]) -> list[Any]:
+    """Names of cases; those of `MORE` are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in names]
+
+
 def test_it_stops_after_the_batch_in_which_one_rank_was_told(runs: Any) -> None:
     for layout in ("two", "replicas"):
         for rank in runs[layout]:
@@ -224,7 +233,7 @@ def test_it_stops_after_the_batch_in_which_one_rank_was_told(runs: Any) -> None:
                 assert run["interrupted"] == run["whole"]["losses"][: CASES[name].stop + 1]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in CONTINUED])
+@pytest.mark.parametrize("name", often(CONTINUED))
 def test_it_goes_on_as_if_it_had_not_been_interrupted(runs: Any, name: str) -> None:
     for rank in runs["two"]:
         whole, resumed = rank[name]["whole"], rank[name]["resumed"]
@@ -233,7 +242,7 @@ def test_it_goes_on_as_if_it_had_not_been_interrupted(runs: Any, name: str) -> N
         assert not differing(resumed["weights"], whole["weights"])
 
 
-@pytest.mark.parametrize("name", EXACT_IN_PLAIN)
+@pytest.mark.parametrize("name", often(EXACT_IN_PLAIN))
 def test_it_goes_on_as_plain_lightning_does(runs: Any, name: str) -> None:
     ours, plain = runs["two"][0][name], runs["plain"][0][name]
     for run in ("whole", "resumed"):

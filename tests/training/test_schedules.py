@@ -54,8 +54,11 @@ CASES: dict[str, tuple[Any, dict[str, int]]] = {
 }
 
 
-MORE = {"interleaved_1f1b by group", "a schedule"}  # as others are
-MORE_TIED = {"interleaved_1f1b by group", "zero_bubble"}
+MORE = {  # as others are
+    *("interleaved_1f1b by group", "looped_bfs", "interleaved_zero_bubble", "zero_bubble_h2", "v_half", "v_min"),
+    *("dualpipe_v", "a schedule", "a file"),
+}
+MORE_TIED = {"interleaved_1f1b by group", "zero_bubble", "zbv"}
 NAMED = [name for name, (schedule, _) in CASES.items() if isinstance(schedule, str)]
 TIED = ["1f1b", "interleaved_1f1b by group", "zero_bubble", "zbv"]
 
@@ -147,6 +150,7 @@ def test_live_activations_are_as_many_as_simulated(name: str, two_ranks: Any) ->
     assert [rank[name, False]["live"] for rank in two_ranks] == expected
 
 
+@pytest.mark.slow
 def test_four_ranks_give_the_bits_of_one_process_too() -> None:
     expected = launch(run_deep, 1, world=1)[0]["v_half"]
     ranks = launch(run_deep, 4, world=4)

@@ -77,7 +77,8 @@ class ReadsStateInStep(Validated):
         return super().training_step(batch, batch_idx)
 
 
-MODULES = (ClipsByItself, SumsNorms, ClampsAfterUpdates, ClampsInSteps, ClampsAfterValidation)
+OFTEN = (ClipsByItself, ClampsAfterUpdates, ClampsInSteps)
+MORE = (SumsNorms, ClampsAfterValidation)
 
 
 class WritesThroughData(Validated):
@@ -136,14 +137,23 @@ def fitted(module: type[Layers], folder: Path, world: int, **options: Any) -> di
     }
 
 
-def all_fitted(folder: Path, world: int) -> dict[str, list[dict[str, Any]]]:
+def all_fitted(modules: tuple[type[Layers], ...], folder: Path, world: int) -> dict[str, list[dict[str, Any]]]:
     layouts: tuple[dict[str, Any], ...] = ({}, {"data_parallel": "fsdp"})
-    return {module.__name__: [fitted(module, folder, world, **options) for options in layouts] for module in MODULES}
+    return {module.__name__: [fitted(module, folder, world, **options) for options in layouts] for module in modules}
 
 
-@pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_hooks_and_steps_do_what_they_do_with_whole_parameters(world: int, tmp_path: Path) -> None:
-    for module, (expected, found) in launch(all_fitted, tmp_path, world, world=world)[0].items():
+@pytest.mark.parametrize(
+    ("world", "modules"),
+    [
+        pytest.param(4, OFTEN, id="4"),
+        pytest.param(4, MORE, id="4, more", marks=pytest.mark.slow),
+        pytest.param(2, (*OFTEN, *MORE), id="2", marks=pytest.mark.slow),
+    ],
+)
+def test_hooks_and_steps_do_what_they_do_with_whole_parameters(
+    world: int, modules: tuple[type[Layers], ...], tmp_path: Path
+) -> None:
+    for module, (expected, found) in launch(all_fitted, modules, tmp_path, world, world=world)[0].items():
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, msg=lambda text, at=module: f"{at}: {text}")
 
 
@@ -155,9 +165,9 @@ def failed(module: type[Layers], folder: Path, world: int, options: dict[str, An
     return ""
 
 
-@pytest.mark.parametrize("options", [{"data_parallel": "fsdp"}, {"data_parallel": "zero1"}], ids=["fsdp", "zero1"])
-def test_what_updates_all_parameters_as_one_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    for message in launch(failed, ByLBFGS, tmp_path, 2, options, world=2):
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_what_updates_all_parameters_as_one_is_refused(kind: str, tmp_path: Path) -> None:
+    for message in launch(failed, ByLBFGS, tmp_path, 2, {"data_parallel": kind}, world=2):
         assert "LBFGS updates all parameters as one vector" in message and "leave" in message
 
 
@@ -173,7 +183,7 @@ def test_an_own_optimizer_is_told_that_it_finds_no_gradients_at_others(tmp_path:
     assert any("SignDescent" in message and 'leave data_parallel="zero1" out' in message for message in messages)
 
 
-@pytest.mark.parametrize("module", [ReadsStateInHook, ReadsStateInStep])
+@pytest.mark.parametrize("module", [ReadsStateInHook, pytest.param(ReadsStateInStep, marks=pytest.mark.slow)])
 def test_states_that_replicas_share_out_are_refused(module: type[Layers], tmp_path: Path) -> None:
     for message in launch(failed, module, tmp_path, 2, {"data_parallel": "zero1"}, world=2):
         assert "SGD.state is used in" in message and "data_parallel='zero1'" in message and __file__ in message

@@ -310,7 +310,7 @@ SCENARIOS = {
     "setup": (fails_at_setup, 2),
     "hung": (hangs, 2),
 }
-MORE = {"memory", "replicas"}  # as "threads" and "setup" are
+MORE = {"memory", "threads", "replicas", "before data", "in a collective", "folders"}  # as others are
 
 
 @pytest.fixture(scope="module")
@@ -410,21 +410,27 @@ def test_a_rank_is_not_waited_for_where_nothing_times_out(ended: Any) -> None:
     assert "rank 0 failed: it did not answer within 2 s: its process is stopped" in waited.log
 
 
-def test_a_rank_that_is_gone_before_data_is_prepared_is_named(ended: Any) -> None:
-    told = ended["before data"][1]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["before data"])
+def test_a_rank_that_is_gone_before_data_is_prepared_is_named(ended: Any, name: str) -> None:
+    told = ended[name][1]
     assert told.exit_code == 1
     assert told.error.startswith("PeerFailedError: rank 0 failed: its process ended or lost its connections")
     assert "rank 1 was waiting for the rank that prepares data" in told.error
 
 
-def test_a_collective_says_which_rank_is_gone(ended: Any) -> None:
-    for rank, end in enumerate(ended["in a collective"][:3]):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["in a collective"])
+def test_a_collective_says_which_rank_is_gone(ended: Any, name: str) -> None:
+    for rank, end in enumerate(ended[name][:3]):
         assert "stage 1 (rank 3) failed: its process ended or lost its connections" in end.error
         assert f'(rank {rank}) was waiting for all ranks at the barrier "the test\'s"' in end.error.replace("\n", " ")
 
 
-def test_a_save_of_folders_says_which_rank_is_gone(ended: Any) -> None:
-    told = ended["folders"][0]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["folders"])
+def test_a_save_of_folders_says_which_rank_is_gone(ended: Any, name: str) -> None:
+    told = ended[name][0]
     assert "stage 1 (rank 1) failed: its process ended or lost its connections" in told.error
     assert "stage 0 (rank 0) was waiting for" in told.error
     # A rank that has gone before the last message to it is noticed there.
@@ -432,7 +438,8 @@ def test_a_save_of_folders_says_which_rank_is_gone(ended: Any) -> None:
     assert any(what in told.error for what in noticed)
 
 
-@pytest.mark.parametrize("name", ["threads", pytest.param("memory", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["threads", "memory"])
 def test_what_is_short_of_resources_is_told(ended: Any, name: str) -> None:
     told, failed = ended[name]
     assert failed.error == "ValueError: the user's own error"

@@ -197,9 +197,10 @@ def train_uncut(world: int) -> str:
     return str(error.value)
 
 
-def train_all(world: int, folder: Path, optimizers: list[str]) -> dict[str, Any]:
+def train_all(world: int, folder: Path, optimizers: list[str], with_slow: bool) -> dict[str, Any]:
     found = {optimizer: train(world, optimizer, CASES[optimizer], folder) for optimizer in optimizers}
-    found["measured apart"] = train_measured_apart(world, folder)
+    if with_slow:
+        found["measured apart"] = train_measured_apart(world, folder)
     found["resumed"] = train(world, "adamw", "1f1b", folder, resume=True)
     if world == 4:
         found["uncut"] = train_uncut(world)
@@ -209,12 +210,12 @@ def train_all(world: int, folder: Path, optimizers: list[str]) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[Any, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory, wanted: Any, with_slow: bool) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     optimizers = wanted(CASES, ["adafactor"], "optimizer")
     for world in (1, 4):
         folder = tmp_path_factory.mktemp(f"world{world}")
-        found[world] = launch(train_all, world, folder, optimizers, world=world)
+        found[world] = launch(train_all, world, folder, optimizers, with_slow, world=world)
         for optimizer in optimizers:
             path = folder / f"{optimizer}.ckpt"
             found[world, optimizer] = torch.load(path, weights_only=True)
@@ -230,6 +231,7 @@ def test_losses_are_those_of_one_process(optimizer: str, results: Any) -> None:
         assert rank[optimizer]["val_loss"] == pytest.approx(alone[optimizer]["val_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_stage_choose_one_order(results: Any) -> None:
     [alone] = results[1]
     assert len({str(rank["measured apart"]["order"]) for rank in results[4]}) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ SCHEDULES = (
     *("interleaved_zero_bubble", "zbv"),
 )
 PAIRS = [("zbv", "fsdp")]
-SLOW_PAIRS = [pair for pair in itertools.product(SCHEDULES, MODES) if pair not in PAIRS]
+MORE_PAIRS = [pair for pair in itertools.product(SCHEDULES, MODES) if pair not in PAIRS]
 
 PLAIN: dict[str, Any] = {"stages": 1, "split": 1}
 CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.2, "looking": True}
@@ -214,10 +215,11 @@ def train_all(world: int, cases: Cases) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[str, list[dict[str, Any]]]:
-    """What each rank has to say of each case."""
+def results(tmp_path_factory: pytest.TempPathFactory, wanted: Any, with_slow: bool) -> dict[str, list[dict[str, Any]]]:
+    """What each rank has to say of each case; without slow tests, of those of OFTEN and what they are compared with."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    pairs = wanted([*PAIRS, *SLOW_PAIRS], SLOW_PAIRS, "schedule", "mode")
+    pairs = [*PAIRS, *wanted(MORE_PAIRS, MORE_PAIRS, "schedule", "mode")] if with_slow else []
+    modes = [mode for mode in MODES if with_slow or mode in OFTEN]
     one: Cases = {
         "one": {**PLAIN, **CLIPPED, "save": folder / "one.ckpt"},
         "one resumed": {**PLAIN, **CLIPPED, "resume": folder / "one.ckpt"},
@@ -226,6 +228,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[str, 
         **{
             mode: {"mode": mode, "schedule": schedule, **CLIPPED, "save": folder / f"{mode}.ckpt"}
             for mode, schedule in MODES.items()
+            if mode in modes
         },
         "from one's folder": {"mode": "fsdp", **CLIPPED, "resume": folder / "one.folder"},
         **{f"{schedule} {mode}": {"schedule": schedule, "mode": mode, **SAME} for schedule, mode in pairs},
@@ -236,21 +239,29 @@ def results(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> dict[str, 
         "without tensor parallelism": {"split": 1, "mode": "fsdp", **CLIPPED, "resume": folder / "zero1.folder"},
         "four stages": {"stages": 4, "split": 1, **CLIPPED, "resume": folder / "fsdp.ckpt"},
     }
+    if not with_slow:
+        eight, four = ({name: case for name, case in cases.items() if name in OFTEN} for cases in (eight, four))
     found: dict[str, list[dict[str, Any]]] = {}
     for world, cases in ((1, one), (8, eight), (4, four)):
         ranks = launch(train_all, world, cases, world=world)
         found |= {name: [rank[name] for rank in ranks] for name in cases}
-    files = {name: torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("one", *MODES)}
-    folders = {name: read_folder(folder / f"{name}.folder") for name in MODES}
+    files = {name: torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("one", *modes)}
+    folders = {name: read_folder(folder / f"{name}.folder") for name in modes}
     for content in folders.values():
         replace_stored(content)
     return {**found, "files": files, "folders": folders}  # type: ignore[dict-item]
 
 
 RESUMED = ("from one's folder", "without replicas", "without tensor parallelism", "four stages")
+OFTEN = {"fsdp", "without replicas"}
 
 
-@pytest.mark.parametrize("case", [*MODES, *RESUMED])
+def often(cases: Iterable[str]) -> list[Any]:
+    """Cases; all but those of OFTEN are slow."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in cases]
+
+
+@pytest.mark.parametrize("case", often([*MODES, *RESUMED]))
 def test_training_is_that_of_one_process(case: str, results: Any) -> None:
     [alone], ranks = results["one" if case in MODES else "one resumed"], results[case]
     for key in ("losses", "val_loss"):  # those of a replica are the mean over its samples
@@ -262,7 +273,7 @@ def test_training_is_that_of_one_process(case: str, results: Any) -> None:
     torch.testing.assert_close(ranks[0]["weights"], alone["weights"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", often(MODES))
 def test_checkpoints_are_those_of_one_process(mode: str, results: Any) -> None:
     expected, found, folder = results["files"]["one"], results["files"][mode], results["folders"][mode]
     assert list(found["state_dict"]) == list(expected["state_dict"])
@@ -273,9 +284,8 @@ def test_checkpoints_are_those_of_one_process(mode: str, results: Any) -> None:
     torch.testing.assert_close(folder_state["state"], found_state["state"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "mode"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW_PAIRS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "mode"), [*PAIRS, *MORE_PAIRS])
 def test_replicas_with_equal_data_have_the_bits_of_pairs_without_replicas(
     schedule: str, mode: str, results: Any
 ) -> None:
@@ -285,6 +295,7 @@ def test_replicas_with_equal_data_have_the_bits_of_pairs_without_replicas(
     torch.testing.assert_close(ranks[0]["weights"], expected["weights"], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_replicas_share_out_what_they_hold(results: Any) -> None:
     def held(case: str) -> list[int]:
         """Numbers of all ranks together: parameters, and state."""

@@ -38,6 +38,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a loop from the second rank": (FROM_THE_SECOND, {"schedule": "interleaved_1f1b"}),
     "optimized in a V": (IN_A_V, {"schedule": "optimized"}),
 }
+MORE = {"as text", "a loop from the second rank"}
 
 
 def run(world: int, config: Any, folder: str, ckpt_path: str | None = None, **strategy: Any) -> dict[str, Any]:
@@ -93,35 +94,51 @@ def with_one_large_memory(folder: str) -> dict[str, Any]:
     return {"plan": trainer.strategy.plan.as_dict(), "placement": trainer.strategy.pipeline.placement}
 
 
-def run_all(world: int, folder: str) -> dict[str, Any]:
+def run_all(world: int, folder: str, names: list[str]) -> dict[str, Any]:
     if world == 1:
         return {"one": run(1, {}, folder)}
-    found = {name: run(world, config, folder, **strategy) for name, (config, strategy) in RUNS.items()}
+    found = {name: run(world, RUNS[name][0], folder, **RUNS[name][1]) for name in names}
     found["from the other cut"] = run(world, {"net.blocks.2": 1}, folder, ckpt_path=f"{folder}/{world}.ckpt")
     return {"runs": found, "slow": on_one_slow_rank(1), "memory": with_one_large_memory(folder)}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    return launch(run_all, 2, str(tmp_path_factory.mktemp("unequal")), world=2)
+def ranks(tmp_path_factory: Any, wanted: Any) -> list[dict[str, Any]]:
+    return launch(run_all, 2, str(tmp_path_factory.mktemp("unequal")), wanted(RUNS, MORE, "name"), world=2)
 
 
-def test_the_bits_are_those_of_one_process(ranks: Any, tmp_path: Any) -> None:
-    expected = launch(run_all, 1, str(tmp_path), world=1)[0]["one"]
-    for name in RUNS:
-        found = ranks[0]["runs"][name]
-        assert found["losses"] == expected["losses"], name
-        assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6), name
-        assert not differing(found["weights"], expected["weights"]), name
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: Any) -> dict[str, Any]:
+    return launch(run_all, 1, str(tmp_path_factory.mktemp("one")), [], world=1)[0]["one"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in RUNS])
+def test_the_bits_are_those_of_one_process(name: str, ranks: Any, expected: Any) -> None:
+    found = ranks[0]["runs"][name]
+    assert found["losses"] == expected["losses"]
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
+    assert not differing(found["weights"], expected["weights"])
+
+
+def test_a_run_that_was_over_has_the_weights_on_another_cut(ranks: Any, expected: Any) -> None:
     resumed = ranks[0]["runs"]["from the other cut"]
     assert not resumed["losses"] and not differing(resumed["weights"], expected["weights"])
 
 
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("swapped", (1, 0)),
+        pytest.param("as text", (1, 0), marks=pytest.mark.slow),
+        pytest.param("a loop from the second rank", (1, 0, 1, 0), marks=pytest.mark.slow),
+        ("optimized in a V", (0, 1, 1, 0)),
+    ],
+)
+def test_virtual_stages_lie_on_the_ranks_that_are_named(name: str, placement: tuple[int, ...], ranks: Any) -> None:
+    assert ranks[0]["runs"][name]["placement"] == placement
+
+
 def test_stages_lie_on_the_ranks_that_are_named(ranks: Any) -> None:
-    placements = {name: found["placement"] for name, found in ranks[0]["runs"].items()}
-    assert placements["swapped"] == placements["as text"] == (1, 0)
-    assert placements["a loop from the second rank"] == (1, 0, 1, 0)
-    assert placements["optimized in a V"] == (0, 1, 1, 0)
     assert ranks[0]["runs"]["swapped"]["names"] == ["stage 1 (rank 0)", "stage 0 (rank 1)"]
     assert "net.blocks.0.mlp.0.weight" in ranks[1]["runs"]["swapped"]["held"]
     assert "net.blocks.0.mlp.0.weight" not in ranks[0]["runs"]["swapped"]["held"]
@@ -164,7 +181,8 @@ def with_replicas(kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["replicate", "fsdp"])
 def test_replicas_of_named_ranks_come_to_the_same_bits(kind: str) -> None:
     found = launch(with_replicas, kind, world=4)[0]
     assert found["swapped"]["placement"] != found["in order"]["placement"]

@@ -176,9 +176,10 @@ RESUMED = {  # dropout, the schedules that write and that go on, and on one stag
     "dropout": (0.1, V, "interleaved_zero_bubble", ("1f1b",)),
 }
 LIVE = {"1f1b": 1, "zero_bubble": 1, LOOP: 2, "interleaved_1f1b_low_memory": 2, "interleaved_zero_bubble": 2, V: 2}
+MORE_LIVE = {"zero_bubble", LOOP, "interleaved_1f1b_low_memory", "interleaved_zero_bubble"}
 
 
-def on_two(folder: Path, schedules: list[str], resumed: list[str]) -> Result:
+def on_two(folder: Path, schedules: list[str], resumed: list[str], lively: list[str]) -> Result:
     results: Result = {schedule: measured(schedule, WORLD) for schedule in schedules}
     results["keeping"] = {schedule: keeping(schedule, WORLD) for schedule in schedules}
     results["written"], results["resumed"] = {}, {}
@@ -186,7 +187,7 @@ def on_two(folder: Path, schedules: list[str], resumed: list[str]) -> Result:
         dropout, first, second, _ = RESUMED[name]
         results["written"][name] = resumable(first, folder / name, dropout=dropout)
         results["resumed"][name] = resumable(second, folder / name, dropout=dropout, resume=True)
-    results["live"] = {schedule: live(schedule, count) for schedule, count in LIVE.items()}
+    results["live"] = {schedule: live(schedule, LIVE[schedule]) for schedule in lively}
     return results
 
 
@@ -205,9 +206,10 @@ def one() -> Result:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path, wanted: Any) -> list[Result]:
+def ranks(folder: Path, wanted: Any, with_slow: bool) -> list[Result]:
     schedules, resumed = wanted([LOOP, V], [LOOP], "schedule"), wanted(RESUMED, ["dropout"], "resumed")
-    return launch(on_two, folder, schedules, resumed, world=WORLD)
+    lively = [schedule for schedule in LIVE if with_slow or schedule not in MORE_LIVE]
+    return launch(on_two, folder, schedules, resumed, lively, world=WORLD)
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------
@@ -260,13 +262,14 @@ def test_a_run_resumes_on_any_placement(resumed: str, folder: Path, ranks: Any) 
         assert not differing(found["weights"], written["weights"])
 
 
-@pytest.mark.parametrize("lively", LIVE)
+@pytest.mark.parametrize("lively", [pytest.param(n, marks=[pytest.mark.slow] * (n in MORE_LIVE)) for n in LIVE])
 def test_no_activation_outlives_its_step(lively: str, ranks: Any) -> None:
     for rank in ranks:
         assert rank["live"][lively]["peak"] > 0
         assert rank["live"][lively]["left"] == [0, 0]
 
 
+@pytest.mark.slow
 def test_low_memory_orders_need_less_memory(ranks: Any) -> None:
     peaks = {name: [rank["live"][name]["peak"] for rank in ranks] for name in LIVE}
     assert peaks["interleaved_1f1b_low_memory"][0] < 0.9 * peaks[LOOP][0]
@@ -308,7 +311,7 @@ def fail(block: int, rank: int, kill: bool, schedule: str) -> None:
     ("failing", "block", "kill"),
     [
         pytest.param(V, 3, False, id="zbv raises"),
-        pytest.param(LOOP, 2, True, id="interleaved is killed"),
+        pytest.param(LOOP, 2, True, id="interleaved is killed", marks=pytest.mark.slow),
         pytest.param(V, 3, True, id="zbv is killed", marks=pytest.mark.slow),
         pytest.param(LOOP, 2, False, id="interleaved raises", marks=pytest.mark.slow),
     ],

@@ -97,6 +97,7 @@ def test_one_replica_sees_the_batches_of_a_plain_run(two: Any) -> None:
             assert torch.equal(rank["two stages"][num_workers], expected)
 
 
+@pytest.mark.slow
 def test_a_replica_sees_the_same_batches_on_any_number_of_stages(two: Any) -> None:
     deep = launch(on_four, world=4)
     for num_workers in (0, 2):
