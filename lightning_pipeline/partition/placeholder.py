@@ -109,7 +109,7 @@ class TensorSpec:
             device,
             tensor.layout,
             tensor.requires_grad,
-            tensor.is_leaf,
+            _is_leaf(tensor),
             isinstance(tensor, nn.Parameter),
         )
 
@@ -134,6 +134,13 @@ class TensorSpec:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorSpec, self.key
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view that was made under no_grad, which tells only until something is written into it
+        return True
 
 
 _CONVERTING = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "npu", "xpu")

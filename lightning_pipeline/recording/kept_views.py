@@ -38,18 +38,20 @@ def kept_views(recording: Recording, places: Sequence[Placeholder]) -> list[Kept
     if len(places) < 2:
         return []
     views = recording.recorder.views_at(recording.event)
-    kept = {views.tensor_of(place.value): place for place in places}
+    tensors = {place.value: views.tensor_of(place.value) for place in places}
+    wholes: dict[int, Placeholder] = {}  # by the tensor whose data they are
     found = []
-    for tensor in sorted(kept):
+    for place in sorted(places, key=lambda one: tensors[one.value]):
         calls: list[tuple[Event, int, int]] = []
-        at: int | None = tensor
-        while at is not None and (at == tensor or at not in kept):
+        at: int | None = tensors[place.value]
+        while at is not None and views.with_same_data(at) not in wholes:
             view = views.view(at)
             if view.event is not None and view.source is not None:
                 calls.insert(0, (view.event, view.source, view.place))
             at = view.source
         if at is not None:
-            found.append(KeptView(weakref.ref(kept[tensor]), weakref.ref(kept[at]), calls))
+            found.append(KeptView(weakref.ref(place), weakref.ref(wholes[views.with_same_data(at)]), calls))
+        wholes.setdefault(views.with_same_data(tensors[place.value]), place)
     return found
 
 

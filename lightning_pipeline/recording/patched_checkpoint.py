@@ -86,8 +86,8 @@ def _refuse_swapped(swapped: Sequence[Any]) -> None:
     if swapped:
         raise torch_checkpoint.CheckpointError(
             f"a checkpointed function is called within a functional_call of {type(swapped[-1]).__name__} "
-            f"({users_line()}): backward runs it again when the module has its own tensors back, and computes gradients "
-            f"with those. Do without the checkpoint, or checkpoint the functional_call itself"
+            f"({users_line()}): backward runs it again when the module has its own tensors back, and computes with "
+            f"those. Do without the checkpoint, or checkpoint the functional_call itself"
         )
 
 

@@ -43,38 +43,40 @@ def seen_through(tensor: Tensor, written: Tensor | None = None) -> Tensor:
 
 
 class Sharer(NamedTuple):
-    """A tensor that shares the memory of one that an event writes into.
+    """A tensor that shares the memory of some that an event writes into.
 
     Attributes:
-        slot: of the event's operand.
         values: those that it may have before the event.
         pool, place: where its placeholder is, if it is not among those that the recording has kept.
-        gets_gradient: gradients go back from it to what is written.
+        slots: of the event's operands, each with whether gradients go back from the tensor to what is written.
     """
 
-    slot: int
     values: frozenset[int]
     pool: list[Placeholder]
     place: int
-    gets_gradient: bool
+    slots: tuple[tuple[int, bool], ...] = ()
 
 
 def sharers_of(recording: Recording, inputs: Sequence[Any], result: Result) -> list[Sharer]:
     """The tensors that share the memory of those that a call writes into, in the order in which they were made."""
     views = recording.placing.views
-    found = []
-    for slot, _ in result.writes:
-        value = inputs[slot]
-        if type(value) is not int or value < 0:
-            continue
-        own = views.tensor_of(value)
-        whole = views.whole_for_autograd(own)
+    written = [(slot, views.tensor_of(inputs[slot])) for slot, _ in result.writes if _is_value(inputs[slot])]
+    slots: dict[int, list[tuple[int, bool]]] = {}
+    for slot, own in written:
         for tensor in views.family(own):
             if tensor != own:
-                pool, place = _placeholder_in(views, tensor)
-                values = frozenset((tensor, views.value_of(tensor)))
-                found.append(Sharer(slot, values, pool, place, views.whole_for_autograd(tensor) == whole))
-    return found
+                gets_gradient = views.whole_for_autograd(tensor) == views.whole_for_autograd(own)
+                slots.setdefault(tensor, []).append((slot, gets_gradient))
+    return [_sharer(views, tensor, slots[tensor]) for tensor in sorted(slots)]
+
+
+def _is_value(operand: Any) -> bool:
+    return type(operand) is int and operand >= 0
+
+
+def _sharer(views: Views, tensor: int, slots: Sequence[tuple[int, bool]] = ()) -> Sharer:
+    values = frozenset((tensor, views.value_of(tensor)))
+    return Sharer(values, *_placeholder_in(views, tensor), tuple(slots))
 
 
 def _placeholder_in(views: Views, tensor: int) -> tuple[list[Placeholder], int]:
@@ -108,24 +110,24 @@ def come_together(
         NotImplementedError: a view cannot be made there.
     """
     placing = recording.placing
-    has_moved = False
-    for value in {inputs[slot] for slot, _ in result.writes}:
-        if type(value) is int and value >= 0 and placing.home(value) != visit:
-            first = placing.views.first_of(placing.views.tensor_of(value))
-            if placing.views.view(first).is_of_module:
-                _make_anew(recording, placing.views, visit, first, {placing.views.tensor_of(value)})
-                has_moved = True
-    for slot in dict.fromkeys(one.slot for one in sharers if alive(recording, one)):
+    written = [inputs[slot] for slot, _ in result.writes if _is_value(inputs[slot])]
+    for value in dict.fromkeys(written):
         views = placing.views
-        own = views.tensor_of(inputs[slot])
-        others = [one for sharer in sharers if sharer.slot == slot for one in alive(recording, sharer)]
-        used = {views.tensor_of(one.value) for one in others}
-        first = _first(recording, views, {own, *used})
-        homes = {placing.home(views.value_of(tensor)) for tensor in (first, own, *used)}
-        if homes != {visit}:
-            _make_anew(recording, views, visit, first, {own, *used})
-            has_moved = True
-    return has_moved
+        own = views.tensor_of(value)
+        first = views.first_of(own)
+        if views.view(first).is_of_module:
+            used, others = {own}, [own]
+        else:
+            family = {*views.family(own)}
+            others = [views.tensor_of(place.value) for sharer in sharers for place in alive(recording, sharer)]
+            others = [tensor for tensor in others if tensor in family]
+            used = {own, *others}
+            first = _first(recording, views, used)
+        at = {placing.home(views.value_of(tensor)) for tensor in (first, *used)}
+        if others and at != {visit}:
+            _make_anew(recording, views, visit, first, used)
+            return True
+    return False
 
 
 def _first(recording: Recording, views: Views, tensors: set[int]) -> int:
@@ -199,8 +201,7 @@ def _view_of_module(recording: Recording, views: Views, tensor: int, visit: int)
 
 
 def _placeholders(recording: Recording, views: Views, tensor: int) -> list[Placeholder]:
-    pool, place = _placeholder_in(views, tensor)
-    return alive(recording, Sharer(0, frozenset((tensor, views.value_of(tensor))), pool, place, False))
+    return alive(recording, _sharer(views, tensor))
 
 
 def _spec(recording: Recording, value: int) -> TensorSpec:
@@ -219,16 +220,15 @@ def _call_again(recording: Recording, event: Event, views: Views, source: Placeh
 
 def tell_sharers(recording: Recording, event: Event, operands: Sequence[Tensor]) -> None:
     """Have the tensors that share memory see what an event has written."""
-    for slot, _, value in event.writes:
-        written = next((one for one in operands if type(one) is Placeholder and one.value == value), None)
-        for sharer in event.sharers or ():
-            places = alive(recording, sharer) if sharer.slot == slot and written is not None else []
-            if not places:
-                continue
+    values = {slot: value for slot, _, value in event.writes}
+    for sharer in event.sharers:
+        places = alive(recording, sharer)
+        for slot, gets_gradient in sharer.slots if places else ():
+            [written] = {one for one in operands if type(one) is Placeholder and one.value == values[slot]}
             first, spec = places[0], places[0].spec
-            if sharer.gets_gradient and written.spec.requires_grad and not spec.requires_grad:  # type: ignore[union-attr]
+            if gets_gradient and written.requires_grad and not spec.requires_grad:
                 spec = spec.but(requires_grad=True, is_leaf=False)
-            _see(recording, first, written if sharer.gets_gradient else None, spec, event.visit)
+            _see(recording, first, written if gets_gradient else None, spec, event.visit)
             for other in places[1:]:
                 _follow(recording, other, first)
 

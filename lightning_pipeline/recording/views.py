@@ -8,8 +8,6 @@ from typing import NamedTuple
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.recording.event import Event
 
-_DETACHING = ("detach", "data.__get__")
-
 
 class View(NamedTuple):
     """How a tensor was made.
@@ -51,7 +49,7 @@ class Views:
                 self._makers[value] = View(None, event, index, is_of_module=is_of_module)
                 continue
             tensor = self.tensor_of(source)
-            is_differentiable = event.state[0] and function_name(event.function) not in _DETACHING
+            is_differentiable = event.state[0] and not _detaches(event)
             self._views[value] = View(tensor, event, index, is_differentiable)
             first = self.first_of(tensor)
             self._families.setdefault(first, [first]).append(value)
@@ -83,8 +81,18 @@ class Views:
         """How a tensor was made."""
         return self._views.get(tensor) or self._makers.get(tensor) or View(None, None, 0)
 
+    def with_same_data(self, tensor: int) -> int:
+        """The tensor of which this one is a detached one, and so on; itself without."""
+        while (view := self.view(tensor)).source is not None and _detaches(view.event):
+            tensor = view.source
+        return tensor
+
     def whole_for_autograd(self, tensor: int) -> int:
         """The tensor that autograd takes it for a view of."""
         while (view := self.view(tensor)).is_differentiable and view.source is not None:
             tensor = view.source
         return tensor
+
+
+def _detaches(event: Event | None) -> bool:
+    return event is not None and function_name(event.function) in ("detach", "data.__get__")

@@ -139,6 +139,11 @@ class ViewsOfEveryKindWritten(Between):
             view = filled.view(-1, 2, 4)
             view[view > 1] = 0.5
             view[:, 0][late[:, :4] > 0] = 0.1
+            torch._foreach_add_([filled[:, :2], filled[:, 4:6]], [early[:, :2], early[:, 2:4]])
+            twisted = torch.complex(early, early * 0.5)
+            twisted.real.mul_(filled)
+            torch.view_as_real(twisted)[..., 1].add_(filled)
+            filled = twisted.abs()
         return filled
 
 
@@ -276,7 +281,10 @@ class KeptViewsWrittenInHook(WithRows):
         x = self.layers[2](self.layers[0](x))
         whole = x.detach().clone()
         self.kept.append((whole, whole[:, :4], whole.view(-1, 2, 4)[:, 1]))
-        return self.layers[3](x)
+        self.kept.append((x.detach() * 1.0,) * 3)
+        x = self.layers[3](x)
+        self.kept.append((x.detach(), x.detach()[:, :3], x.detach()[:, 4]))
+        return x * 1.0
 
     def on_train_batch_end(self, *_: Any) -> None:
         for whole, first, second in self.kept if self.writes else ():
@@ -301,3 +309,23 @@ class KeptViewsWrittenInNextMicrobatch(WithRows):
         whole = x.detach().clone()
         self.kept = whole, whole[:, :4]
         return self.layers[3](x)
+
+
+@habit(observed=["seen"], plain=False, without={"writes": False})
+class RowsWrittenInHook(WithRows):
+    """A hook writes into rows of weights that several ranks hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        first, second, third, fourth = (layer.linear.weight for layer in self.layers)
+        if self.writes:
+            torch._foreach_mul_([*second.unbind(0), *fourth.unbind(0)], 0.9)
+            for row, other in zip(third, first, strict=True):
+                row.add_(other, alpha=0.01)
+            first[0].copy_(fourth[1])
+            self.layers[3].rows[1].copy_(first[3])
+        self.seen.append(self.layers[3].rows.sum().item() + third.sum().item())
