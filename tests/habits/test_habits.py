@@ -30,7 +30,8 @@ BY_DEFAULT = {
         TargetLoadedInStep CountsInAllLayers GradientsOnAfterBranch LayerSwappedForIdentity MomentsReadInStep
         NormsLoggedAndKept AttendsToTransposed BiasOfALaterLayer MixedByThePlugin ReadsBetweenUsesByHand
         ModuleHookInAJacobian GoesOnWithWhatAHookFound HookOfAModuleThatIsGivenTheBatch LargestOfAllWeights
-        PenaltyUnderAnomalyDetection HookedAndUsedWithoutGradients
+        PenaltyUnderAnomalyDetection HookedAndUsedWithoutGradients ShiftFrozenForOneTerm ReadsInInferenceMode
+        ColumnsFilledLayerByLayer WrittenThroughViewsAroundReads KeptViewsWrittenInHook BufferWrittenThroughViews
     """,
     "2-zero_bubble": """
         PaddedEncoder ParameterHooks VQCodebook CheckpointWithDropout AdversarialAcrossStages
@@ -39,7 +40,7 @@ BY_DEFAULT = {
     "3-1f1b": """
         RecurrentLayerBetweenLayers RecurrentLayerOnTwoStages RecurrentLayerDifferentiated PenaltyOnTwoStages
         CountsBeforeLayersOfAnotherVisit RecurrentRefinement HaltsByData LayerDropByPython LateTwiceThenEarly
-        LimitsFromAHook TiedGradientsWithinAWindow
+        LimitsFromAHook TiedGradientsWithinAWindow ViewsOfEveryKindWritten
     """,
     "2-auto": """
         FunctionOfParameters MeterOfOnesOwn OwnTorchGenerator LBFGS ReturnsNothing GeneratorsOfDataset
