@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -11,9 +11,11 @@ from torch import Tensor
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import Placeholder, become
 from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.compiled_calls import CompiledCall
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.matcher import CAPTURED
 from lightning_pipeline.recording.operation import put_together
+from lightning_pipeline.recording.split_modules import SplitCall
 from lightning_pipeline.recording.views import Views
 
 if TYPE_CHECKING:
@@ -42,17 +44,31 @@ def kept_views(recording: Recording, places: Sequence[Placeholder]) -> list[Kept
     wholes: dict[int, Placeholder] = {}  # by the tensor whose data they are
     found = []
     for place in sorted(places, key=lambda one: tensors[one.value]):
-        calls: list[tuple[Event, int, int]] = []
-        at: int | None = tensors[place.value]
-        while at is not None and views.with_same_data(at) not in wholes:
-            view = views.view(at)
-            if view.event is not None and view.source is not None:
-                calls.insert(0, (view.event, view.source, view.place))
-            at = view.source
-        if at is not None:
-            found.append(KeptView(weakref.ref(place), weakref.ref(wholes[views.with_same_data(at)]), calls))
-        wholes.setdefault(views.with_same_data(tensors[place.value]), place)
+        tensor = tensors[place.value]
+        if views.has_parted(tensor):
+            continue
+        calls = _calls_from_whole(views, tensor, wholes)
+        if calls is not None:
+            whole, rest = calls
+            found.append(KeptView(weakref.ref(place), weakref.ref(whole), rest))
+        wholes.setdefault(views.with_same_data(tensor), place)
     return found
+
+
+def _calls_from_whole(
+    views: Views, tensor: int, wholes: Mapping[int, Placeholder]
+) -> tuple[Placeholder, list[tuple[Event, int, int]]] | None:
+    """The nearest tensor among `wholes` that one is a view of, and the calls that make it; None without."""
+    calls: list[tuple[Event, int, int]] = []
+    while (whole := wholes.get(views.with_same_data(tensor))) is None:
+        view = views.view(tensor)
+        if view.event is None or view.source is None:
+            return None
+        if len(view.event.inputs) > 1 or not can_be_called_again(view.event):
+            return None
+        calls.insert(0, (view.event, view.source, view.place))
+        tensor = view.source
+    return whole, calls
 
 
 def share_memory_again(recording: Recording) -> None:
@@ -83,12 +99,20 @@ def refuse_written(recording: Recording, place: Placeholder) -> None:
         )
 
 
+def can_be_called_again(event: Event) -> bool:
+    """Whether an event is a call of torch's."""
+    return type(event.function) not in (CompiledCall, SplitCall) and not hasattr(event.function, "applies")
+
+
 def arguments_again(
     recording: Recording, event: Event, views: Views, source: Any, tensor: int
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments of a call that made a view of a tensor, with `source` in the place of that."""
+    is_possible = can_be_called_again(event)
     operands: list[Any] = []
     for slot, value in enumerate(event.inputs):
+        if not is_possible:
+            break
         if value is CAPTURED:
             operands.append(recording.captured[event.first_captured + event.matcher.captured_tensors[slot]])
         elif type(value) is int and value < 0:
@@ -98,10 +122,12 @@ def arguments_again(
         elif type(value) is int:
             operands.append(recording.placeholder_for(value, event.specs[slot], "an operand"))
         else:
-            raise NotImplementedError(
-                f"a view ({event.line}) is made of what a stage computes and of another step's or a hook's tensor, "
-                f"and written into ({users_line()}): write into a clone()"
-            )
+            is_possible = False
+    if not is_possible:
+        raise NotImplementedError(
+            f"what is written into ({users_line()}) shares its memory with what {event.name} gave ({event.line}), "
+            f"which cannot be called again on another stage: write into a clone()"
+        )
     places = event.matcher.captured_numbers.items()
     numbers = {slot: recording.captured[event.first_captured + place] for slot, place in places}
     args, kwargs = (put_together(one, operands, numbers) for one in (event.call.args, event.call.kwargs))  # type: ignore[arg-type]

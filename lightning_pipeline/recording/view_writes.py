@@ -115,6 +115,11 @@ def come_together(
         views = placing.views
         own = views.tensor_of(value)
         first = views.first_of(own)
+        if views.has_parted(own) and any(alive(recording, sharer) for sharer in sharers):
+            raise NotImplementedError(
+                f"what shared its memory with another tensor has had its .data set, and one of them is written into "
+                f"({users_line()}): write into a clone()"
+            )
         if views.view(first).is_of_module:
             used, others = {own}, [own]
         else:

@@ -36,6 +36,7 @@ class Views:
         self._views: dict[int, View] = {}
         self._families: dict[int, list[int]] = {}
         self._makers: dict[int, View] = {}
+        self._parted: set[int] = set()
 
     def note(self, event: Event) -> None:
         """Take in the next event of the path."""
@@ -55,6 +56,8 @@ class Views:
             self._families.setdefault(first, [first]).append(value)
         for slot, _, value in event.writes:
             before = event.inputs[slot]
+            if event.name == "data.__set__" and type(before) is int:
+                self._parted.add(self.first_of(self.tensor_of(before)))
             tensor = self.tensor_of(before) if type(before) is int and before >= 0 else value
             self._tensors[value], self._latest[tensor] = tensor, value
 
@@ -76,6 +79,10 @@ class Views:
     def family(self, tensor: int) -> Sequence[int]:
         """The tensors that share a tensor's memory, in the order in which they were made; itself alone without."""
         return self._families.get(self.first_of(tensor), (tensor,))
+
+    def has_parted(self, tensor: int) -> bool:
+        """Whether one that shares a tensor's memory has been given another memory, by setting its ``.data``."""
+        return self.first_of(tensor) in self._parted
 
     def view(self, tensor: int) -> View:
         """How a tensor was made."""

@@ -329,3 +329,20 @@ class RowsWrittenInHook(WithRows):
             first[0].copy_(fourth[1])
             self.layers[3].rows[1].copy_(first[3])
         self.seen.append(self.layers[3].rows.sum().item() + third.sum().item())
+
+
+@habit(observed=["kept"], shows=False)
+class KeptInManyForms(Layers):
+    """A step keeps tensors with views of them that other tensors shape, and one whose data it has set."""
+
+    kept: Any = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        early = self.layers[0](x)
+        late = self.layers[2](early)
+        wide = early.mean(0, keepdim=True).expand_as(late)
+        twin = late.detach()
+        twin.data = late.data * 2
+        self.kept = [early, early.view_as(late), wide, late, twin, twin[:, :2], late[:, :3]]
+        return F.cross_entropy(self.head(self.layers[3](early + wide)), y)
