@@ -313,10 +313,14 @@ class InOrder:
         if key not in self.here or (spec.requires_grad and key in self._came_frozen):
             home = self.placement.index(holders[0])
             own = tensor if self.rank == holders[0] else None
-            (self._came_frozen.discard if spec.requires_grad else self._came_frozen.add)(key)
+            if spec.requires_grad:
+                self._came_frozen.discard(key)
+            else:
+                self._came_frozen.add(key)
             self._moved(-1 - number, home, visit, spec, own)
         found = self.here[key]
-        return found if spec.requires_grad else found.detach()  # the step may have frozen it since it came
+        is_frozen = found.requires_grad and not spec.requires_grad  # by the step, since it came
+        return found.detach() if is_frozen else found
 
     def _adds_up_by_use(self, event: Event, slot: int) -> bool:
         """Whether gradients of the parameter that an event uses add up one by one, over visits (`repeated_uses`)."""

@@ -13,7 +13,7 @@ from lightning_pipeline.partition.placeholder import Placeholder, become
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.compiled_calls import CompiledCall
 from lightning_pipeline.recording.event import Event
-from lightning_pipeline.recording.matcher import CAPTURED
+from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue, HookTensor
 from lightning_pipeline.recording.operation import put_together
 from lightning_pipeline.recording.split_modules import SplitCall
 from lightning_pipeline.recording.views import Views
@@ -100,34 +100,34 @@ def refuse_written(recording: Recording, place: Placeholder) -> None:
 
 
 def can_be_called_again(event: Event) -> bool:
-    """Whether an event is a call of torch's."""
-    return type(event.function) not in (CompiledCall, SplitCall) and not hasattr(event.function, "applies")
+    """Whether an event is a call of torch's, on nothing that another step or a hook has made."""
+    is_torchs = type(event.function) not in (CompiledCall, SplitCall) and not hasattr(event.function, "applies")
+    return is_torchs and not any(isinstance(value, HookTensor | EarlierValue) for value in event.inputs)
 
 
 def arguments_again(
     recording: Recording, event: Event, views: Views, source: Any, tensor: int
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments of a call that made a view of a tensor, with `source` in the place of that."""
-    is_possible = can_be_called_again(event)
-    operands: list[Any] = []
-    for slot, value in enumerate(event.inputs):
-        if not is_possible:
-            break
-        if value is CAPTURED:
-            operands.append(recording.captured[event.first_captured + event.matcher.captured_tensors[slot]])
-        elif type(value) is int and value < 0:
-            operands.append(recording.tensors.tensors[-1 - value])
-        elif type(value) is int and views.tensor_of(value) == tensor:
-            operands.append(source)
-        elif type(value) is int:
-            operands.append(recording.placeholder_for(value, event.specs[slot], "an operand"))
-        else:
-            is_possible = False
-    if not is_possible:
+    """The arguments of a call that made a view of a tensor, with `source` in the place of that.
+
+    Raises:
+        NotImplementedError: it cannot be called again.
+    """
+    if not can_be_called_again(event):
         raise NotImplementedError(
             f"what is written into ({users_line()}) shares its memory with what {event.name} gave ({event.line}), "
             f"which cannot be called again on another stage: write into a clone()"
         )
+    operands: list[Any] = []
+    for slot, value in enumerate(event.inputs):
+        if value is CAPTURED:
+            operands.append(recording.captured[event.first_captured + event.matcher.captured_tensors[slot]])
+        elif value < 0:
+            operands.append(recording.tensors.tensors[-1 - value])
+        elif views.tensor_of(value) == tensor:
+            operands.append(source)
+        else:
+            operands.append(recording.placeholder_for(value, event.specs[slot], "an operand"))
     places = event.matcher.captured_numbers.items()
     numbers = {slot: recording.captured[event.first_captured + place] for slot, place in places}
     args, kwargs = (put_together(one, operands, numbers) for one in (event.call.args, event.call.kwargs))  # type: ignore[arg-type]

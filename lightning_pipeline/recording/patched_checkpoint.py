@@ -27,6 +27,8 @@ Checkpointed = Callable[[CheckpointCall], AbstractContextManager[None]]
 _SINCE_2_14 = "_checkpoint_without_reentrant_generator_impl"
 _GENERATOR = _SINCE_2_14 if hasattr(torch_checkpoint, _SINCE_2_14) else "_checkpoint_without_reentrant_generator"
 """What torch's function calls, with the options by name (since 2.14) or in order."""
+_SWAPPING = "_reparametrize_module"
+"""What `functional_call` enters."""
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def checkpoints_noted(around: Checkpointed) -> Iterator[None]:
             return function(*args)
 
     with _replaced(generator, SimpleNamespace(apply=apply)), overridden() as override:
-        override(stateless, "_reparametrize_module", partial(_swapping, stateless._reparametrize_module, swapped))
+        override(stateless, _SWAPPING, partial(_swapping, getattr(stateless, _SWAPPING), swapped))
         yield
 
 
