@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lightning_pipeline.engine.microbatch import Microbatch, Structure
 from lightning_pipeline.engine.work import StepTask
-from lightning_pipeline.partition.memory import memory_of
-from lightning_pipeline.partition.microbatch import batch_size, num_rows, signature
+from lightning_pipeline.partition.memory import extent, memory_of
+from lightning_pipeline.partition.microbatch import batch_size, num_rows, overlaps, signature
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.partition.tree import Layout
-from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, fill, laid_out
 from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
 
@@ -105,7 +105,8 @@ class Delivery:
                     state.everywhere = [tensor.data for tensor in everywhere]
                     continue
                 # Copies rather than views, as on the other ranks.
-                state.everywhere = [tensor.detach().clone() for tensor in everywhere]
+                copies = [tensor.detach().clone() for tensor in everywhere]
+                state.everywhere = in_memory(copies, state.structure)
                 self._parts += zip(everywhere, state.everywhere, strict=True)
             for peer in range(1, self._num_ranks):
                 assert self._transport is not None
@@ -133,6 +134,8 @@ class Delivery:
             received = self._transport.recv_object(0, "the batch's sparse tensors")
             for (index, number), tensor in zip(sparse, received, strict=True):
                 states[index].everywhere[number] = tensor
+        for state in states:
+            state.everywhere = in_memory(state.everywhere, state.structure)
 
     def write_back(self, states: Sequence[Microbatch]) -> None:
         """Copy the step's in-place changes of its batch back to the loader's tensors, as in one process."""
@@ -177,7 +180,8 @@ class Delivery:
             if number is None:
                 number = self._next_number
                 self._next_number += 1
-                announcement.new[number] = Structure(key, layout, [TensorSpec.of(tensor) for tensor in tensors])
+                specs = [TensorSpec.of(tensor) for tensor in tensors]
+                announcement.new[number] = Structure(key, layout, specs, overlaps(tensors))
                 self._by_key[key] = number
             else:
                 known = announcement.new.get(number) or self._structures[number]
@@ -206,6 +210,29 @@ def _columns(states: Sequence[Microbatch]) -> Iterator[tuple[list[tuple[int, int
 def _packed(states: Sequence[Microbatch]) -> Iterator[Tensor]:
     for places, _ in _columns(states):
         yield torch.cat([states[index].everywhere[number].reshape(-1) for index, number in places])
+
+
+def in_memory(tensors: Sequence[Tensor], structure: Structure) -> list[Tensor]:
+    """Copies of a micro-batch's small tensors, as they lie in memory in one process.
+
+    Code that asks for strides goes on differently with others, kernels sum in other orders, and a write into one tensor
+    is seen in those that overlap with it, as in ``tokens[:, :-1]`` and ``tokens[:, 1:]``. None counts as written into.
+    """
+    found = [
+        tensor if spec.stride is None or tensor.stride() == spec.stride else laid_out(tensor, spec.stride).data
+        for tensor, spec in zip(tensors, structure.small, strict=True)
+    ]
+    for group in structure.overlaps:
+        own = [(number, structure.small[number], offset) for number, offset in group]
+        specs = [(number, spec.shape, spec.stride or (), offset) for number, spec, offset in own]
+        length = max(offset + extent(shape, stride) for _, shape, stride, offset in specs)
+        memory = torch.empty(length, dtype=found[group[0][0]].dtype)
+        for number, shape, stride, offset in specs:
+            fill(memory.as_strided(shape, stride, offset), found[number])
+        memory = memory.data
+        for number, shape, stride, offset in specs:
+            found[number] = memory.as_strided(shape, stride, offset)
+    return found
 
 
 _ABSENT = torch.empty(0, device="meta")

@@ -17,6 +17,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.engine.expectations import Expectation
 from lightning_pipeline.engine.offloading import Parcel
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.microbatch import Overlaps
 from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.tree import Layout
@@ -94,15 +95,28 @@ class Structure:
     Attributes:
         small: specs of the tensors that are sent to every rank.
         large: specs of the tensors that stay on the first rank.
+        overlaps: the groups of small tensors that overlap in memory.
+        overlapping: the numbers of large tensors that overlap with others.
     """
 
-    def __init__(self, key: Hashable, layout: Layout, specs: list[TensorSpec]) -> None:
+    def __init__(self, key: Hashable, layout: Layout, specs: list[TensorSpec], overlaps: Overlaps = ()) -> None:
         self.key, self.layout, self.specs = key, layout, specs
         # Sparse tensors count as small: stages cannot send them, and the size of their dense form means nothing.
         self._is_small = [
             (spec.num_bytes <= EVERYWHERE_BYTES or spec.stride is None) and not spec.requires_grad for spec in specs
         ]
+        for group in overlaps:
+            if not all(self._is_small[number] for number, _ in group):
+                for number, _ in group:
+                    self._is_small[number] = False
         self.small, self.large = self.split(specs)
+        small, large = self.split(range(len(specs)))
+        self.overlaps = [
+            [(small.index(number), offset) for number, offset in group]
+            for group in overlaps
+            if self._is_small[group[0][0]]
+        ]
+        self.overlapping = {large.index(n) for group in overlaps for n, _ in group if not self._is_small[n]}
 
     def split(self, items: Sequence[T]) -> tuple[list[T], list[T]]:
         """Split items, one for each tensor of a micro-batch, into those of small and those of large tensors."""

@@ -215,6 +215,7 @@ class PipelineStep:
         batch = tree.rebuild(state.layout, structure.joined(delivered, places))
         state.everywhere = []
         recording.memory.note_batch(delivered)
+        recording.overlapping = structure.overlapping
         recording.delivered = delivered
         recording.batch_places = [weakref.ref(place) for place in places]
         if shared.expectations.wants(beginning):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -28,6 +29,11 @@ def memory_of(tensor: Tensor) -> int:
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """The number of elements from the first to the last in memory, those between included."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
 
 
 def num_storage_bytes(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.memory import extent, memory_of
 from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Object, Pickled, Sequence, Slot
 from lightning_pipeline.partition.users_line import users_line
 
@@ -248,7 +249,31 @@ def signature(microbatch: Any) -> tuple[list[Tensor], Layout, tuple[Any, ...]]:
     """The tensors of a micro-batch, its layout, and a key. Micro-batches with equal keys may run the same program."""
     tensors, layout = tree.flatten(microbatch)
     shapes = tuple([(tuple(t.shape), _stride(t), t.dtype, t.requires_grad) for t in tensors])
-    return tensors, layout, (_structure(layout), shapes)
+    return tensors, layout, (_structure(layout), shapes, overlaps(tensors))
+
+
+Overlaps = tuple[tuple[tuple[int, int], ...], ...]
+"""Groups of tensors that overlap in memory: the number of each, and where it begins, in elements from the first one."""
+
+
+def overlaps(tensors: list[Tensor]) -> Overlaps:
+    """The groups of tensors of one dtype that overlap in memory."""
+    by_memory: dict[tuple[int, torch.dtype], list[tuple[int, int]]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.layout is torch.strided and tensor.numel():
+            by_memory.setdefault((memory_of(tensor), tensor.dtype), []).append((int(tensor.storage_offset()), number))
+    groups = []
+    for members in by_memory.values():
+        group: list[tuple[int, int]] = []
+        first = end = 0
+        for offset, number in sorted(members) if len(members) > 1 else ():
+            if not group or offset >= end:
+                groups.append(group)
+                group, first = [], offset
+            group.append((number, offset - first))
+            end = max(end, offset + extent(tensors[number].shape, tensors[number].stride()))
+        groups.append(group)
+    return tuple(tuple(group) for group in groups if len(group) > 1)
 
 
 def _stride(tensor: Tensor) -> Any:

@@ -55,6 +55,7 @@ def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwa
     visit = _visit_for(recording, func, inputs, specs, result)
     sharers = []
     if result.writes and function_name(func) != "data.__set__":
+        _refuse_overlapping(recording, inputs, result)
         sharers = sharers_of(recording, inputs, result)
         if come_together(recording, visit, inputs, result, sharers):
             return add_call(recording, func, kind, args, kwargs)
@@ -96,6 +97,22 @@ def _refuse(func: Any, kwargs: dict[str, Any]) -> None:
             f"{function_name(func)} on what a stage computes is not supported within a step, as what it calls cannot "
             f"be told from outside ({users_line()}): write it with torch.where, or plain Python"
         )
+
+
+def _refuse_overlapping(recording: Recording, inputs: Sequence[Any], result: Result) -> None:
+    """Refuse a write into a tensor of the batch which the first stage has, and which overlaps with others there.
+
+    Raises:
+        NotImplementedError: for such a write.
+    """
+    views = recording.placing.views
+    for slot, _ in result.writes:
+        value = inputs[slot]
+        if type(value) is int and value >= 0 and views.first_of(views.tensor_of(value)) in recording.overlapping:
+            raise NotImplementedError(
+                f"a tensor of the batch is written into which shares its memory with another one ({users_line()}): "
+                f"write into a clone()"
+            )
 
 
 def _refuse_dependence(func: Any) -> None:

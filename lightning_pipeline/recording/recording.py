@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from types import CodeType
 from typing import Any
@@ -73,6 +73,7 @@ class Recording(TorchFunctionMode):
         provenance: traces where captures come from; None if that is not needed.
         delivered: tensors of the batch that every rank has.
         batch_places: placeholders for tensors of the batch that only the first rank has.
+        overlapping: the numbers of those that share memory with others of them.
         memory: of the tensors that every rank has.
         skipped: the last event of each call that was answered as a whole, with the event before the call and the one
             that made its result.
@@ -120,6 +121,7 @@ class Recording(TorchFunctionMode):
         self.memory = ReplicatedMemory(frozenset(place for place, tensor in changing if memory_of(tensor) == place))
         self.delivered: list[Tensor] = []
         self.batch_places: list[weakref.ref[Placeholder]] = []
+        self.overlapping: Collection[int] = ()
         recorder.recordings.append(self)
         self.num_modes = 0
         self.arrays: list[tuple[Any, bytes, Placeholder]] = []

@@ -35,7 +35,14 @@ class ReplicatedMemory:
         self._num_looked_at = 0
 
     def note_batch(self, tensors: Iterable[Tensor]) -> None:
-        self.batch.update(memory_of(tensor) for tensor in tensors if type(tensor) is not Placeholder)
+        by_memory: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            if type(tensor) is not Placeholder:
+                by_memory.setdefault(memory_of(tensor), []).append(tensor)
+        self.batch.update(by_memory)
+        for memory, sharing in by_memory.items():
+            if len(sharing) > 1:
+                self.note_views(memory, sharing)
 
     def note_views(self, memory: int, tensors: Iterable[Tensor]) -> None:
         """Note tensors that share memory."""

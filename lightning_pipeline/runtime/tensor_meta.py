@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.memory import contiguous_strides
+from lightning_pipeline.partition.memory import contiguous_strides, extent
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import are_dense, bytes_of, flat, is_dense
 
@@ -60,18 +60,29 @@ def conform(tensor: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """Give a tensor that came in dense memory the strides that it has on its stage, which may have holes or be zero.
+    """Give a tensor that came in dense memory the strides that it has on its stage.
 
-    Sums depend on strides in their last bits. A tensor whose memory overlaps in other ways is left as it is.
+    These may have holes, be zero, or let elements overlap. Sums depend on strides in their last bits.
     """
-    if stride is None or tensor.stride() == stride or not tensor.numel() or not _can_be_filled(tensor.shape, stride):
+    if stride is None or tensor.stride() == stride or not tensor.numel():
         return tensor
-    repeated = [step == 0 for step in stride]
-    sizes = [1 if one else size for one, size in zip(repeated, tensor.shape, strict=True)]
+    if _can_be_filled(tensor.shape, stride):
+        made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        return made.copy_(tensor.detach())
+    memory = torch.empty(extent(tensor.shape, stride), dtype=tensor.dtype, device=tensor.device)
+    return fill(memory.as_strided(tensor.shape, stride), tensor.detach())
+
+
+def fill(view: Tensor, tensor: Tensor) -> Tensor:
+    """Copy a tensor into a view of fresh memory. Its data is alike where elements of the view share memory."""
     with torch.no_grad():
-        made = tensor.new_empty_strided(sizes, stride)
-        made.copy_(tensor[tuple(slice(0, 1) if one else slice(None) for one in repeated)])
-        return made.as_strided(tensor.shape, stride)
+        if _can_be_filled(view.shape, view.stride()):
+            return view.copy_(tensor)
+        shape, stride, start = view.shape, view.stride(), view.storage_offset()
+        memory = view.as_strided((start + extent(shape, stride),), (1,), 0)
+        places = torch.arange(len(memory), device=view.device).as_strided(shape, stride, start)
+        memory[places.reshape(-1)] = tensor.reshape(-1)
+    return view
 
 
 def from_memory(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -82,12 +93,12 @@ def from_memory(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def _can_be_filled(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether no two elements share memory, except along dimensions of stride 0."""
-    extent = 0
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if step and size > 1):
-        if step <= extent:
+    """Whether no two elements share memory."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        if step <= reach:
             return False
-        extent += step * (size - 1)
+        reach += step * (size - 1)
     return True
 
 

@@ -1,0 +1,191 @@
+"""How the tensors of a batch lie in memory: transposed, with holes, expanded, as windows, overlapping one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Evaluated, Layers
+from tests.habits.table import error, habit
+
+
+def labels(generator: torch.Generator) -> Tensor:
+    return torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+
+
+@habit(shows=False, plain=False)
+class TransposedBatch(Layers):
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        return torch.randn(WIDTH, SAMPLES, generator=generator).t(), labels(generator)
+
+
+@habit(shows=False, plain=False)
+class TimeFirstBatch(Layers):
+    """A loader that keeps time first, and a module that wants the batch first."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        return torch.randn(3, SAMPLES, WIDTH, generator=generator).transpose(0, 1), labels(generator)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x).mean(1)
+
+
+class ConvLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.norm = nn.BatchNorm2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.conv(x)))
+
+
+def channels_last_batch(generator: torch.Generator) -> Any:
+    images = torch.randn(SAMPLES, 2, 2, 2, generator=generator)
+    return images.to(memory_format=torch.channels_last), labels(generator)
+
+
+@habit(shows=False, plain=False)
+class ChannelsLastBatch(Layers):
+    layer = ConvLayer
+    batch = staticmethod(channels_last_batch)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(memory_format=torch.channels_last)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x).flatten(1)
+
+
+@habit(shows=False, plain=False, calls=("validate", "predict"))
+class ChannelsLastBatchEvaluated(Evaluated):
+    layer = ConvLayer
+    batch = staticmethod(channels_last_batch)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x).flatten(1)
+
+
+@habit(shows=False, plain=False)
+class PermutedInTransfer(Layers):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x.view(SAMPLES, 2, WIDTH // 2).permute(0, 2, 1), y
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x.transpose(1, 2).flatten(1))
+
+
+@habit(shows=False, plain=False)
+class AsksForContiguity(Layers):
+    """Every second column of wider data, and code that goes on differently with those."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        return torch.randn(SAMPLES, 2 * WIDTH, generator=generator)[:, ::2], labels(generator)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x if x.is_contiguous() else x * 0.5)
+
+
+@habit(shows=False, plain=False)
+class TriesView(Layers):
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        return torch.randn(2, WIDTH // 2, SAMPLES, generator=generator).permute(2, 0, 1), labels(generator)
+
+    def features(self, x: Tensor) -> Tensor:
+        try:
+            x = x.view(-1, WIDTH)
+        except RuntimeError:
+            x = x.reshape(-1, WIDTH) * 0.5
+        return super().features(x)
+
+
+@habit(shows=False, plain=False)
+class ExpandedBatch(Layers):
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        return torch.randn(SAMPLES, 1, generator=generator).expand(SAMPLES, WIDTH), labels(generator)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x * 0.5 if x.stride(1) == 0 else x)
+
+
+@habit(shows=False, plain=False)
+class WindowsOfSeries(Layers):
+    """Sliding windows over a time series, which share memory."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        series = torch.randn(SAMPLES + WIDTH - 1, generator=generator)
+        return series.unfold(0, WIDTH, 1), labels(generator)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x * 0.5 if x.stride() == (1, 1) else x)
+
+
+@habit(shows=False, plain=False)
+class TensorAndView(Layers):
+    """A tensor of the batch and a view of it, of which one is written into."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        x = torch.randn(SAMPLES, WIDTH, generator=generator)
+        return {"x": x, "part": x[:, :4], "y": labels(generator)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.features(batch["x"].clone())
+        batch["x"].mul_(0.5)
+        return F.cross_entropy(self.head(h + batch["part"].sum(1, keepdim=True)), batch["y"])
+
+
+@habit(shows=False, plain=False)
+class ShiftedTokens(Layers):
+    """Inputs and targets are slices of the same tokens, and inputs are masked in place."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        tokens = torch.randint(1, CLASSES, (SAMPLES, WIDTH + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x[:, 3] = 0
+        logits = self(x.float())
+        return F.cross_entropy(logits, y[:, -1]) + F.cross_entropy(logits, y[:, 2])
+
+
+@habit(expect=error(r"batches\.py:\d+.*write into a clone"), shows=False, plain=False)
+class ShiftedLargeTokens(Layers):
+    """Likewise, too much of it for every rank to have."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        tokens = torch.randint(1, CLASSES, (SAMPLES, 20_000), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x[:, 3] = 0
+        return F.cross_entropy(self(x[:, :WIDTH].float()), y[:, 2])
+
+
+@habit(shows=False, plain=False)
+class SlicesOfLargeTokens(Layers):
+    """Likewise, without a write."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        tokens = torch.randint(0, CLASSES, (SAMPLES, 20_000), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x[:, :WIDTH].float()), y[:, 2])
