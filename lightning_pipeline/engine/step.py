@@ -364,8 +364,10 @@ class PipelineStep:
 def contents_of(recording: Recording) -> Content:
     """What to compare between ranks of a recording's captures.
 
-    Delivered tensors are equal on all ranks and are left out, unless the step has modified them.
+    Delivered tensors are equal on all ranks and are left out, unless the step has modified them. So is what a stage has
+    put in the place of an earlier micro-batch's value, in an earlier part of the step.
     """
     delivered, recording.delivered = recording.delivered, []
     alike = {id(tensor) for tensor in delivered if tensor.is_inference() or not tensor._version}
-    return [*contents(recording.captured, alike | recording.overwritten), *recording.seeds]
+    known = alike | recording.overwritten | recording.of_stages
+    return [*contents(recording.captured, known), *recording.seeds]

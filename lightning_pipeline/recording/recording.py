@@ -62,6 +62,7 @@ class Recording(TorchFunctionMode):
         captured: tensors and numbers that events have captured.
         seeds: seeds of the user's own generators that were drawn from.
         overwritten: ids of captured tensors that a stage writes into, which may have been uninitialized.
+        of_stages: ids of captured values of earlier micro-batches, which only the ranks of their stages have.
         kept: placeholders that are in no event's pool, which the user's code may refer to.
         hooks: hooks on gradients of its values, in order of registration.
         with_hooks: events that take gradients which pass hooks.
@@ -101,6 +102,7 @@ class Recording(TorchFunctionMode):
         self.captured: list[Any] = []
         self.seeds: list[int] = []
         self.overwritten: set[int] = set()
+        self.of_stages: set[int] = set()
         self.num_draws = 0
         self.is_simple = not recorder.has_hooks
         self.reads: list[int] = []

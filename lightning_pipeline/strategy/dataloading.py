@@ -18,7 +18,7 @@ from lightning_pipeline.hooks.first_rank import Asked, Lending
 from lightning_pipeline.hooks.loader_changes import Change
 from lightning_pipeline.hooks.loader_state import LoaderState
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.partition.placeholder import TensorSpec, in_hook
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.replicas import Replicas
@@ -75,7 +75,8 @@ class _Before:
 
 class SharedLoader:
     """A loader whose batches the stages share. All but its iteration is that of the loader that it wraps, and copies
-    and pickles are of that loader alone, without connections.
+    and pickles are of that loader alone, without connections. A hook that iterates it does so on every rank, as it does
+    all else: the ranks' generators and samplers are in the same states.
 
     Args:
         whole: every stage gets the batches, not only their specs.
@@ -90,6 +91,12 @@ class SharedLoader:
         for name in ("state_dict", "load_state_dict"):
             if hasattr(loader, name):
                 setattr(self, name, getattr(loader, name))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader) if in_hook.is_here() else self._shared()
+
+    def _shared(self) -> Iterator[Any]:
+        raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self._loader,)
@@ -114,7 +121,7 @@ class AnnouncedLoader(SharedLoader):
         self._transport = transport
         self._replicas = replicas
 
-    def __iter__(self) -> Iterator[Any]:
+    def _shared(self) -> Iterator[Any]:
         # Not in the generator: a loader's iterator draws the seed of its workers when it is made, before later hooks.
         before = self._before()
         with self._borrowing():
@@ -171,7 +178,7 @@ class FollowingLoader(SharedLoader):
         super().__init__(loader, **options)
         self._transport = transport
 
-    def __iter__(self) -> Iterator[Any]:
+    def _shared(self) -> Iterator[Any]:
         self._follow(self._hear("the first stage's iterator"))
         return self._batches()
 

@@ -407,3 +407,22 @@ class OptimizersOfHalves(ByHand):
     def on_train_epoch_end(self) -> None:
         for scheduler in self.lr_schedulers():  # type: ignore[union-attr]
             scheduler.step()
+
+
+@habit(plain=False, shows=False, batches=3)
+class MovingAverageOfFeatures(Layers):
+    """Kept by the module from one micro-batch to the next, as StyleGAN's ``w_avg``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.average = torch.zeros(WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        features = self.features(x)
+        self.average = 0.9 * self.average + 0.1 * features.detach().mean(0)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.head(features - self.average), y))
+        optimizer.step()
