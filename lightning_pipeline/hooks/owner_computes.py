@@ -152,6 +152,18 @@ class OwnerComputes(TorchFunctionMode):
                 in_hook.on = True
                 self._gradients.forget()
 
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """While entered within `aside`, the user's code runs again, as a closure that it gives to an optimizer."""
+        in_hook.on = True
+        self._gradients.forget()
+        try:
+            with self:
+                yield
+            self._exchanges.send()
+        finally:
+            in_hook.on = False
+
     def take_over(self, other: OwnerComputes) -> None:
         """Become another one, which was made for another cut, while this one may be entered.
 
@@ -228,9 +240,10 @@ class OwnerComputes(TorchFunctionMode):
         if name == "data.__set__":
             return self._set_data(*args)
         if kind is FunctionKind.HOOKS:
-            if type(args[0]) is Placeholder:  # the hook runs where the data is
+            if type(args[0]) is Placeholder and not args[0].spec.is_parameter:  # the hook runs where the data is
                 return RemovableHandle(OrderedDict())
-            return func(*args, **kwargs)
+            with _torch.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if kind is FunctionKind.BACKWARD:
             raise NotImplementedError(
                 f"{function_name(func)} on what not every stage holds is not supported outside of steps "

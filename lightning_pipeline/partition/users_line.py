@@ -33,12 +33,15 @@ def is_users(frame: FrameType) -> bool:
 
 
 def users_lines() -> tuple[int, ...]:
-    """The line numbers at which the functions of the running hook are, the innermost first."""
+    """The line numbers at which the functions of the running hook are, the innermost first. Those of torch are left
+    out, which takes other ways with placeholders.
+    """
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
         frame = frame.f_back
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
-        found.append(frame.f_lineno)
+        if is_users(frame):
+            found.append(frame.f_lineno)
         frame = frame.f_back
     return tuple(found)

@@ -20,6 +20,7 @@ from lightning_pipeline.hooks.loader_state import LoaderState
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec, in_hook
 from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.recording.patched_torch import running_recording
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.tensor_meta import conform
@@ -75,8 +76,8 @@ class _Before:
 
 class SharedLoader:
     """A loader whose batches the stages share. All but its iteration is that of the loader that it wraps, and copies
-    and pickles are of that loader alone, without connections. A hook that iterates it does so on every rank, as it does
-    all else: the ranks' generators and samplers are in the same states.
+    and pickles are of that loader alone, without connections. A hook or step that iterates it does so on every rank, as
+    it does all else: the ranks' generators and samplers are in the same states.
 
     Args:
         whole: every stage gets the batches, not only their specs.
@@ -93,7 +94,8 @@ class SharedLoader:
                 setattr(self, name, getattr(loader, name))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader) if in_hook.is_here() else self._shared()
+        is_users_code = in_hook.is_here() or running_recording() is not None
+        return iter(self._loader) if is_users_code else self._shared()
 
     def _shared(self) -> Iterator[Any]:
         raise NotImplementedError

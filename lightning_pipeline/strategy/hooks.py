@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
 from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.partition.overrides import overridden
@@ -129,10 +130,28 @@ def hooks_see_gradients(module: LightningModule) -> bool:
 def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
     if hasattr(LightningModule, hook) and is_overridden(hook, module):
         return True
+    # Lightning's own version of these hooks calls a method that may be the user's.
+    if hook == "configure_gradient_clipping" and is_overridden("clip_gradients", module):
+        return True
+    if hook == "lr_scheduler_step" and any(_is_users_rate(one.scheduler) for one in trainer.lr_scheduler_configs):
+        return True
+    if hook.endswith(("_model_eval", "_model_train")) and any(_changes_mode(sub) for sub in module.modules()):
+        return True
     return hasattr(Callback, hook) and any(
         not type(callback).__module__.startswith(_HARMLESS) and is_overridden(hook, callback, Callback)
         for callback in trainer.callbacks  # type: ignore[attr-defined]
     )
+
+
+def _is_users_rate(scheduler: Any) -> bool:
+    """Whether learning rates come from a function or class of the user's, which may look at weights."""
+    is_torchs = type(scheduler).__module__.startswith("torch.")
+    return not is_torchs or isinstance(scheduler, LambdaLR | MultiplicativeLR)
+
+
+def _changes_mode(module: nn.Module) -> bool:
+    """Whether a module does more than note whether it trains, such as merging weights for evaluation (LoRA)."""
+    return type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
 
 
 @contextmanager

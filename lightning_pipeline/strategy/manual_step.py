@@ -81,10 +81,10 @@ class ManualStep:
             self._session.optimizers.before_update(optimizer)
             return loss
 
-        with self._session.updating(optimizer):
+        with self._session.updating(optimizer, closed) as run:
             if closure is not None:
-                return do(closed)
-            closed()
+                return do(run)
+            run()
             return do(None)
 
     def _run_microbatch(self, state: Microbatch, batch: Any) -> tuple[Any, None]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition.placeholder import Placeholder, in_hook
+from lightning_pipeline.partition.placeholder import in_hook
 from lightning_pipeline.recording.one_rank import note_rank_asked, note_rank_zero_only, with_data
 from lightning_pipeline.recording.patched_torch import running_recording
 
@@ -102,7 +102,7 @@ def follow_first_rank(module: LightningModule, override: Override) -> ExitStack:
     plain = module.print
 
     def show(*args: Any, **kwargs: Any) -> None:
-        plain(*(str(one) if type(one) is Placeholder else one for one in args), **kwargs)
+        plain(*map(str, args), **kwargs)  # on all ranks, of which each may hold some of it
 
     override(module, "print", show)
     with ExitStack() as stack:
@@ -119,7 +119,10 @@ def _experiments_followed(cls: Any, get: Callable[[Any], Any]) -> ExitStack:
     stack = ExitStack()
 
     def experiment(logger: Any) -> Any:
-        return get(logger) if running_recording() is None else _Experiment(get(logger))
+        if running_recording() is not None:
+            return _Experiment(get(logger))
+        in_hook.note_rank()  # what other ranks get does nothing
+        return get(logger)
 
     def restore() -> None:
         if before is None:

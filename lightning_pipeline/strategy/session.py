@@ -16,8 +16,10 @@ from lightning_pipeline import _torch
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.hooks.first_rank import Lending
+from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.partition.microbatch import OneBatch, refuse_list_of_samples
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.placeholder import in_hook
 from lightning_pipeline.partition.stage_config import Stage, read_stage_config
 from lightning_pipeline.runtime.host_memory import available_bytes, keep_freed_memory
 from lightning_pipeline.runtime.log import is_logging, logger
@@ -50,6 +52,9 @@ from .whole_batch import WholeBatch
 
 if TYPE_CHECKING:
     from .pipeline import PipelineStrategy
+
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Session:
@@ -339,14 +344,26 @@ class Session:
             self.optimizers.replace(self.stages.gradients.shard())
 
     @contextmanager
-    def updating(self, optimizer: Optimizer) -> Generator[None, None, None]:
-        """Around an optimizer's update."""
+    def updating(self, optimizer: Optimizer, closure: Callable[[], R]) -> Generator[Callable[[], R], None, None]:
+        """Around an optimizer's update. Gives the closure that it is to call."""
         # An optimizer that is not torch's own may use all parameters at once, as for a norm.
         is_plain = is_plain_optimizer(inner(optimizer))
         entered = self.stages.aside() if is_plain else self.stages.entered(shows_states=False)
+        if is_plain and in_hook.on and self.stages.owner_computes is not None:
+            closure = _resuming(self.stages.owner_computes, closure)
         with used_in_parts(inner(optimizer)), entered:
-            yield
+            yield closure
         self.optimizers.after_update(optimizer)
+
+
+def _resuming(outside: OwnerComputes, closure: Callable[[], R]) -> Callable[[], R]:
+    """A closure that a hook gives to an optimizer, and which sees the whole module as the hook does."""
+
+    def run() -> R:
+        with outside.resumed():
+            return closure()
+
+    return run
 
 
 def session_for(strategy: PipelineStrategy, module: LightningModule, before: Session | None) -> Session:
@@ -369,8 +386,6 @@ def session_for(strategy: PipelineStrategy, module: LightningModule, before: Ses
         )
     return Session(strategy, module, config, num_stages)
 
-
-T = TypeVar("T")
 
 
 class FromSession(Generic[T]):

@@ -218,7 +218,7 @@ class SessionStrategy(ProcessStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        with self.session.updating(optimizer):
+        with self.session.updating(optimizer, closure) as closure:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextmanager
