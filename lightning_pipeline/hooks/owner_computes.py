@@ -38,7 +38,7 @@ from lightning_pipeline.hooks.saved_states import SavedStates
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, unreflected
 from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, in_hook, placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, describe, in_hook, placeholder
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_line import users_line, users_lines
 from lightning_pipeline.recording.matcher import torch_state
@@ -216,8 +216,7 @@ class OwnerComputes(TorchFunctionMode):
             func, args = unreflected(func, args, lambda tensor: holders_of(tensor) or ())
         kind, name = kind_of(func), function_name(func)
         if kind is FunctionKind.DESCRIBES:
-            with _torch.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return describe(func, args, kwargs)
         if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
             return func(*args, **kwargs)
         if in_hook.is_rank_known:

@@ -7,10 +7,12 @@ order for that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+from lightning_pipeline.partition.users_line import users_line
 
 
 class Hook:
@@ -80,8 +82,11 @@ class NodeOf:
         return f"{made_by.removesuffix('.apply')}Backward"
 
     @property
-    def next_functions(self) -> tuple[()]:
-        return ()
+    def next_functions(self) -> NoReturn:
+        raise NotImplementedError(
+            f"the graph of {self._place.what} is on its stages, and cannot be walked in a step ({users_line()}): take "
+            f"torch.autograd.grad or a hook"
+        )
 
     def register_hook(self, hook: Callable[..., Any]) -> Handle:
         return self._place.recording.register(hook_after_node, self._place, hook)

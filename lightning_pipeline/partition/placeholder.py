@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.gradient_hooks import NodeOf
-from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_of_memory, kind_of
 from lightning_pipeline.partition.users_line import users_line
 
 skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
@@ -57,6 +57,11 @@ class _InHook:
 
 
 in_hook = _InHook()
+
+
+def step_runs() -> bool:
+    """Whether the user's code of a step runs; replaced where steps are recorded."""
+    return False
 
 
 class AbsentDataError(RuntimeError):
@@ -173,8 +178,7 @@ class Placeholder(Tensor):
         kwargs = kwargs or {}
         kind = kind_of(func)
         if kind is FunctionKind.DESCRIBES:
-            with _torch.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return describe(func, args, kwargs)
         if (answer := answers_calls.get()) is not None and (found := answer(func, args, kwargs)) is not NotImplemented:
             return found
         if kind is FunctionKind.PRINTS:
@@ -205,7 +209,9 @@ class Placeholder(Tensor):
             function, args, *_ = self.__reduce_ex__(4)
             return function(*args)
         # `copy.copy` gives a new leaf of autograd with the same memory, which is told without a read.
-        return self.detach().requires_grad_(self.requires_grad)
+        copied = self.detach().requires_grad_(self.requires_grad)
+        copied.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN})
+        return copied
 
     # Attributes that are read so often that the way through __torch_function__ would count.
     shape = property(attrgetter("spec.shape"))
@@ -216,7 +222,7 @@ class Placeholder(Tensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        return self.recording is None and not in_hook.on
+        return self.recording is None and not in_hook.on and not step_runs()
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -247,6 +253,32 @@ class Placeholder(Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         handle_torch_function(Tensor.requires_grad_, (self,), self, value)
+
+
+_OWN = ("spec", "value", "recording", "what", "_is_param")
+
+
+def describe(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of a function that tells something of a tensor besides its data.
+
+    Raises:
+        NotImplementedError: it tells something of a placeholder that does not follow from the spec.
+    """
+    if args and type(args[0]) is Placeholder and is_of_memory(func):
+        refuse_memory(func, args[0])
+    with _torch.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def refuse_memory(func: Any, place: Placeholder) -> None:
+    """Raise an error for a function that tells something of memory which this rank does not have."""
+    name = function_name(func)
+    if name == "is_conj" and not place.dtype.is_complex:
+        return
+    raise NotImplementedError(
+        f"{name.removesuffix('.__get__')} tells of the memory or the graph of {place.what}, which is on one stage "
+        f"({users_line()}): compare what the code gives, such as `x is y`, a flag or a counter of its own, instead"
+    )
 
 
 _torch.foreach_types.append(Placeholder)  # clipping then calls the same functions on every rank
@@ -317,7 +349,7 @@ def become(place: Tensor, other: Tensor) -> None:
     _torch.swap_tensor_impl(place, other)
     if type(place) is not type(other):
         place.__class__ = type(other)
-        for name in ("spec", "value", "recording", "what"):
+        for name in _OWN:
             place.__dict__.pop(name, None)
     if type(other) is Placeholder:
         place.__dict__.update(other.__dict__)

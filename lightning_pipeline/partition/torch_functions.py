@@ -39,7 +39,7 @@ _GETTERS = (
 _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "__len__"),
     *("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_same_size", "is_inference"),
-    *("is_pinned", "dim_order", "__hash__", "is_shared", "is_coalesced", "has_names", "is_conj", "is_neg"),
+    *("is_pinned", "dim_order", "__hash__", "is_shared", "is_coalesced", "has_names", "is_conj", "is_neg", "_is_view"),
 )
 _FUNCTIONS = (
     "is_floating_point",
@@ -50,6 +50,12 @@ _FUNCTIONS = (
     "result_type",
     "can_cast",
     "_has_compatible_shallow_copy_type",
+)
+_OF_MEMORY = frozenset(
+    (
+        *("storage_offset", "_is_view", "_base.__get__", "_version.__get__", "output_nr.__get__", "is_conj", "is_neg"),
+        *("data_ptr", "untyped_storage", "storage", "_typed_storage", "is_set_to"),
+    )
 )
 _READING = (
     *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"),
@@ -65,7 +71,7 @@ _DRAWING = (
     *("dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_", "rrelu_", "bernoulli_", "uniform_"),
     *("normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "kaiming_uniform_"),
     *("_standard_gamma", "_sample_dirichlet", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "sparse_"),
-    *("kaiming_normal_", "orthogonal_", "_fused_dropout"),
+    *("kaiming_normal_", "orthogonal_", "_fused_dropout", "svd_lowrank", "pca_lowrank", "lobpcg"),
 )
 """Names of what aten tags as nondeterministic_seeded, and of functions that call it."""
 
@@ -124,6 +130,11 @@ def kind_of(function: Any) -> FunctionKind:
     if kind is None:
         kind = _KINDS[function] = _kind_by_name(function_name(function))
     return kind
+
+
+def is_of_memory(function: Any) -> bool:
+    """Whether a function tells something of a tensor's memory, of which each rank has its own, or of its graph."""
+    return function_name(function) in _OF_MEMORY
 
 
 def same_kind(function: Any, other: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition import placeholder
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.users_line import users_line
@@ -46,6 +47,8 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
         _patches.enter_context(nested_tensors_padded())
         _patches.enter_context(copies_of_parameters_seen(_is_of_step))
         _patches.enter_context(flags_of_steps(running_recording))
+        override = _patches.enter_context(overridden())
+        override(placeholder, "step_runs", lambda: running_recording() is not None)
         _patches.enter_context(contexts_refused(lambda: running_recording() is not None))
     _patched_for.append(recorder)
     try:

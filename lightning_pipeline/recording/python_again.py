@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointError
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.gradient_hooks import Handle, Hook
-from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, describe
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording import process_flags
@@ -266,8 +266,7 @@ class _Again(TorchFunctionMode):
         recording, kwargs = self._recording, kwargs or {}
         kind = kind_of(func)
         if kind is FunctionKind.DESCRIBES:
-            with _torch.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return describe(func, args, kwargs)
         if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
             return func(*args, **kwargs)
         func = process_flags.with_flags(func, recording.flags)

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
-from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_laid_out_by_others, kind_of
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, refuse_memory
+from lightning_pipeline.partition.torch_functions import (
+    FunctionKind,
+    function_name,
+    is_laid_out_by_others,
+    is_of_memory,
+    kind_of,
+)
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue, HookTensor
 from lightning_pipeline.recording.operation import Call, TensorSlot, put_together, take_apart
@@ -23,6 +29,12 @@ if TYPE_CHECKING:
 def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function that reads or prints, on data."""
     call = take_apart(func, args, kwargs)
+    name = function_name(func)
+    place = next((tensor for tensor in call.tensors if type(tensor) is Placeholder), None)
+    if place is not None and is_of_memory(func):
+        refuse_memory(func, place)
+    if name in ("numpy", "__array__") and args[0].requires_grad and not kwargs.get("force"):
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
     if kind_of(func) is FunctionKind.PRINTS and type(value := recording.input_of(args[0])) is int:
         recording.is_simple = False
         return recording.data_source.shown(recording, value, lambda tensor: func(tensor, *args[1:], **kwargs))
@@ -32,7 +44,7 @@ def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     with _torch.DisableTorchFunction():
         found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
     value = recording.value_of(args[0]) if args else None
-    if value is not None and args[0].device.type == "cpu" and function_name(func) in ("numpy", "__array__"):
+    if value is not None and args[0].device.type == "cpu" and name in ("numpy", "__array__"):
         place = recording.placeholder_for(value, args[0].spec, args[0].what)
         recording.watch_array(found, found.tobytes(), place)
     return found

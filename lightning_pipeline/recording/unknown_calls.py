@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_pipeline import _torch
 from lightning_pipeline.partition.comparisons import REFLECTED, unreflected
 from lightning_pipeline.partition.ownership import holders_of
+from lightning_pipeline.partition.placeholder import describe
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.recording import autograd_calls, one_rank
 from lightning_pipeline.recording.contexts import refuse_transforms
@@ -35,8 +35,7 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
     """Record a call that the path has not seen here before, or answer it. Returns its result."""
     kind = kind_of(func)
     if kind is FunctionKind.DESCRIBES:
-        with _torch.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return describe(func, args, kwargs)
     recording.num_aside += 1  # unless it becomes an event, below
     if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
         return func(*args, **kwargs)
