@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,23 @@ class Announcement:
     layouts: dict[int, Layout]
 
 
+class _Part(NamedTuple):
+    """A tensor of a micro-batch that every rank has.
+
+    Attributes:
+        of_loader: the first rank's, of which `tensor` is a copy.
+        at_first: what `tensor` was before the step, on its memory.
+    """
+
+    of_loader: Tensor | None
+    tensor: Tensor
+    at_first: Tensor
+
+    @classmethod
+    def of(cls, of_loader: Tensor | None, tensor: Tensor) -> _Part:
+        return cls(of_loader, tensor, tensor.data)
+
+
 class Delivery:
     """Delivers the batches of one pipeline.
 
@@ -57,7 +74,8 @@ class Delivery:
         self._structures: OrderedDict[int, Structure] = OrderedDict()
         self._by_key: dict[Hashable, int] = {}
         self._next_number = 0
-        self._parts: list[tuple[Tensor, Tensor]] = []  # the loader's tensors, each with the step's copy
+        self._parts: list[_Part] = []
+        self.has_written = False
 
     def announce(
         self, work: StepTask, microbatches: list[Any] | None
@@ -99,15 +117,16 @@ class Delivery:
         ]
         if tensors is not None:
             for state, own in zip(states, tensors, strict=True):
-                everywhere, state.given = state.structure.split(own)
+                everywhere, given = state.structure.split(own)
+                # Views share a version counter: one micro-batch's in-place write would seem to touch the others'.
+                state.given = [tensor if tensor.requires_grad else tensor.data for tensor in given]
                 if self._num_ranks == 1:
-                    # Views share a version counter: one micro-batch's in-place write would seem to touch the others'.
                     state.everywhere = [tensor.data for tensor in everywhere]
                     continue
                 # Copies rather than views, as on the other ranks.
                 copies = [tensor.detach().clone() for tensor in everywhere]
                 state.everywhere = in_memory(copies, state.structure)
-                self._parts += zip(everywhere, state.everywhere, strict=True)
+                self._parts += map(_Part.of, everywhere, state.everywhere)
             for peer in range(1, self._num_ranks):
                 assert self._transport is not None
                 for packed in _packed(states):
@@ -136,17 +155,29 @@ class Delivery:
                 states[index].everywhere[number] = tensor
         for state in states:
             state.everywhere = in_memory(state.everywhere, state.structure)
+            # As on the first rank, so that all ranks ask for what stages have written into them.
+            self._parts += (_Part.of(None, part) for part in state.everywhere)
 
     def write_back(self, states: Sequence[Microbatch]) -> None:
         """Copy the step's in-place changes of its batch back to the loader's tensors, as in one process."""
         parts, self._parts = self._parts, []
+        self.has_written = any(_is_written(tensor) for state in states for tensor in state.given)
+        for state in states:
+            for number, place in state.written.items():
+                if state.given and type(place) is not Placeholder:
+                    self.has_written = True
+                    with torch.no_grad():
+                        state.given[number].copy_(place)
         recordings = [state.recording for state in states if state.recording is not None]
         arrays = {memory for recording in recordings for memory in recording.memory.exposed}
-        for tensor, part in parts:
-            if type(part) is Placeholder:
+        for tensor, part, at_first in parts:
+            if tensor is None or type(part) is Placeholder:
                 continue
-            # Version counters do not see writes through NumPy arrays, nor exist for inference tensors.
-            if part.is_inference() or part._version or memory_of(part) in arrays:
+            # Version counters do not see writes through NumPy arrays, nor exist for inference tensors. What a stage has
+            # written is another tensor.
+            written = memory_of(part)
+            if _is_written(part) or written != memory_of(at_first) or written in arrays:
+                self.has_written = True
                 with torch.no_grad():
                     tensor.copy_(part)
 
@@ -236,6 +267,10 @@ def in_memory(tensors: Sequence[Tensor], structure: Structure) -> list[Tensor]:
 
 
 _ABSENT = torch.empty(0, device="meta")
+
+
+def _is_written(tensor: Tensor) -> bool:
+    return tensor.is_inference() or tensor._version > 0
 
 
 def _same(layout: Layout, other: Layout) -> bool:

@@ -53,7 +53,9 @@ def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[i
             if type(place) is not Placeholder or place.recording is not state.recording:
                 continue  # a later micro-batch has modified it in place
             # Three references are our own: the table's, this variable's, and that of the call to getrefcount.
-            if sys.getrefcount(place) > 3:
+            # One more is that of `written`, which the first rank needs only if it has not written itself.
+            own = 3 + (owner_of[state.index][value] == 0 and any(place is one for one in state.written.values()))
+            if sys.getrefcount(place) > own:
                 found.append(Wanted(place, place.spec, owner_of[state.index][value], state.kept.get(value)))
         twins = [] if state.recording is None else state.recording.twins
         for number in range(len(twins)):

@@ -257,6 +257,7 @@ class Microbatch:
         seed: seed of its random numbers.
         everywhere: tensors of the batch that every rank has.
         given: tensors of the batch that only the first rank has; empty elsewhere.
+        written: placeholders for those into which the step writes; for all of them until its Python ends.
         recording: the recording of the user's step; None before that has run.
         program: the program that it runs by the schedule; None if it runs in order or is not recorded yet.
         result: what the step returned; contains placeholders until the end of the step.
@@ -285,6 +286,7 @@ class Microbatch:
     seed: int
     everywhere: list[Tensor] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
+    written: dict[int, Placeholder] = field(default_factory=dict)
     recording: Recording | None = None
     program: Program | None = None
     result: Any = None
@@ -302,6 +304,10 @@ class Microbatch:
     ahead: EarlyForward | None = None
     in_use: set[int] = field(default_factory=set)
     carried: ContinuedStep | None = None
+
+    def keep_written(self) -> None:
+        """At the end of the step's Python: let go of tensors of the batch into which it has not written."""
+        self.written = {number: place for number, place in self.written.items() if place.value != number}
 
     def let_age(self) -> None:
         """Put into captured copies what the step's Python has written into the memory that they are copies of: backward

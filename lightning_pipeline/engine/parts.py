@@ -99,6 +99,7 @@ class StepParts:
         state.loss_value = meeting.value
         ends = meeting.what == STEP_ENDS
         if ends:
+            state.keep_written()
             state.contents = contents_of(recording)
             state.places = {place.value: place for place in take_alive(recording)}
             recording.kept_views = kept_views(recording, [*state.places.values()])

@@ -32,6 +32,8 @@ from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.step import PipelineStep
 from lightning_pipeline.engine.suspended import BatchWork, Parts
 from lightning_pipeline.engine.work import LiveCount, StepTask
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import Program
@@ -136,6 +138,26 @@ class Pipeline:
         if self.observe is not None:
             self.ran = [(state.program, state.loss_value) for state in states]
         return states, numbers
+
+    def share_batch(self, batch: Any) -> None:
+        """Put what the last step has written into its batch into this rank's copy of it. All ranks must call it.
+
+        Args:
+            batch: the whole batch; on every rank, with the same structure.
+        """
+        direct = self._shared.direct
+        if direct is None:
+            return
+        if self.rank == 0:
+            direct.tell(self._delivery.has_written)
+            has_written = self._delivery.has_written
+        else:
+            has_written = direct.hear(0, "whether a step has written into its batch")
+        for tensor in tree.leaves(batch) if has_written else ():
+            with torch.no_grad():
+                data = direct.spread(None if self.rank else tensor, TensorSpec.of(tensor), 0)
+                if self.rank:
+                    tensor.copy_(data)
 
     def check(self) -> None:
         """Check that ranks ran the same code in steps that ended without synchronization. All ranks must call it.

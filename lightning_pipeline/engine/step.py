@@ -218,6 +218,7 @@ class PipelineStep:
         recording.overlapping = structure.overlapping
         recording.delivered = delivered
         recording.batch_places = [weakref.ref(place) for place in places]
+        state.written = dict(enumerate(places))
         if shared.expectations.wants(beginning):
             recording.provenance = Provenance(delivered)
         return recording, batch
@@ -230,6 +231,7 @@ class PipelineStep:
             if self.work.loss_of is not None:
                 run_again(recording, state.loss)
         del batch
+        state.keep_written()
         if self.work.results_on is not None:
             # Drop the placeholders: values that only the result refers to need not be sent to every rank.
             state.result = StepResult.of(state.result, recording)

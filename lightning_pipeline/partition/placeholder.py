@@ -178,7 +178,8 @@ class Placeholder(Tensor):
         kwargs = kwargs or {}
         kind = kind_of(func)
         if kind is FunctionKind.DESCRIBES:
-            return describe(func, args, kwargs)
+            with _torch.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if (answer := answers_calls.get()) is not None and (found := answer(func, args, kwargs)) is not NotImplemented:
             return found
         if kind is FunctionKind.PRINTS:
@@ -259,7 +260,7 @@ _OWN = ("spec", "value", "recording", "what", "_is_param")
 
 
 def describe(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of a function that tells something of a tensor besides its data.
+    """The result of a function by which the user's code asks for something of a tensor besides its data.
 
     Raises:
         NotImplementedError: it tells something of a placeholder that does not follow from the spec.

@@ -30,6 +30,10 @@ def take_alive(recording: Recording) -> list[Placeholder]:
         place = recording.kept.pop()
         if sys.getrefcount(place) > 2:
             _take(recording, found, place)
+    for reference in recording.batch_places:  # the batch's, in which the step may have written
+        of_batch = reference()
+        if type(of_batch) is Placeholder and of_batch.recording is recording and sys.getrefcount(of_batch) > 2:
+            _take(recording, found, of_batch)
     return [found[value] for value in sorted(found)]
 
 

@@ -310,13 +310,16 @@ class Session:
                     return plain(*microbatches, *arguments[1:])
             if not self.module.automatic_optimization:
                 validation.check_by_hand(self.module, self.strategy.max_live_bytes)
-                return ManualStep(self, arguments[1:]).run(microbatches)
+                result = ManualStep(self, arguments[1:]).run(microbatches)
+                self._share_batch(arguments[0])
+                return result
             advising: AbstractContextManager[None] = nullcontext()
             if self.advisor is not None:
                 neighbours = self.tensor_group or self.context_group
                 advising = self.advisor.watching(self.pipeline, self.transport, neighbours)
             with advising:
                 result = self.runner.train(arguments[1:], microbatches, is_last=is_last)
+        self._share_batch(arguments[0])
         return SKIPPED if result is None else result
 
     def _is_whole(self, microbatches: list[Any] | None) -> TypeGuard[list[Any]]:
@@ -331,7 +334,14 @@ class Session:
         if self._is_whole(microbatches):
             with self.runner.whole_evaluation_batch(name, arguments[1:]).running():
                 return plain(*microbatches, *arguments[1:])
-        return self.runner.evaluate(name, arguments[1:], microbatches)
+        result = self.runner.evaluate(name, arguments[1:], microbatches)
+        self._share_batch(arguments[0])
+        return result
+
+    def _share_batch(self, batch: Any) -> None:
+        """After a step: hooks on all ranks see what it has written into its batch."""
+        if self._shares_batches and not isinstance(batch, Iterator):
+            self.pipeline.share_batch(batch)
 
     def run_backward(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """In place of a precision plugin's backward: the schedule has run it, so its gradients only have to appear."""

@@ -410,3 +410,33 @@ class OwnGeneratorBesideReads(Layers):
         self.drawn = shift.sum().item()
         x = super().features(x + shift)
         return self.layers[3](x) if x.sum() > 0 else x
+
+
+@habit(plain=False, shows=False)
+class LowRankFactors(Layers):
+    """torch.svd_lowrank and lobpcg draw their first guesses."""
+
+    def features(self, x: Tensor) -> Tensor:
+        early = self.layers[1](self.layers[0](x))
+        *_, v = torch.svd_lowrank(early.detach(), q=2)
+        weight = self.layers[3].linear.weight.detach()
+        largest, _ = torch.lobpcg(weight @ weight.T + torch.eye(WIDTH), k=1, niter=2)
+        return self.layers[3](self.layers[2](early + v.abs().sum() * 0.1)) + largest * 0.1
+
+
+@habit(plain=False, shows=False)
+class InitializedAgainInSteps(Layers):
+    """Weights are drawn again, or set, by torch.nn.init in later steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, last = self.layers[0].linear, self.layers[3].linear
+        if self.global_step == 1:
+            nn.init.trunc_normal_(first.weight, std=0.3)
+            nn.init.trunc_normal_(last.bias, std=0.1)
+        if self.global_step == 2:
+            nn.init.sparse_(first.weight, 0.1)
+            nn.init.kaiming_normal_(last.weight)
+        if self.global_step == 3:
+            nn.init.orthogonal_(first.weight)
+            nn.init.orthogonal_(last.weight)
+        return super().training_step(batch, batch_idx)

@@ -95,3 +95,48 @@ class LazyLayersLeftUninitialised(Layers):
     """nn.LazyLinear without a first call: optimizers refuse its parameters in one process as well."""
 
     layer = staticmethod(lambda: nn.LazyLinear(WIDTH))
+
+
+@habit(expect=error(r"storage_offset tells of the memory.*refused\.py:\d+"), plain=False, shows=False)
+class AsksWhereAViewBegins(Layers):
+    def features(self, x: Tensor) -> Tensor:
+        late = super().features(x)
+        return late * (0.5 if late[:, 2:].storage_offset() else 1.0)
+
+
+@habit(expect=error(r"_base tells of the memory.*refused\.py:\d+"), plain=False, shows=False)
+class AsksWhatAViewIsOf(Layers):
+    def features(self, x: Tensor) -> Tensor:
+        late = super().features(x)
+        return late * (0.5 if late[:, 2:]._base is late else 1.0)
+
+
+@habit(expect=error(r"data_ptr tells of the memory.*x is y.*refused\.py:\d+|refused\.py:\d+.*x is y"), plain=False)
+class CachesByAddress(Layers):
+    """Results are kept by the addresses of what they were computed from."""
+
+    def features(self, x: Tensor) -> Tensor:
+        late = super().features(x)
+        cache = {late.data_ptr(): late * 0.5}
+        return cache.get(late.data_ptr(), late)
+
+
+@habit(expect=error(r"_version tells of the memory.*refused\.py:\d+"), plain=False, shows=False)
+class CachesByVersion(Layers):
+    """A normalised weight is kept until the weight changes."""
+
+    version = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = self.layers[0].linear.weight
+        if weight._version != self.version:
+            self.version, self.kept = weight._version, F.normalize(weight.detach())
+        return super().training_step(batch, batch_idx) + self.kept.sum()
+
+
+@habit(expect=error(r"the graph of .* cannot be walked.*refused\.py:\d+"), plain=False, shows=False)
+class WalksTheGraph(Layers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        node: Any = loss.grad_fn
+        return loss * (1 + len(node.next_functions))
