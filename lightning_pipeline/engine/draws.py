@@ -14,6 +14,7 @@ from lightning_pipeline.partition.rng import generators, mix
 from lightning_pipeline.partition.torch_functions import FunctionKind, is_drawing_of_own, kind_of
 from lightning_pipeline.recording.matcher import autocast_state
 from lightning_pipeline.recording.patched_checkpoint import checkpoints_wrapped
+from lightning_pipeline.recording.scripted import scripted_seen
 
 
 class Draws:
@@ -68,7 +69,7 @@ class CountedDraws(TorchFunctionMode):
         """Entered while the user's step, or a part of it, runs: patches torch's checkpointing for the process."""
         self._is_entered = True
         try:
-            with checkpoints_wrapped(self._resumed):
+            with checkpoints_wrapped(self._resumed), scripted_seen(self._scripted, in_stages=False):
                 yield
         finally:
             self._is_entered = False
@@ -78,6 +79,10 @@ class CountedDraws(TorchFunctionMode):
             self._draws.seed(self._microbatch, self.number)
             self.number += 1
         return func(*args, **(kwargs or {}))
+
+    def _scripted(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        is_active = any(mode is self for mode in _torch.function_modes())
+        return self.__torch_function__(function, (), args, kwargs) if is_active else function(*args, **kwargs)
 
     def _resumed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         first = self.number

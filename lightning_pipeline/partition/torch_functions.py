@@ -132,6 +132,11 @@ def kind_of(function: Any) -> FunctionKind:
     return kind
 
 
+def is_drawing(name: str) -> bool:
+    """Whether a function of torch of this name draws random numbers."""
+    return name in _DRAWING
+
+
 def is_of_memory(function: Any) -> bool:
     """Whether a function tells something of a tensor's memory, of which each rank has its own, or of its graph."""
     return function_name(function) in _OF_MEMORY

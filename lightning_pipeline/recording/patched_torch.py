@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +14,13 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition import placeholder
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.contexts import contexts_refused
 from lightning_pipeline.recording.function_calls import APPLY, applying, are_hooked_by_module, with_state
 from lightning_pipeline.recording.patched_layers import nested_tensors_padded
 from lightning_pipeline.recording.process_flags import flags_of_steps
+from lightning_pipeline.recording.scripted import scripted_seen
 from lightning_pipeline.recording.tensor_copies import copies_of_parameters_seen
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _patched_for: list[Recorder] = []
 """Recorders whose runs need the patches."""
 _patches = ExitStack()
 _AS_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Of scripted functions, and classes of autograd functions, one function each, by which events know their calls."""
+"""Of classes of autograd functions, one function each, by which events know their calls."""
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
     """
     if not _patched_for:
         _patches.enter_context(_function_apply_seen())
-        _patches.enter_context(_scripted_seen())
+        _patches.enter_context(scripted_seen(_as_function, in_stages=True))
         _patches.enter_context(_module_apply_seen())
         _patches.enter_context(nested_tensors_padded())
         _patches.enter_context(copies_of_parameters_seen(_is_of_step))
@@ -98,7 +99,8 @@ def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     recording = running_recording()
     if recording is None or not _torch.num_function_modes():
         return function(*args, **kwargs)
-    if not recording.is_ours((args, kwargs)) and not are_hooked_by_module(function, args):
+    is_drawing = kind_of(function) is FunctionKind.DRAWS
+    if not is_drawing and not recording.is_ours((args, kwargs)) and not are_hooked_by_module(function, args):
         return function(*args, **kwargs)
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
     with _torch.innermost_mode_taken_off() as mode:
@@ -157,22 +159,6 @@ def _calls_past_patch_refused() -> Iterator[None]:
 
 _SEEN = applying(torch.autograd.Function).__code__
 """What calls the C++ `apply` where the call has been seen."""
-
-
-@contextmanager
-def _scripted_seen() -> Iterator[None]:
-    """While entered, modes see calls of functions that were scripted or traced."""
-    plain = _torch.ScriptFunction.__call__
-
-    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        called = _AS_FUNCTIONS.get(self)
-        if called is None:
-            called = _AS_FUNCTIONS[self] = partial(plain, self)
-        return _as_function(called, args, kwargs)
-
-    with overridden() as override:
-        override(_torch.ScriptFunction, "__call__", seen)
-        yield
 
 
 @contextmanager

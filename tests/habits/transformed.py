@@ -173,6 +173,51 @@ def swish(x: Tensor, beta: float) -> Tensor:
     return x * torch.sigmoid(beta * x)
 
 
+class Undrawn(nn.Module):
+    """A layer that draws nothing, so that the draws of a scripted function come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+@habit(plain=False, shows=False)
+class ScriptedFunctionsDraw(Layers):
+    """Noise and dropout in scripted functions, and in a traced one."""
+
+    layer = Undrawn
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noisy, self.dropped = torch.jit.script(noisy), torch.jit.script(dropped)
+        self.traced = torch.jit.trace(noisy, torch.zeros(2, WIDTH), check_trace=False)
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.dropped(self.noisy(self.layers[0](self.noisy(x))), 0.2, True)
+        return self.traced(self.layers[3](self.layers[2](self.layers[1](x))))
+
+
+@habit(plain=False, shows=False, expect=error(r"scripted function draws_twice draws random numbers several times"))
+class ScriptedFunctionDrawsTwice(Layers):
+    def features(self, x: Tensor) -> Tensor:
+        return torch.jit.script(draws_twice)(super().features(x))
+
+
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+def dropped(x: Tensor, p: float, training: bool) -> Tensor:
+    return F.dropout(x, p, training)
+
+
+def draws_twice(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.2, True) + torch.rand_like(x)
+
+
 @habit()
 class CompiledLayers(Layers):
     """torch.compile of each layer, with the eager backend."""
