@@ -29,6 +29,7 @@ from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.one_rank import OneRankStep
 from lightning_pipeline.engine.parts import StepParts
 from lightning_pipeline.engine.rank_resources import RankResources
+from lightning_pipeline.engine.reads import reads_failing
 from lightning_pipeline.engine.step import PipelineStep
 from lightning_pipeline.engine.suspended import BatchWork, Parts
 from lightning_pipeline.engine.work import LiveCount, StepTask
@@ -132,7 +133,8 @@ class Pipeline:
             if self.num_ranks == 1:
                 numbers = self._run_alone(OneRankStep(shared, work, states, live, self.observe), work, states, extra)
             else:
-                numbers = self._run_in_stages(PipelineStep(shared, work, states, live, self.observe), extra)
+                with reads_failing():
+                    numbers = self._run_in_stages(PipelineStep(shared, work, states, live, self.observe), extra)
         shared.warnings.issue()
         self.peak_live = live.peak
         if self.observe is not None:

@@ -20,6 +20,24 @@ if TYPE_CHECKING:
     from lightning_pipeline.engine.step import PipelineStep
 
 
+class FailedRead(BaseException):
+    """A read has failed; `reads_failing` raises its error when the step's Python is left."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def reads_failing() -> Iterator[None]:
+    """Around a step: raises the error of a read that has failed."""
+    try:
+        yield
+    except FailedRead as failed:
+        failed.__cause__ = failed.__context__ = None  # or the error would be in its own context
+        raise failed.error from None
+
+
 class StepReads:
     """The reads of one step: `Reads` of its recordings.
 
@@ -89,9 +107,14 @@ class StepReads:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """The user's modes and autocast must not affect what runs for a read."""
-        with torch.inference_mode(self._in_inference_mode), set_aside():
-            yield
+        """The user's modes and autocast must not affect what runs for a read, nor a `try` around it hide that it has
+        failed: other ranks wait for its result.
+        """
+        try:
+            with torch.inference_mode(self._in_inference_mode), set_aside():
+                yield
+        except Exception as error:
+            raise FailedRead(error) from error
 
     def _check(self, recording: Recording, then: str) -> None:
         check_on_the_way(self._step.states, recording, self._shared.transport, then)

@@ -27,7 +27,7 @@ from lightning_pipeline.engine.waiting import WaitingActivations
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import backward_from, caught
-from lightning_pipeline.recording.execution import visit_function
+from lightning_pipeline.recording.execution import note_failed_call, visit_function
 from lightning_pipeline.recording.split_backward import SplitBackward
 from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, from_memory, laid_out, wire, zeros_like
@@ -159,6 +159,9 @@ class Visit:
                 lambda number: self._seed_draw(state.seed, number),
                 {**dict(enumerate(state.given)), **state.kept} if program.carried else state.given,
             )
+        except Exception as error:
+            note_failed_call(error)
+            raise
         finally:
             _torch.set_grad_enabled(before)
         for value, tensor in zip(kept, found, strict=True):

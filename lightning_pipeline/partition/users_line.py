@@ -26,6 +26,23 @@ def users_line() -> str:
     return "an unknown line"
 
 
+def is_refusal(error: Exception) -> bool:
+    """Whether this package has raised an error, and not torch."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        return False
+    return linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).lstrip().startswith("raise ")
+
+
+def note_line(error: Exception, line: str) -> None:
+    """Add to an error's message the line of the user's code for which a stage has computed."""
+    if error.args and isinstance(error.args[0], str):
+        hint = "a stage computes it later, where no `try` of the step catches what it raises"
+        error.args = (f"{error.args[0]} (called at {line}; {hint})", *error.args[1:])
+
+
 def is_users(frame: FrameType) -> bool:
     """Whether a frame runs the user's code, or a model library's."""
     path = frame.f_code.co_filename.replace("\\", "/")

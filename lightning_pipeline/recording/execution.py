@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.users_line import note_line
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot, put_together
 from lightning_pipeline.recording.program import Fork, Program, Region, Strand, VisitFunction
@@ -55,7 +56,11 @@ def run_event(
     args = put_together(event.call.args, operands, numbers)  # type: ignore[arg-type]
     kwargs = put_together(event.call.kwargs, operands, numbers)  # type: ignore[arg-type]
     with torch.set_grad_enabled(grad), autocast_as(autocast):
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            note_line(error, event.line)
+            raise
 
 
 def values_made(event: Event, operands: Sequence[Tensor], found: Any) -> Iterator[tuple[int, Tensor]]:
@@ -87,6 +92,23 @@ def visit_function(program: Program, visit: int, kept: Sequence[int]) -> VisitFu
         kept: values that are made in it, to be given back.
     """
     return _Writer(program, visit, kept).function()
+
+
+_VISIT = "<visit of "
+_AT = "  # "
+"""In the source of a visit, between a call and the line of the user's code that it is for."""
+
+
+def note_failed_call(error: Exception) -> None:
+    """Add to the message of an error in a visit's function the line of the user's code that was computed."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_VISIT):
+            line = trace.tb_frame.f_globals["source"][trace.tb_lineno - 1].partition(_AT)[2]
+            if line:
+                note_line(error, line)
+            return
+        trace = trace.tb_next
 
 
 class _Writer:
@@ -139,7 +161,8 @@ class _Writer:
         kept = ", ".join(self._whole(value) for value in self._kept)
         self._line(f"return [{sends}], [{kept}]")
         source = "\n".join(self._lines)
-        code = compile(source, f"<visit of {program.digest.hex()}>", "exec")
+        code = compile(source, f"{_VISIT}{program.digest.hex()}>", "exec")
+        self._names["source"] = self._lines
         exec(code, self._names)
         return self._names["visit"]
 
@@ -222,17 +245,18 @@ class _Writer:
             text = self._text(number, event, template)
             arguments.append(f"{name}={text}" if name.isidentifier() else f"**{{{name!r}: {text}}}")
         call = f"{function}({', '.join(arguments)})"
+        where = f"{_AT}{event.line}"
         made = [None if value is None else f"v{value}" for value in event.outputs]
         self._made.update(name for name in made if name is not None)
         layout = event.result.layout
         if not any(made):
-            self._line(call)
+            self._line(call + where)
         elif isinstance(layout, tree.Slot):
-            self._line(f"{made[0]} = {call}")
+            self._line(f"{made[0]} = {call}{where}")
         elif isinstance(layout, tree.Sequence) and [*layout.items] == [tree.Slot(i) for i in range(len(made))]:
-            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = {call}")
+            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = {call}{where}")
         else:
-            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = leaves({call})")
+            self._line(f"{', '.join(name or '_' for name in made)}{',' * (len(made) == 1)} = leaves({call}){where}")
         for value in event.outputs:
             if value is not None:
                 self._variables[value] = f"v{value}"

@@ -171,10 +171,10 @@ def note_use(found: Found, name: str, value: Any, names: frozenset[str], depth: 
         value = (value.dtype.str, value.shape, value.tobytes()) if value.dtype != object else tuple(value.flat)
     elif isinstance(value, (list, tuple, set, deque)):
         _inside(found, name, enumerate(value), names, depth)
-        value = tuple(map(_plain, value))
+        value = tuple(_plain(item, depth) for item in value)
     elif isinstance(value, dict):
         _inside(found, name, value.items(), names, depth)
-        value = tuple((_plain(key), _plain(item)) for key, item in value.items())
+        value = tuple((_plain(key, depth), _plain(item, depth)) for key, item in value.items())
     elif not is_atom(value) and not isinstance(value, Tensor) and depth < _MAX_DEPTH and hasattr(value, "__dict__"):
         if not isinstance(value, ModuleType):
             cls: Any = type(value)
@@ -192,9 +192,14 @@ def _inside(found: Found, name: str, items: Any, names: frozenset[str], depth: i
                 note_use(found, f"{name}[{key!r}]", item, names, depth + 1)
 
 
-def _plain(value: Any) -> Any:
-    """A member of a container: itself if it can be compared, else that it is this object."""
-    return value if is_atom(value) else ("object", id(value))
+def _plain(value: Any, depth: int) -> Any:
+    """A member of a container: itself if it can be compared, else that it is this object. What is in containers has
+    been noted, and arguments are put together anew.
+    """
+    if is_atom(value):
+        return value
+    is_noted = isinstance(value, (list, tuple, set, deque, dict)) and depth < _MAX_DEPTH
+    return (type(value).__name__, len(value)) if is_noted else ("object", id(value))
 
 
 def _attributes(value: Any, names: frozenset[str]) -> Iterator[tuple[str, Any]]:

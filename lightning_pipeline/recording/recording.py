@@ -30,7 +30,7 @@ from lightning_pipeline.partition.gradient_hooks import Handle, Hook
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.ownership import HELD_BY, absent_state_expected, holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_line import is_refusal, users_line
 from lightning_pipeline.recording import process_flags
 from lightning_pipeline.recording.checkpoints import Checkpoints
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
@@ -137,6 +137,7 @@ class Recording(TorchFunctionMode):
         self.switched: dict[int, bool] = {}
         self.twins: list[Placeholder] = []
         self.kept_views: list[KeptView] = []
+        self.refused: NotImplementedError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -144,7 +145,12 @@ class Recording(TorchFunctionMode):
             if result is not UNLIKE:
                 self.event = child
                 return result
-        return follow_unknown(self, func, args, kwargs or {})
+        try:
+            return follow_unknown(self, func, args, kwargs or {})
+        except NotImplementedError as error:
+            if is_refusal(error):
+                self.refused = error
+            raise
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -153,6 +159,8 @@ class Recording(TorchFunctionMode):
             self.num_modes = _torch.num_function_modes()
             yield
             process_flags.refuse_left(self.flags)
+            if self.refused is not None:  # by code that goes on otherwise, as it would not in one process
+                raise self.refused
         self.note_written_arrays()
         self.note_outdated()
 

@@ -104,3 +104,22 @@ class OptionsOfTheStep(OptionsOfTheEpoch):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.options.scale += 0.05
         return super().training_step(batch, batch_idx)
+
+
+class Scaled(torch.autograd.Function):
+    """Takes nested options."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, options: Any) -> Tensor:
+        ctx.factor = options["factors"][1][0]
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
+@habit(plain=False, shows=False)
+class FunctionTakesNestedOptions(Layers):
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(Scaled.apply(super().features(x), {"factors": (1, [1.5, (2, 3)])}))

@@ -140,3 +140,40 @@ class WalksTheGraph(Layers):
         loss = super().training_step(batch, batch_idx)
         node: Any = loss.grad_fn
         return loss * (1 + len(node.next_functions))
+
+
+@habit(expect=error(r"not positive-definite.*called at .*refused\.py:\d+.*no `try`"), plain=False, shows=False)
+class TriesAgainWithJitter(Layers):
+    """As Gaussian processes do. torch.linalg.cholesky_ex tells without an error."""
+
+    def features(self, x: Tensor) -> Tensor:
+        late = super().features(x)
+        covariance, jitter = late @ late.T - torch.eye(len(late)), 0.1
+        while True:
+            try:
+                factor = torch.linalg.cholesky(covariance + jitter * torch.eye(len(late)))
+                return late + factor.sum()
+            except torch.linalg.LinAlgError:
+                jitter *= 2
+
+
+@habit(expect=error(r"inversion could not be completed.*called at .*refused\.py:\d+"), plain=False, shows=False)
+class ReadsWithinTry(Layers):
+    """What has failed on one stage is read by all ranks in a `try`."""
+
+    def features(self, x: Tensor) -> Tensor:
+        late = super().features(x)
+        try:
+            return late * torch.inverse(torch.zeros(2, 2) * late[:2, :2]).mean().item()
+        except Exception:
+            return late * 0.5
+
+
+@habit(expect=error(r"_base tells of the memory.*refused\.py:\d+"), plain=False, shows=False)
+class GoesOnAfterARefusal(Layers):
+    def features(self, x: Tensor) -> Tensor:
+        late = super().features(x)
+        try:
+            return late * (0.5 if late[:, 2:]._base is late else 1.0)
+        except NotImplementedError:
+            return late
