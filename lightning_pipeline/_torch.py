@@ -94,6 +94,8 @@ PROCESS_FLAGS: Any = torch._C
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 """The kernel behind `scaled_dot_product_attention`, which also returns the logarithms of the softmax's denominators."""
+is_inference_mode_enabled = torch.is_inference_mode_enabled
+"""As torch has it, where a run gives the user's code another answer."""
 ScriptFunction = torch._C.ScriptFunction
 """What `torch.jit.script` and `torch.jit.trace` return for functions."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.draws import set_aside
 from lightning_pipeline.engine.ending import check_on_the_way
 from lightning_pipeline.engine.microbatch import Microbatch
@@ -48,7 +49,7 @@ class StepReads:
     def __init__(self, step: PipelineStep) -> None:
         self._step = step
         self._shared = step.shared
-        self._in_inference_mode = torch.is_inference_mode_enabled()
+        self._in_inference_mode = _torch.is_inference_mode_enabled()
 
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
         step, state = self._step, self._state_of(recording)

@@ -92,7 +92,7 @@ class Source:
             "renewed": renewed,
             "refs": sys.getrefcount,
             "grad": torch.is_grad_enabled,
-            "inference": torch.is_inference_mode_enabled,
+            "inference": _torch.is_inference_mode_enabled,
             "autocast": _torch.is_any_autocast_enabled,
         }
         self.lines: list[str] = []
@@ -305,7 +305,7 @@ def _result(source: Source, layout: tree.Layout, found: list[str]) -> str:
 
 def torch_state() -> tuple[bool, bool, Any]:
     """Whether autograd, and inference mode, are on, and `autocast_state`: what an event's calls have in common."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()
+    return torch.is_grad_enabled(), _torch.is_inference_mode_enabled(), autocast_state()
 
 
 def autocast_state() -> Any:

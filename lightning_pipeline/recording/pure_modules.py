@@ -224,7 +224,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     refs, frame = sys.getrefcount, sys._getframe
     is_grad_enabled, is_inference, is_autocast = (
         torch.is_grad_enabled,
-        torch.is_inference_mode_enabled,
+        _torch.is_inference_mode_enabled,
         _torch.is_any_autocast_enabled,
     )
     num_modes, unseen = _torch.num_function_modes, _torch.DisableTorchFunction

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.recording.patched_layers import fast_paths_open
 
@@ -43,6 +44,7 @@ def installed(session: Session) -> ExitStack:
         backwards_met(strategy.precision_plugin, session.run_backward, override)
         let_steps_be_skipped(trainer, override)
         stack.enter_context(fast_paths_open(partial(_replaces_inference_mode, trainer)))
+        override(torch, "is_inference_mode_enabled", partial(_is_in_inference, trainer))
         if owner_computes is not None:
             # Hooks and callbacks see a module of which this rank holds a part.
             stack.enter_context(compare_parameters_by_identity())
@@ -86,6 +88,11 @@ def _let_many_agree(session: Session, override: Override) -> None:
     sync_over(session.module, replicas.group if replicas is not None else None)
 
 
+def _is_in_inference(trainer: Trainer) -> bool:
+    """Whether the user's code would be in inference mode in one process."""
+    return _torch.is_inference_mode_enabled() or _replaces_inference_mode(trainer)
+
+
 def _replaces_inference_mode(trainer: Trainer) -> bool:
     """Whether Lightning has disabled gradients where it would enter inference mode, were it not for Gloo."""
     loops: dict[Any, Any] = {
@@ -94,5 +101,5 @@ def _replaces_inference_mode(trainer: Trainer) -> bool:
         TrainerFn.PREDICTING: trainer.predict_loop,
     }
     loop = loops.get(trainer.state.fn)
-    is_on = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+    is_on = torch.is_grad_enabled() or _torch.is_inference_mode_enabled()
     return loop is not None and loop.inference_mode and not is_on

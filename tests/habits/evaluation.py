@@ -423,3 +423,14 @@ class AttendsToTransposed(Attending):
 @habit(calls=["fit", "test", "predict"], shows=False, trainer={"inference_mode": False}, plain_tolerance=1e-6)
 class AttendsWithoutInferenceMode(Attending):
     """Evaluations under no_grad, which one process has other kernels for."""
+
+
+@habit(calls=["fit", "validate", "test", "predict"], shows=False)
+class AsksForInferenceMode(Evaluated):
+    """Another scale in inference mode."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        with torch.inference_mode(False):
+            x = x * (0.9 if torch.is_inference_mode_enabled() else 1.1)
+        return x * (0.5 if torch.is_inference_mode_enabled() else 2.0)
