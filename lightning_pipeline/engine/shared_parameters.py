@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.engine.slices import as_slice, local_gradient, local_part
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.recording.repeated_uses import EXACT_BYTES
-from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, laid_out
 from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
 
@@ -197,6 +198,8 @@ def _spread_gradient(parameter: nn.Parameter, stages: Stages, transport: Transpo
 
 
 def _set_gradient(parameter: nn.Parameter, part: Tensor | None) -> None:
+    if part is not None and part.layout is torch.strided and not isinstance(parameter, DTensor):
+        part = laid_out(part, parameter.stride())  # as autograd does, and so on all holders alike
     parameter.grad = None if part is None else as_slice(parameter, part)
 
 

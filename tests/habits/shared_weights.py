@@ -447,3 +447,16 @@ class LargeTiedGradientsWithinAWindow(TiedEnds):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.found += [p.grad.norm() for p in self.parameters() if p.grad is not None]
+
+
+@habit(plain=False, shows=False, observed=("found",))
+class TiedTransposed(Noting):
+    """The first and the last layer share a weight that is stored transposed; a hook reads its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].linear.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t() * 0.3)
+        self.layers[3].linear.weight = self.layers[0].linear.weight
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.found.append(self.layers[0].linear.weight.grad[0].tolist())
