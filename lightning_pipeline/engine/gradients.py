@@ -12,6 +12,7 @@ from lightning_pipeline.engine.parameter_map import ParameterMap
 from lightning_pipeline.engine.reducer import PipelineGradReducer
 from lightning_pipeline.engine.shared_parameters import SharedGradients, Stages, shared_parameters
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.runtime.transport import Transport
 
 
@@ -50,7 +51,8 @@ class GradientHold:
             return
         self._held = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, self._aside, strict=True):
-            parameter.grad = gradient
+            if not is_absent(parameter):  # one that the step has made, which another stage holds now
+                parameter.grad = gradient
         self._aside = None
 
     def publish(self) -> None:
