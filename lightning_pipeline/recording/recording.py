@@ -313,6 +313,7 @@ class Recording(TorchFunctionMode):
 
     def absorb(self, tensor: Tensor, spec: TensorSpec, value: int, what: str) -> None:
         """Make a tensor that every rank had, and a stage has written into, a value of that stage."""
+        self._take_along_views(tensor)
         if self.memory.is_shared(tensor):
             raise NotImplementedError(
                 f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
@@ -329,6 +330,17 @@ class Recording(TorchFunctionMode):
         become(tensor, placeholder(spec, what))
         tensor.value, tensor.recording = value, self  # type: ignore[attr-defined]
         self.kept.append(tensor)  # type: ignore[arg-type]
+
+    def _take_along_views(self, tensor: Tensor) -> None:
+        """Before a stage writes into a tensor: let go of views that calls were given, and perhaps nobody else has."""
+        memory = memory_of(tensor)
+        with _torch.DisableTorchFunction():
+            for place in self.memory.places_of(memory, self.captured):
+                if self.captured[place] is not tensor:
+                    self.captured[place] = self.captured[place].clone()
+            for place, view in self.copied_from.items():
+                if memory_of(view) == memory:
+                    self.copied_from[place] = view.detach()
 
     def register(
         self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]

@@ -551,3 +551,22 @@ class CallbackFilledInStep(Layers):
                 callback.losses.append(loss.detach())
                 loss = loss * (1 + self.rate * len(callback.losses))
         return loss
+
+
+@habit(plain=False, shows=False, observed=("queue",))
+class QueueOfPrototypes(Layers):
+    """SwAV's queues: a plain tensor whose rows are compared, moved on, and filled with what a stage computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = torch.zeros(2, 4, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        late = self.features(x)
+        similar = torch.zeros(())
+        for number in range(2):
+            similar = similar + torch.mm(self.queue[number], late.detach().t()).mean()
+            self.queue[number, 2:] = self.queue[number, :-2].clone()
+            self.queue[number, :2] = late.detach()
+        return F.cross_entropy(self.head(late), y) + similar
