@@ -38,6 +38,7 @@ from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import Program
+from lightning_pipeline.runtime.tensor_meta import fill
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import Schedule, forward_only, lower
 
@@ -158,7 +159,9 @@ class Pipeline:
         for tensor in tree.leaves(batch) if has_written else ():
             with torch.no_grad():
                 data = direct.spread(None if self.rank else tensor, TensorSpec.of(tensor), 0)
-                if self.rank:
+                if self.rank and tensor.layout is torch.strided:
+                    fill(tensor, data)
+                elif self.rank:
                     tensor.copy_(data)
 
     def check(self) -> None:

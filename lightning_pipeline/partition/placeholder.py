@@ -390,6 +390,11 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
             "torch's compiled code takes it there, where nothing is seen of it. Instead of nested tensors use padded "
             "ones and a mask, instead of as_subclass plain tensors, and instead of set_ a copy_ or a name"
         )
+    elif step_runs():
+        way_out = (
+            "a class with a __torch_function__ of its own, or a subclass of torch.Tensor, keeps what is called from "
+            "being seen there: use plain tensors"
+        )
     raise AbsentDataError(
         f"{function_name(func)} needs the data of {what}, which this rank does not hold ({users_line()}): {way_out}"
     )

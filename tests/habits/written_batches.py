@@ -165,3 +165,20 @@ class WrittenInEvaluation(Evaluated):
 
     def on_test_batch_end(self, outputs: Any, batch: Any, *_: Any) -> None:
         self.found.append(batch[0].sum().item())
+
+
+@habit(plain=False, shows=False, observed=("found",))
+class WrittenBesideExpanded(LooksAtBatch):
+    """Another tensor of the batch has all of its rows in one place."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        x = torch.randn(SAMPLES, WIDTH, generator=generator)
+        row = torch.randn(1, WIDTH, generator=generator)
+        return x, torch.randint(0, CLASSES, (SAMPLES,), generator=generator), row.expand(SAMPLES, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, row = batch
+        late = self.features(x + row)
+        x.copy_(late.detach())
+        return F.cross_entropy(self.head(late), y)
