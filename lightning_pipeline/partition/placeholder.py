@@ -223,7 +223,8 @@ class Placeholder(Tensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        return self.recording is None and not in_hook.on and not step_runs()
+        is_known = self.recording is not None or in_hook.on or step_runs()
+        return not is_known or self.spec.device.type == "meta"
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
