@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from operator import attrgetter
@@ -360,6 +361,12 @@ def become(place: Tensor, other: Tensor) -> None:
 def become_absent(tensor: Tensor, what: str) -> None:
     """Free a leaf tensor's memory. The object stays and becomes a placeholder, or a DTensor on the meta device."""
     tensor.grad = None
+    if type(tensor) not in (Tensor, nn.Parameter, nn.UninitializedParameter, DTensor, Placeholder):
+        warnings.warn(
+            f"{what} is a {type(tensor).__name__}, and a plain tensor on the ranks that do not hold it: mark it by an "
+            f"attribute, as isinstance and methods of the class tell something else there",
+            stacklevel=2,
+        )
     if not isinstance(tensor, DTensor):
         become(tensor, placeholder(TensorSpec.of(tensor), what))
         return
