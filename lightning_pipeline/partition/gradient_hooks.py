@@ -76,16 +76,15 @@ class NodeOf:
     def __init__(self, place: Any) -> None:
         self._place = place
 
-    def name(self) -> NoReturn:
-        self._refuse("named")
+    def name(self) -> str:
+        """Close to the name that torch gives."""
+        made_by = self._place.what.removeprefix("the result of ").partition(" ")[0]
+        return f"{made_by.removesuffix('.apply')}Backward"
 
     @property
     def next_functions(self) -> NoReturn:
-        self._refuse("walked")
-
-    def _refuse(self, how: str) -> NoReturn:
         raise NotImplementedError(
-            f"the graph of {self._place.what} is on its stages, and cannot be {how} in a step ({users_line()}): take "
+            f"the graph of {self._place.what} is on its stages, and cannot be walked in a step ({users_line()}): take "
             f"torch.autograd.grad or a hook"
         )
 
@@ -96,5 +95,4 @@ class NodeOf:
         return self._place.recording.register(hook_before_node, self._place, hook)
 
     def __repr__(self) -> str:
-        made_by = self._place.what.removeprefix("the result of ").partition(" ")[0]
-        return f"<{made_by.removesuffix('.apply')}Backward on a stage>"
+        return f"<{self.name()} on a stage>"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.saved_states import OnFirstRank
+from lightning_pipeline.partition.ownership import named_tensors
 from lightning_pipeline.partition.rng import add_random_state, free_memory, restore_random_state
 from lightning_pipeline.runtime.failure import PeerFailedError
 from lightning_pipeline.runtime.log import logger
@@ -221,7 +222,9 @@ class Checkpoints:
         return with_one_outcome(read)
 
     def load_module(self, plain: Callable[..., None], checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the weights; if set-up is still to come, only then, when each rank knows what it holds."""
+        """Load the weights; into a module in parts, if set-up is still to come, only then, when each rank knows what it
+        holds. Callbacks may load others after these.
+        """
         strategy, module = self._strategy, self._strategy.module
         if isinstance(strategy.precision_plugin, (DoublePrecision, HalfPrecision)):
             strategy.precision_plugin.convert_module(module)  # or values would be rounded to the module's old dtype
@@ -233,7 +236,8 @@ class Checkpoints:
         path = module.trainer.ckpt_path
         with_one_outcome(lambda: check_checkpoint(checkpoint, module, strict=strict, goes_on=goes_on, path=path))
         self._put_off = partial(load_module_state, module, checkpoint["state_dict"], strict=strict)
-        if strategy.is_single_process or not self._awaits_setup:
+        is_whole = not any(tensor.is_meta for _, tensor in named_tensors(module))
+        if strategy.is_single_process or not self._awaits_setup or is_whole:
             self.load_put_off()
 
     def load_put_off(self) -> None:

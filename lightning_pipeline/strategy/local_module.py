@@ -157,7 +157,7 @@ class LocalModule:
             self._move(torch.device("cpu"))
 
     def make_whole(self, num_processes: int) -> bool:
-        """Give every rank the whole module, on the CPU, if that fits into memory.
+        """Give every rank the whole module, and callbacks' copies of it, on the CPU, if that fits into memory.
 
         All ranks must call it; `release_remote` undoes it.
 
@@ -168,9 +168,10 @@ class LocalModule:
             Whether every rank has it.
         """
         partial: dict[int, tuple[str, Tensor]] = {}
-        for name, tensor in named_tensors(self._module):
-            if name in self.ownership and len(self.ownership.holders[name]) < self.ownership.num_stages:
-                partial.setdefault(id(tensor), (name, tensor))
+        for module in (self._module, *copies_of(self._module, self._module.trainer)):
+            for name, tensor in named_tensors(module):
+                if name in self.ownership and len(self.ownership.holders[name]) < self.ownership.num_stages:
+                    partial.setdefault(id(tensor), (name, tensor))
         absent = [tensor for _, tensor in partial.values() if is_absent(tensor)]
         obstacle = _NONE
         if any(isinstance(parameter, DTensor) for parameter in self._module.parameters()):
